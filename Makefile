@@ -1,0 +1,66 @@
+# Two commands on a fresh machine: `make demo` trains a GPT on two CPU processes, `make test` runs every test.
+# They need Python >= 3.10, pip and make; everything else goes into $(VENV).
+#
+#   PYTHON=python3.12 make demo    another interpreter, for the moment at which $(VENV) is made
+#   TORCH=... make demo            what pip is asked for instead of the locked torch, options included
+
+PYTHON ?= python3
+VENV := .venv
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -c constraints.txt
+LOCK := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types bench clean
+
+help:
+	@echo "make demo   train examples/train_gpt.py on two CPU processes (minutes)"
+	@echo "make test   run all tests"
+	@echo "make lint   ruff: rules and format"
+	@echo "make types  pyright, strict on src"
+	@echo "make bench  step time and peak memory against DDP, FSDP1 and FSDP2"
+	@echo "make clean  remove $(VENV), caches and build leftovers"
+
+# A stamp says what an environment holds: it is younger than the lock, or the installation runs again.
+# torch comes first and by its exact version: a range would let pip choose the newest build, with gigabytes of CUDA packages.
+# The package is built by the setuptools that the lock names, hence no isolation.
+$(VENV)/.installed: $(LOCK)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "shardeddp needs Python >= 3.10, $(PYTHON) is older or missing: set PYTHON=python3.x"; exit 1; }
+	@echo "installing into $(VENV) (once, a minute or more)"
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(TORCH) setuptools
+	$(INSTALL) --quiet --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(INSTALL) --quiet --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(INSTALL) --quiet --no-build-isolation --editable '.[test,dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/train_gpt.py fit --config configs/demo.yaml
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/step_time.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,133 @@
+"""Train a small GPT on Python's own documentation, under the strategy that a YAML file names.
+
+    python examples/train_gpt.py fit --config configs/demo.yaml
+    python examples/train_gpt.py fit --config configs/demo.yaml --trainer.strategy=ddp
+    python examples/train_gpt.py fit --help
+
+Model (`gpt/model.py`) and data (`gpt/data.py`) are ordinary Lightning code. What shards them is an entry of the YAML
+file; the one line about it here is the import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from typing import Any
+
+import lightning as L
+import rich
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
+
+import shardeddp  # noqa: F401  (its strategies become known to the Trainer by name)
+from gpt.data import PydocText
+from gpt.model import GPTModule
+from gpt.report import Figures, StepMeter, print_closing_table
+from gpt.sampling import TextSampler
+
+
+class TrainGPT(LightningCLI):
+    """Fit the model, sample from it, and report what a step costs here and under DDP."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Those of Lightning's that this model has steps for."""
+        skipped_arguments = LightningCLI.subcommands()
+        return {name: skipped_arguments[name] for name in ("fit", "validate")}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what a run does besides training."""
+        parser.add_lightning_class_args(TextSampler, "sample")
+        parser.link_arguments("data.block_size", "sample.context")
+        parser.add_argument("--report.steps", type=int, default=30, help="How many optimizer steps are measured.")
+        parser.add_argument("--report.ddp", type=bool, default=True, help="Measure them under DDP too, after the fit.")
+
+    def before_fit(self) -> None:
+        """Have the fit measured."""
+        self.meter = StepMeter(strategy_label(self.config.fit.trainer.strategy), self.config.fit.report.steps)
+        self.trainer.callbacks.insert(0, self.meter)  # first, so that no other callback's time is measured
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        say(
+            f"[bold]{self.meter.label}[/], {self.trainer.world_size} ranks on {self.trainer.accelerator.name()}: "
+            f"a GPT with {num_parameters / 1e6:.1f} M parameters learns the text behind Python's help()."
+        )
+
+    def after_fit(self) -> None:
+        """Report what the fit left behind and what it cost."""
+        say(f"Log and checkpoints: {self.trainer.log_dir}")
+        if self.meter.figures is None:
+            say(f"Nothing was measured: the fit ended before step {self.meter.last_step} (see --report.steps).")
+            return
+        ddp = self.fit_under_ddp() if self.config.fit.report.ddp else None
+        print_closing_table(self.meter.figures, ddp)
+
+    def fit_under_ddp(self) -> Figures | None:
+        """Train the same model from the same weights on the same batches under DDP, until all steps are measured."""
+        config = self.config.fit
+        meter = StepMeter("DDP", config.report.steps, stop=True)
+        changed = {
+            "strategy": DDPStrategy(gradient_as_bucket_view=True),  # the gradients once in memory, not twice
+            "callbacks": [meter],
+            "logger": False,
+            "limit_val_batches": 0,
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+        }
+        say(f"[dim]Measuring {config.report.steps} steps of the same model under DDP ...[/]")
+        trainer = L.Trainer(**{**self.config_init.fit.trainer, **changed})
+        L.seed_everything(config.seed_everything, workers=True, verbose=False)
+        trainer.fit(GPTModule(**config.model), PydocText(**config.data))
+        return meter.figures
+
+
+def strategy_label(strategy: str | Namespace) -> str:
+    """How the closing table names the strategy of a configuration.
+
+    >>> strategy_label(Namespace(class_path="shardeddp.ShardedDP", init_args=Namespace(sharding_strategy="no_shard")))
+    'ShardedDP no_shard'
+    """
+    if isinstance(strategy, str):
+        return strategy
+    kind = strategy.get("init_args", Namespace()).get("sharding_strategy", "")
+    return f"{strategy.class_path.rpartition('.')[2]} {kind}".strip()
+
+
+def loggers() -> list[dict[str, Any]]:
+    """CSV files, and TensorBoard where it is installed."""
+    csv = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "gpt"}}
+    board = {
+        "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+        "init_args": {"save_dir": "runs", "name": "tensorboard", "default_hp_metric": False},
+    }
+    return [csv, board] if importlib.util.find_spec("tensorboard") else [csv]
+
+
+def quieten() -> None:
+    """Keep the terminal for what this run has to say."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # which accelerators exist, tips, one line per process
+    # A batch is a slice of a text in memory: worker processes would only cost time.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Raised by every Lightning up to 2.6 on torch 2.13, inside Lightning.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Print one line on rank 0."""
+    rich.print(text)
+
+
+if __name__ == "__main__":
+    quieten()
+    TrainGPT(
+        GPTModule,
+        PydocText,
+        trainer_defaults={"logger": loggers()},
+        auto_configure_optimizers=False,
+        load_from_checkpoint_support=False,
+    )

@@ -1,0 +1,20 @@
+"""The only place that issues collectives: groups of ranks, collectives per backend, lanes, agreement."""
+
+from shardeddp.comm.agreement import agree_on_any, agree_on_layout, exchange, together
+from shardeddp.comm.collectives import Collectives, Pending
+from shardeddp.comm.lanes import Lane, Ticket
+from shardeddp.comm.mesh import Mesh
+from shardeddp.comm.traffic import Traffic
+
+__all__ = [
+    "Collectives",
+    "Lane",
+    "Mesh",
+    "Pending",
+    "Ticket",
+    "Traffic",
+    "agree_on_any",
+    "agree_on_layout",
+    "exchange",
+    "together",
+]

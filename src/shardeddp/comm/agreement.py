@@ -1,0 +1,86 @@
+"""Agreement: what all ranks decide together, over the host group; errors of one rank become errors of all."""
+
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardeddp.errors import LayoutMismatchError, RankError
+
+T = TypeVar("T")
+
+
+def exchange(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Give every rank's bytes to every rank, by rank. Bytes, so that nothing that arrives is ever unpickled."""
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+    arrived = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(arrived, padded, group=group)
+    return [
+        bytes(tensor[: int(length)].tolist()) for tensor, length in zip(arrived, lengths, strict=True)
+    ]
+
+
+def together(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Run a step that every rank takes, and raise on every rank if it fails on any.
+
+    Args:
+        step: What the step does, as a noun phrase for the message.
+        action: The step; it must not communicate, else a rank that fails leaves the others waiting inside it.
+        group: The host group of all ranks.
+
+    Raises:
+        RankError: Some rank failed, this one or another; it carries the traceback of each.
+    """
+    result, failure, cause = None, "", None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
+        failure, cause = traceback.format_exc(), error
+    failures = {rank: text.decode() for rank, text in enumerate(exchange(failure.encode(), group)) if text}
+    if failures:
+        raise RankError(step, failures) from cause
+    return result  # type: ignore[return-value]  # None only after a failure
+
+
+def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Compare what every rank is about to shard, line by line, before any of it moves.
+
+    Args:
+        lines: One line for the options and one per parameter, in order.
+        group: The host group of all ranks.
+
+    Raises:
+        LayoutMismatchError: Some rank has other lines; names the first difference and the ranks on either side.
+    """
+    everyones = [json.loads(text) for text in exchange(json.dumps(list(lines)).encode(), group)]
+    reference = everyones[0]
+    odd = [rank for rank, other in enumerate(everyones) if other != reference]
+    if not odd:
+        return
+    other = everyones[odd[0]]
+    index = next(
+        (i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b), min(len(reference), len(other))
+    )
+    expected, found = (side[index] if index < len(side) else "nothing more" for side in (reference, other))
+    raise LayoutMismatchError(
+        f"the ranks do not shard the same model: rank 0 has {expected!r} where rank {odd[0]} has {found!r}"
+        f" (ranks that differ from rank 0: {odd}). Build the same model with the same options on every rank; "
+        f"look for sizes that depend on the rank, on a random number or on a file that only some ranks see"
+    )
+
+
+def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
+    """For each flag, whether any rank has it set. The flags' number must be the same on all ranks."""
+    if dist.get_world_size(group) == 1:
+        return list(flags)
+    tensor = torch.tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in tensor.tolist()]

@@ -1,0 +1,135 @@
+"""The interface behind which the collectives of one group of ranks are issued, and its group of one rank."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardeddp.comm.traffic import Traffic
+
+ReduceKind = Literal["sum", "mean", "max", "min"]
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class Work(Protocol):
+    """What ``torch.distributed`` returns for an asynchronous operation."""
+
+    def wait(self) -> object:
+        """Block until done (CPU), or make the current stream wait (CUDA)."""
+        ...
+
+
+class Pending:
+    """A collective that has been issued.
+
+    Args:
+        works: Handles to wait for.
+        finish: Local arithmetic that completes the collective once everything has arrived.
+        keep: Buffers that the transport still reads or writes; held until :meth:`wait`.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work] = (),
+        finish: Callable[[], None] | None = None,
+        keep: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._works = tuple(works)
+        self._finish = finish
+        self._keep = tuple(keep)
+
+    def wait(self) -> None:
+        """Complete the collective; calling it again does nothing."""
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish, self._keep = (), None, ()
+
+    def then(self, issue: Callable[[], "Pending"]) -> "Pending":
+        """Issue another collective on this one's result: at once where streams keep the order, else when waited for."""
+        if not self._works and self._finish is None:
+            return issue()
+
+        def finish() -> None:
+            self.wait()
+            issue().wait()
+
+        return Pending(finish=finish)
+
+
+class Collectives(ABC):
+    """Collectives among the ranks of one group. Every rank of the group makes the same calls in the same order.
+
+    Args:
+        ranks: Global ranks of the group, ascending.
+        rank: Place of this process in ``ranks``.
+        traffic: Where bytes are counted.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, traffic: Traffic) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.traffic = traffic
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    @abstractmethod
+    def all_gather_(self, buffer: torch.Tensor) -> Pending:
+        """Fill ``buffer`` (1D, ``size`` equal slices) with every rank's slice; this rank's own is already in place."""
+
+    @abstractmethod
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:
+        """Fill ``pieces`` (1D, any lengths, one per rank) with every rank's piece; this rank's own is in place."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        """Average slice ``rank`` of every rank's ``buffer`` (1D, ``size`` equal slices) into ``output`` (one slice).
+
+        ``buffer`` must not be touched before the collective is complete. In a group of one rank ``output`` and ``buffer``
+        may be the same memory.
+        """
+
+    @abstractmethod
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:
+        """Reduce ``tensor`` over the group, in place."""
+
+    @abstractmethod
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Overwrite ``tensor`` with that of group rank ``source``, in place."""
+
+    def count(self, kind: str, nbytes: int, passes: int = 1) -> None:
+        """Count one collective over ``nbytes`` in all; see :class:`Traffic`."""
+        self.traffic.add(kind, passes * nbytes * (self.size - 1) // self.size)
+
+
+class SoloCollectives(Collectives):
+    """The collectives of a group of one rank: everything is already where it should be."""
+
+    def all_gather_(self, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        return Pending()
+
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+        return Pending()
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        if output.data_ptr() != buffer.data_ptr():
+            output.copy_(buffer)
+        return Pending()
+
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
+        return Pending()
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
+        return Pending()

@@ -1,0 +1,105 @@
+"""Collectives for gloo, composed of the transfers that it does fastest.
+
+Slices travel point to point, straight between the places where they are needed: gloo's own all-gather and
+reduce-scatter pass everything through buffers of their own. ``benchmarks/collectives.py`` compares the compositions.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardeddp.comm.collectives import REDUCE_OPS, Collectives, Pending, ReduceKind, Work
+from shardeddp.comm.traffic import Traffic
+
+MEAN_BLOCK_NUMEL = 1 << 16
+
+
+class GlooCollectives(Collectives):
+    """Collectives among the ranks of a gloo group, on CPU tensors.
+
+    Args:
+        group: The process group.
+        ranks: Its global ranks, ascending.
+        traffic: Where bytes are counted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:
+        super().__init__(ranks, dist.get_rank(group), traffic)
+        self._group = group
+
+    def all_gather_(self, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        self.count("all_gather", buffer.nbytes)
+        return Pending(self._exchange_own(self._slices(buffer)), keep=(buffer,))
+
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+        self.count("all_gather", sum(piece.nbytes for piece in pieces))
+        return Pending(self._exchange_own(pieces), keep=pieces)
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        self.count("reduce_scatter", buffer.nbytes)
+        return self._scatter_mean(output, self._slices(buffer))
+
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
+        self.count("all_reduce", tensor.nbytes, passes=2)
+        if kind == "mean":
+            slices = tensor.view(-1).tensor_split(self.size)
+            averaged = self._scatter_mean(slices[self.rank], slices)
+            return averaged.then(lambda: Pending(self._exchange_own(slices), keep=(tensor,)))
+        work = dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group, async_op=True)
+        return Pending(_works(work), keep=(tensor,))
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
+        self.count("broadcast", tensor.nbytes)
+        work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
+        return Pending(_works(work), keep=(tensor,))
+
+    def _slices(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return buffer.view(self.size, -1).unbind()
+
+    def _peers(self) -> Iterator[tuple[int, int]]:
+        """Group ranks (to send to, to receive from), a different pair in each round so that no rank is a hot spot."""
+        for distance in range(1, self.size):
+            yield (self.rank + distance) % self.size, (self.rank - distance) % self.size
+
+    def _exchange_own(self, slices: Sequence[torch.Tensor]) -> list[Work]:
+        works: list[Work] = []
+        for target, source in self._peers():
+            works += self._transfer(slices[self.rank], target, slices[source], source)
+        return works
+
+    def _transfer(self, sent: torch.Tensor, target: int, received: torch.Tensor, source: int) -> list[Work]:
+        """Send to one group rank and receive from another; nothing travels where there is nothing."""
+        works: list[Work | None] = []
+        if received.numel():
+            works.append(dist.irecv(received, group=self._group, group_src=source))
+        if sent.numel():
+            works.append(dist.isend(sent, group=self._group, group_dst=target))
+        return [work for work in works if work is not None]
+
+    def _scatter_mean(self, output: torch.Tensor, slices: Sequence[torch.Tensor]) -> Pending:
+        """Average every rank's slice ``rank`` into ``output``, which may be that slice itself."""
+        own = slices[self.rank]
+        arrived = own.new_empty(self.size - 1, own.numel())  # (peers, numel of the slice)
+        works: list[Work] = []
+        for row, (target, source) in zip(arrived.unbind(), self._peers(), strict=True):
+            works += self._transfer(slices[target], target, row, source)
+        return Pending(works, lambda: _mean(output, own, arrived), keep=(*slices, arrived))
+
+
+def _mean(output: torch.Tensor, own: torch.Tensor, others: torch.Tensor) -> None:
+    """Average 1D ``own`` and the rows of ``others`` into ``output``.
+
+    In blocks that stay in the processor's cache, so that the sum and the division cost one pass over memory.
+    """
+    scale = 1.0 / (1 + len(others))
+    for start in range(0, own.numel(), MEAN_BLOCK_NUMEL):
+        block = slice(start, start + MEAN_BLOCK_NUMEL)
+        total = torch.add(own[block], others[0, block], out=output[block])
+        for row in others[1:]:
+            total.add_(row[block])
+        total.mul_(scale)
+
+
+def _works(work: Work | None) -> list[Work]:
+    return [] if work is None else [work]

@@ -1,0 +1,76 @@
+"""Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardeddp.comm.collectives import Collectives, SoloCollectives
+from shardeddp.comm.gloo import GlooCollectives
+from shardeddp.comm.lanes import Lane, make_lane
+from shardeddp.comm.native import NativeCollectives
+from shardeddp.comm.traffic import Traffic
+from shardeddp.plan.topology import Topology
+
+REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
+
+
+class Mesh:
+    """Everything through which the engine of this rank talks to other ranks.
+
+    Gathers and reductions have communicators and lanes of their own, so neither waits behind the other. Building a mesh
+    is a collective of all ranks of the default process group.
+
+    Args:
+        topology: Which ranks share a model.
+        device: Where this rank computes.
+        timeout: After how long a collective of these groups gives up.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta) -> None:
+        self.topology = topology
+        self.device = device
+        self.rank = dist.get_rank()
+        self.traffic = Traffic()
+        shard_groups, replicate_groups = topology.shard_groups(), topology.replicate_groups()
+        gather_group = _own_group(shard_groups, self.rank, timeout)
+        replicate_group = _own_group(replicate_groups, self.rank, timeout)
+        self.gather = self._collectives(gather_group, shard_groups)
+        """Among the ranks that share a model: all-gathers."""
+        self.reduce = self._collectives(_own_group(shard_groups, self.rank, timeout), shard_groups)
+        """Among the same ranks: reduce-scatters."""
+        self.replicate = self._collectives(replicate_group, replicate_groups)
+        """Among the ranks that hold equal shards: all-reduces."""
+        self.world = self._collectives(dist.group.WORLD, [list(range(topology.world_size))])
+        """Among all ranks: buffers, and everything outside the steady state."""
+        self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        """All ranks, on the host: agreement, never tensors of the model."""
+        self.gather_lane: Lane = make_lane(device)
+        self.reduce_lane: Lane = make_lane(device)
+        self.device_mesh = DeviceMesh.from_group(
+            [replicate_group, gather_group],
+            device.type,
+            mesh=torch.tensor(shard_groups, dtype=torch.int),
+            mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS),
+        )
+
+    @property
+    def shard_rank(self) -> int:
+        """Place of this rank among those that share a model."""
+        return self.topology.shard_rank(self.rank)
+
+    def _collectives(self, group: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]) -> Collectives:
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
+        if group is None or len(ranks) == 1:
+            return SoloCollectives(ranks, 0, self.traffic)
+        if self.device.type == "cpu":
+            return GlooCollectives(group, ranks, self.traffic)
+        return NativeCollectives(group, ranks, self.traffic)
+
+
+def _own_group(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Create every group, as ``new_group`` wants of every rank, and return the one that this rank is in."""
+    created = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
+    return next(group for group, ranks in zip(created, groups, strict=True) if rank in ranks)

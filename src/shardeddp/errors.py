@@ -1,0 +1,33 @@
+"""The errors that shardeddp raises on purpose, and what each of them means.
+
+A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong moment a ``RuntimeError``, and a stated limit
+a ``NotImplementedError``; the classes below refine those where a caller may want to catch one thing alone.
+"""
+
+
+class ConfigurationError(ValueError):
+    """The options or the model cannot be trained as asked; raised before any training, on every rank."""
+
+
+class RankError(RuntimeError):
+    """At least one rank failed in a step that all ranks take together; raised on every rank with every traceback.
+
+    Args:
+        step: What the ranks were doing, as a noun phrase ("sharding the model").
+        failures: Formatted traceback of every rank that failed, by rank.
+    """
+
+    def __init__(self, step: str, failures: dict[int, str]) -> None:
+        self.step = step
+        self.failures = failures
+        ranks = ", ".join(str(rank) for rank in sorted(failures))
+        traces = "\n".join(f"--- rank {rank} ---\n{failures[rank].rstrip()}" for rank in sorted(failures))
+        super().__init__(f"{step} failed on rank {ranks}; every rank stops here.\n{traces}")
+
+
+class ReleasedParameterError(RuntimeError):
+    """An unsharded parameter was used after its unit was resharded."""
+
+
+class LayoutMismatchError(ConfigurationError):
+    """The ranks built different models or asked for different shardings."""

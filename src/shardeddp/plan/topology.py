@@ -1,0 +1,54 @@
+"""Topology: how the ranks of a world form replicas, and the ranks of a replica share a model."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A mesh of ``replicate_size x shard_size`` ranks; neighbouring ranks share a model.
+
+    Six ranks with ``shard_size=2``::
+
+                     shard axis
+                     0   1
+        replicate 0  r0  r1      shard group of r3: (r2, r3)
+        axis      1  r2  r3      replicate group of r3: (r1, r3, r5)
+                  2  r4  r5
+    """
+
+    world_size: int
+    shard_size: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"expected a world_size of at least 1, found {self.world_size}")
+        if self.shard_size < 1 or self.world_size % self.shard_size:
+            divisors = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
+            raise ValueError(
+                f"shard_size={self.shard_size} does not divide the {self.world_size} ranks of this run; "
+                f"use one of {divisors}"
+            )
+
+    @property
+    def replicate_size(self) -> int:
+        """Number of replicas of the model."""
+        return self.world_size // self.shard_size
+
+    def shard_rank(self, rank: int) -> int:
+        """Place of ``rank`` inside its shard group."""
+        return rank % self.shard_size
+
+    def replicate_rank(self, rank: int) -> int:
+        """Place of ``rank`` inside its replicate group: the number of its replica."""
+        return rank // self.shard_size
+
+    def shard_groups(self) -> list[list[int]]:
+        """The ranks of every shard group, by replica."""
+        return [
+            list(range(replica * self.shard_size, (replica + 1) * self.shard_size))
+            for replica in range(self.replicate_size)
+        ]
+
+    def replicate_groups(self) -> list[list[int]]:
+        """The ranks of every replicate group, by shard rank."""
+        return [list(range(shard, self.world_size, self.shard_size)) for shard in range(self.shard_size)]

@@ -1,0 +1,1 @@
+"""The engine: parameters as shards, units, and the runtime that gathers and reduces them."""

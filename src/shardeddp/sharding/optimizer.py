@@ -1,0 +1,194 @@
+"""Run an element-wise optimizer on plain local tensors; outside of its step it shows sharded tensors.
+
+An element-wise optimizer does the same to every element whatever surrounds it, so a step on this rank's elements, held
+in plain 1D tensors, is the step on the whole parameters. Any other optimizer steps on the sharded tensors themselves,
+whose operations give global answers: right, and slower.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import optim
+
+from shardeddp.sharding.flat_group import local_part
+from shardeddp.sharding.shard_tensor import ShardTensor
+
+# Exact types: a subclass may do anything.
+ELEMENTWISE: set[type[optim.Optimizer]] = {
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+}
+
+# States that are one number per parameter, whatever the parameter's shape.
+_SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+
+State = dict[str, Any]
+
+
+class LocalStep:
+    """Swaps an optimizer's parameters, gradients and states for local ones while it steps.
+
+    Args:
+        optimizer: An element-wise optimizer over (some) sharded parameters.
+        on_step: Called after each step.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._on_step = on_step
+        self._sharded: list[list[torch.Tensor]] | None = None  # the groups' own lists while local ones are in place
+        self._adopt_state(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_post_hook(_plain_state_dict)
+        optimizer.register_load_state_dict_post_hook(self._adopt_state)
+
+    def _before_step(
+        self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.pop("closure", None) or (args[1] if len(args) > 1 else None)
+        loss = None
+        if closure is not None:
+            # Before the swap: what the closure calls (clipping, user hooks) is to see the sharded parameters.
+            with torch.enable_grad():
+                loss = closure()
+        self._enter()
+        return None if closure is None else ((args[0], lambda: loss, *args[2:]), kwargs)
+
+    def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._leave()
+        self._on_step()
+
+    def _enter(self) -> None:
+        self._leave()  # an earlier step may have failed half-way
+        self._sharded = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self._optimizer.param_groups:
+                self._sharded.append(group["params"])
+                group["params"] = [_to_local(parameter) for parameter in group["params"]]
+        self._optimizer.state = self._states().local
+
+    def _leave(self) -> None:
+        if self._sharded is None:
+            return
+        for group, sharded in zip(self._optimizer.param_groups, self._sharded, strict=True):
+            group["params"] = sharded
+        self._sharded = None
+        self._adopted.local = self._optimizer.state  # type: ignore[assignment]
+        self._optimizer.state = self._adopted  # type: ignore[assignment]
+
+    def _states(self) -> ShardedStates:
+        if not isinstance(self._optimizer.state, ShardedStates):
+            self._adopt_state(self._optimizer)  # somebody has assigned another mapping
+        return self._adopted
+
+    def _adopt_state(self, optimizer: optim.Optimizer) -> None:
+        """Take over a mapping of states that are sharded, or full as they come from a checkpoint."""
+        adopted = ShardedStates()
+        for parameter, state in optimizer.state.items():
+            adopted[parameter] = state
+        self._adopted = adopted
+        optimizer.state = adopted  # type: ignore[assignment]
+
+
+class ShardedStates(MutableMapping[torch.Tensor, State]):
+    """The states of an optimizer by sharded parameter, held by local parameter."""
+
+    def __init__(self) -> None:
+        self.local: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        self._parameters: dict[torch.Tensor, torch.Tensor] = {}  # local -> sharded
+
+    def __getitem__(self, parameter: torch.Tensor) -> State:
+        return _StateView(self.local[self._local_of(parameter)], parameter)
+
+    def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        self.local[self._local_of(parameter)] = {
+            name: localize_state(name, value, parameter) for name, value in state.items()
+        }
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        del self.local[self._local_of(parameter)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self._parameters.get(local, local) for local in list(self.local))
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, torch.Tensor) and self._local_of(parameter) in self.local
+
+    def _local_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        if not isinstance(parameter, ShardTensor):
+            return parameter
+        return self._remember(parameter)
+
+    def _remember(self, parameter: ShardTensor) -> torch.Tensor:
+        local = parameter.to_local()
+        self._parameters.setdefault(local, parameter)
+        return local
+
+
+class _StateView(dict[str, Any]):
+    """One parameter's states as sharded tensors; what is assigned here reaches the optimizer."""
+
+    def __init__(self, state: Mapping[str, Any], parameter: torch.Tensor | None = None) -> None:
+        self._state = state
+        self._parameter = parameter
+        super().__init__({name: globalize_state(value, parameter) for name, value in state.items()})
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if isinstance(self._state, dict):
+            self._state[name] = localize_state(name, value, self._parameter)
+
+
+def globalize_state(value: Any, parameter: torch.Tensor | None) -> Any:
+    """A state of a local parameter as a state of the sharded one."""
+    if isinstance(parameter, ShardTensor) and isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor):
+        if value.dim() == 1 and value.numel() == parameter.spec.interval.numel:
+            return ShardTensor(value, parameter.spec)
+    return value
+
+
+def localize_state(name: str, value: Any, parameter: torch.Tensor | None) -> Any:
+    """A state of a sharded parameter, sharded itself or full, as a state of the local one."""
+    if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or name in _SCALAR_STATES:
+        return value
+    if isinstance(value, ShardTensor) or value.shape == parameter.shape:
+        return local_part(value, parameter.spec).clone() if not isinstance(value, ShardTensor) else value.to_local()
+    return value
+
+
+def _to_local(parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, ShardTensor):
+        return parameter
+    local = parameter.to_local()
+    gradient = parameter.grad
+    local.grad = None if gradient is None else local_part(gradient, parameter.spec)
+    return local
+
+
+def _plain_state_dict(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "state": {index: dict(state) for index, state in state_dict["state"].items()}}
+
+
+def attach_optimizer(optimizer: optim.Optimizer, on_step: Callable[[], None]) -> None:
+    """Prepare an optimizer over sharded parameters; ``on_step`` is called after each of its steps."""
+    if type(optimizer) in ELEMENTWISE:
+        LocalStep(optimizer, on_step)
+    else:
+        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: on_step())

@@ -1,0 +1,206 @@
+"""ShardTensor: what a parameter is outside its unit's compute; the whole parameter to ask, one interval of it to hold.
+
+[Note: the tensors of a parameter]
+One parameter of the user's model is, in the engine, up to five tensors:
+
+- the *sharded parameter*: the user's own object, turned into a ``ShardTensor``. It is what ``parameters()``, optimizers
+  and state dicts see. It holds a view of the main shard.
+- the *unsharded parameter*: a plain ``nn.Parameter``, a view of the unit's gathered flat buffer. The module computes
+  with it, and autograd leaves the unsharded gradient on it. It is usable only while its unit is unsharded.
+- the *local parameter*: a plain 1D view of the main shard, this rank's interval. Element-wise optimizers step on it.
+- the *sharded gradient*: a ``ShardTensor`` over a view of the unit's gradient shard; ``.grad`` of the sharded parameter.
+- the *local gradient*: that view itself; ``.grad`` of the local parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardeddp.comm import Mesh
+from shardeddp.plan.intervals import Interval
+from shardeddp.sharding import dispatch
+from shardeddp.sharding.questions import asks_only_about
+
+Dispatch = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardSpec:
+    """What all tensors that are sharded like one parameter have in common; compared by identity.
+
+    Gradients and optimizer states share the spec of their parameter, which is how operations know that their intervals
+    coincide.
+    """
+
+    fqn: str
+    shape: torch.Size
+    intervals: tuple[Interval, ...]
+    """Elements of the flattened parameter that each shard rank owns, by shard rank; they cover it in order."""
+
+    mesh: Mesh
+    warned: list[str] = field(default_factory=list)
+    """Warnings given for this parameter, so that none is given twice."""
+
+    @property
+    def interval(self) -> Interval:
+        """The elements that this rank owns."""
+        return self.intervals[self.mesh.shard_rank]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def localize(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's interval of a tensor of the parameter's shape; a view where ``full`` is contiguous."""
+        return full.reshape(-1)[self.interval.start : self.interval.stop]
+
+
+class ShardTensor(torch.Tensor):
+    """A tensor with its global shape, of which this rank holds one interval of the flattened elements.
+
+    With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the gathered full tensor, and
+    the gradient is averaged over all ranks in backward: right wherever a parameter is used, at the cost of a gather per
+    use, which one warning per parameter points out. Without gradients, element-wise operations work on the local
+    interval, reductions over all elements give the global value, and everything else gathers. All of these need every
+    rank to take part, but for the element-wise ones.
+    """
+
+    _local: torch.Tensor  # 1D, spec.interval.numel
+    _spec: ShardSpec
+    _unsharded: torch.Tensor | None  # of a sharded parameter: its unsharded one
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        made._local = local
+        made._spec = spec
+        made._unsharded = None
+        return made
+
+    def __init__(self, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> None:
+        """Wrap this rank's interval.
+
+        Args:
+            local: 1D tensor with this rank's elements.
+            spec: Which elements those are, and of what.
+            requires_grad: Whether operations on it are recorded.
+        """
+
+    @property
+    def spec(self) -> ShardSpec:
+        """What this tensor is a shard of."""
+        return self._spec
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether operations on it are recorded; setting it reaches the unsharded parameter as well."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:  # noqa: D102
+        with torch._C.DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
+            if self._unsharded is not None:
+                self._unsharded.requires_grad_(requires_grad)
+        return self
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, 1D; shares memory, so writing to it changes the shard."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, gathered; a collective of all ranks of the shard group. No gradient flows through it."""
+        return dispatch.gather(self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: D105
+        interval = self._spec.interval
+        return (
+            f"ShardTensor({self._spec.fqn}, shape={tuple(self._spec.shape)}, dtype={self._local.dtype}, "
+            f"elements {interval.start}..{interval.stop} of {self._spec.numel} on shard rank "
+            f"{self._spec.mesh.shard_rank}, local={self._local!r})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:  # noqa: D105
+        if id(self) not in memo:
+            copied = ShardTensor(self._local.detach().clone(), self._spec, self.requires_grad)
+            copied.__dict__.update(
+                {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_local", "_spec", "_unsharded")}
+            )
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: D105
+        raise NotImplementedError(
+            f"{self._spec.fqn} is sharded and cannot be pickled: only this rank's elements "
+            f"{self._spec.interval} would be saved. Save a checkpoint through the Trainer, or call full_tensor() "
+            f"on all ranks and pickle that"
+        )
+
+    @classmethod
+    def __torch_function__(  # noqa: D105
+        cls, func: Dispatch, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
+                args, kwargs = pytree.tree_map_only(ShardTensor, _to_full, (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # noqa: D105
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch.run(cls, func, args, kwargs or {})
+
+
+class _FullTensor(torch.autograd.Function):
+    """Gather forward; average over all ranks and keep this rank's interval backward."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: ShardTensor) -> torch.Tensor:
+        ctx.spec = sharded.spec
+        return dispatch.gather(sharded)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> ShardTensor:
+        spec: ShardSpec = ctx.spec
+        total = gradient.contiguous().clone()
+        spec.mesh.world.all_reduce_(total).wait()
+        local = spec.localize(total).div(spec.mesh.topology.world_size)
+        return ShardTensor(local, spec)
+
+
+def _needs_gradient(arguments: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments))
+
+
+def _to_full(sharded: ShardTensor) -> torch.Tensor:
+    if not sharded.requires_grad:
+        return dispatch.gather(sharded)
+    spec = sharded.spec
+    if "outside" not in spec.warned:
+        spec.warned.append("outside")
+        nbytes = spec.numel * sharded.element_size()
+        warnings.warn(
+            f"parameter {spec.fqn} is used outside the forward of the unit that holds it: each such use gathers "
+            f"{nbytes:,} bytes, and its gradient is reduced by itself. The result is right. To make it fast, use the "
+            f"parameter inside its module's forward, or let a parent module be the unit (auto_wrap_policy)",
+            stacklevel=4,
+        )
+    return _FullTensor.apply(sharded)  # type: ignore[no-any-return]

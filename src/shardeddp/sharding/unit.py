@@ -1,0 +1,199 @@
+"""Unit: parameters that are gathered together, in which of three states they are, and the verbs between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from shardeddp.comm import Mesh, Ticket
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.layout import FlatLayout
+from shardeddp.plan.memory import GroupCost
+from shardeddp.sharding.flat_group import FlatGroup, Reduction
+from shardeddp.sharding.spec import ParameterSpec, UnitSpec
+
+
+class UnitState(Enum):
+    """Which tensors a unit's modules hold, and who pays for the gathered buffer."""
+
+    SHARDED = "sharded"
+    """Modules hold the sharded parameters; the gathered buffer has no memory, or is retained."""
+
+    UNSHARDING = "unsharding"
+    """Modules hold the sharded parameters; the gathered buffer is being filled on the gather lane."""
+
+    UNSHARDED = "unsharded"
+    """Modules hold the unsharded parameters, views of the gathered buffer."""
+
+
+# verb -> (states it may be called in, state it leads to)
+TRANSITIONS = {
+    "unshard": ({UnitState.SHARDED}, UnitState.UNSHARDING),
+    "refresh": ({UnitState.UNSHARDED}, UnitState.UNSHARDED),
+    "wait": ({UnitState.UNSHARDING}, UnitState.UNSHARDED),
+    "reshard": ({UnitState.UNSHARDED}, UnitState.SHARDED),
+}
+
+
+class Unit:
+    """The parameters of one unit. Called by the runtime alone, which decides when; the unit knows only how.
+
+    Args:
+        spec: Module and parameters.
+        mesh: Through which they are gathered and reduced.
+        retain: Keep gathered buffers when the unit is resharded; they are gathered again only when stale.
+    """
+
+    def __init__(self, spec: UnitSpec, mesh: Mesh, retain: bool) -> None:
+        self.spec = spec
+        self.state = UnitState.SHARDED
+        members = _by_buffer(spec.parameters)
+        self.groups = [
+            FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, retain) for specs in members
+        ]
+        self._slots = [
+            (owner, attribute, sharded, unsharded)
+            for group, specs in zip(self.groups, members, strict=True)
+            for parameter, sharded, unsharded in zip(specs, group.sharded, group.unsharded, strict=True)
+            for owner, attribute in parameter.owners
+        ]
+        self._ticket: list[Ticket] = []  # all-gathers in flight -> wait()
+        for owner, attribute, sharded, _ in self._slots:
+            _register(owner, attribute, sharded)
+
+    @property
+    def label(self) -> str:
+        """The unit's name as people read it."""
+        return self.spec.label
+
+    @property
+    def stale(self) -> bool:
+        """Whether the parameters have changed since they were last gathered."""
+        return any(group.stale for group in self.groups)
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the main shards."""
+        return sum(group.main_shard._version for group in self.groups)
+
+    def costs(self) -> list[GroupCost]:
+        """The unit's flat buffers, for the cost model."""
+        return [GroupCost(layout=group.layout, trainable=group.trainable) for group in self.groups]
+
+    def unshard(self) -> None:
+        """Allocate the gathered buffers and issue the all-gathers; :meth:`wait` completes it."""
+        self._move("unshard")
+        self._ticket = [group.unshard() for group in self.groups]
+
+    def wait(self) -> None:
+        """Complete the all-gathers and give the unsharded parameters to the modules."""
+        self._move("wait")
+        self._finish_gather()
+        for group in self.groups:
+            group.activate()
+        for owner, attribute, sharded, unsharded in self._slots:
+            if owner._parameters.get(attribute) is not sharded:
+                raise ConfigurationError(
+                    f"{type(owner).__name__}.{attribute} of unit {self.label} was replaced after sharding: expected the "
+                    f"parameter that was there at setup. Change a parameter's values in place (copy_) instead of "
+                    f"assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
+                )
+            _register(owner, attribute, unsharded)
+
+    def refresh(self) -> None:
+        """Gather changed parameters into buffers that are already in use."""
+        self._move("refresh")
+        self._ticket = [group.unshard() for group in self.groups]
+        self._finish_gather()
+        for group in self.groups:
+            # A graph that still needs the former values must fail, as it does for plain parameters.
+            torch.autograd.graph.increment_version(group.unsharded)
+
+    def reshard(self) -> None:
+        """Give the sharded parameters back to the modules and release the gathered buffers."""
+        self._move("reshard")
+        for owner, attribute, sharded, unsharded in self._slots:
+            if owner._parameters.get(attribute) is unsharded:
+                _register(owner, attribute, sharded)
+        for group in self.groups:
+            group.release()
+
+    def reduce_gradients(self) -> list[Reduction]:
+        """Pack the unsharded gradients and issue their reduction; possible in any state."""
+        return [group.reduce_gradients() for group in self.groups if group.trainable]
+
+    def install_gradients(self, used: Sequence[bool]) -> None:
+        """Set ``.grad`` of those sharded parameters that any rank has used; ``used`` is in the order of `used()`."""
+        flags = iter(used)
+        for group in self.groups:
+            group.install_gradients([next(flags) for _ in group.sharded])
+
+    def unsharded_parameters(self) -> list[nn.Parameter]:
+        """The unsharded parameters of all groups, usable or not."""
+        return [parameter for group in self.groups for parameter in group.unsharded]
+
+    def used(self) -> list[bool]:
+        """By unsharded parameter, whether this rank has a gradient of it in this backward."""
+        return [flag for group in self.groups for flag in group.used()]
+
+    def begin_backward(self) -> None:
+        """Start counting what a backward uses."""
+        for group in self.groups:
+            group.begin_backward()
+
+    def trainable(self) -> set[int]:
+        """Numbers of the unsharded parameters that require a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {i for i, parameter in enumerate(self.unsharded_parameters()) if parameter.requires_grad}
+
+    def has_unsharded_gradient(self) -> bool:
+        """Whether autograd has left gradients that no reduction has taken yet."""
+        return any(group.has_unsharded_gradient() for group in self.groups)
+
+    def _finish_gather(self) -> None:
+        for ticket in self._ticket:
+            ticket.wait()
+        self._ticket = []
+
+    def _move(self, verb: str) -> None:
+        sources, target = TRANSITIONS[verb]
+        if self.state not in sources:
+            expected = " or ".join(sorted(state.value for state in sources))
+            raise RuntimeError(f"{verb}() of unit {self.label}: expected it {expected}, found it {self.state.value}")
+        self.state = target
+
+
+def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
+    """The flat layout of parameters of one dtype."""
+    first = specs[0].parameter
+    return FlatLayout.build(
+        [spec.fqn for spec in specs],
+        [tuple(spec.parameter.shape) for spec in specs],
+        dtype=str(first.dtype).removeprefix("torch."),
+        itemsize=first.element_size(),
+        shard_size=shard_size,
+    )
+
+
+def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+    """Parameters that can share a flat buffer, in order of first appearance."""
+    groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+    for spec in specs:
+        groups.setdefault((spec.parameter.dtype, spec.parameter.requires_grad), []).append(spec)
+    return list(groups.values())
+
+
+def _register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:
+    """Make ``owner.attribute`` this parameter."""
+    if _setattr_of(owner) is nn.Module.__setattr__:
+        owner._parameters[attribute] = parameter  # type: ignore[assignment]
+    else:
+        # Modules that keep lists of their own weights update them in __setattr__ (nn.LSTM).
+        setattr(owner, attribute, parameter)
+
+
+def _setattr_of(owner: nn.Module) -> Callable[..., None]:
+    return type(owner).__setattr__

@@ -1,0 +1,155 @@
+"""From a model and a policy to units: every parameter in exactly one, and models that cannot be sharded refused."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.spec import ParameterSpec, UnitSpec
+from shardeddp.wrap.policy import Policy
+from shardeddp.wrap.tree import has_forward, join, listing, nearest
+
+# By name, because importing them would import the engines that this package does without.
+_WRAPPERS = {
+    "DataParallel": "torch.nn.DataParallel",
+    "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel",
+    "FullyShardedDataParallel": "FSDP1 (FullyShardedDataParallel)",
+    "FSDPModule": "FSDP2 (fully_shard)",
+}
+
+
+def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
+    """The units of a model: the root first, then those that the policy chose, in ``named_modules`` order.
+
+    Every parameter belongs to the nearest unit around it. One that is registered in several units (a tied parameter)
+    belongs to the innermost unit that encloses all its places, so it is gathered once and present wherever it is used.
+
+    Args:
+        root: The whole model, built on a real device and not wrapped by another engine.
+        policy: Chooses the inner units; modules without a forward among its choice are left out.
+
+    Returns:
+        At least the root's unit. Inner units that end without a parameter are dropped; the root's is kept.
+
+    Raises:
+        ConfigurationError: The model has no parameters, or some that cannot be sharded; or the policy chose a module
+            that does not exist.
+    """
+    _reject_unshardable(root)
+    modules = _unit_modules(root, policy)
+    chains = _unit_chains(root, modules)
+    parameters: dict[int, list[ParameterSpec]] = {key: [] for key in modules}
+    for places in _parameter_places(root):
+        spec = ParameterSpec(fqn=places.fqn, parameter=places.parameter, owners=tuple(places.owners))
+        parameters[_innermost_common([chain for owner, _ in places.owners for chain in chains[id(owner)]])].append(spec)
+    return [
+        UnitSpec(name=name, module=module, parameters=tuple(parameters[key]))
+        for key, (name, module) in modules.items()
+        if parameters[key] or module is root
+    ]
+
+
+@dataclass(kw_only=True)
+class _Places:
+    """A parameter object and the places found for it so far."""
+
+    fqn: str
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
+
+
+def _parameter_places(root: nn.Module) -> list[_Places]:
+    """Every parameter object with all its places, in module order."""
+    found: dict[int, _Places] = {}
+    for name, module in root.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places = found.setdefault(id(parameter), _Places(fqn=join(name, attribute), parameter=parameter))
+            places.owners.append((module, attribute))
+    return list(found.values())
+
+
+def _unit_modules(root: nn.Module, policy: Policy) -> dict[int, tuple[str, nn.Module]]:
+    """First name and module of every unit by the module's identity, root first."""
+    by_name = dict(root.named_modules(remove_duplicate=False))
+    chosen = {id(root)}
+    for name in policy.select(root):
+        if name not in by_name:
+            raise ConfigurationError(
+                f"{type(policy).__name__}: expected names of modules of {type(root).__name__}, found {name!r}; "
+                f"{nearest(name, by_name)} Return names as named_modules() gives them."
+            )
+        if has_forward(by_name[name]):
+            chosen.add(id(by_name[name]))
+    return {id(module): (name, module) for name, module in root.named_modules() if id(module) in chosen}
+
+
+# The units around a module on one way from the root, outermost first, as module identities. A module that is registered
+# at several places has several.
+_Chain = tuple[int, ...]
+
+
+def _unit_chains(root: nn.Module, units: dict[int, tuple[str, nn.Module]]) -> dict[int, list[_Chain]]:
+    """Every distinct chain of enclosing units, for each module."""
+    chains: dict[int, list[_Chain]] = {}
+    pending: list[tuple[nn.Module, _Chain]] = [(root, ())]
+    while pending:
+        module, outer = pending.pop()
+        chain = (*outer, id(module)) if id(module) in units else outer
+        known = chains.setdefault(id(module), [])
+        if chain not in known:
+            known.append(chain)
+            pending += [(child, chain) for child in module.children()]
+    return chains
+
+
+def _innermost_common(chains: list[_Chain]) -> int:
+    """The last unit of a chain that is on all of them.
+
+    Example:
+        A weight tied between two layers of the decoder belongs to the decoder's unit::
+
+            (root, decoder, layer 0)
+            (root, decoder, layer 1)  ->  decoder
+    """
+    common = set(chains[0]).intersection(*chains)
+    return next(unit for unit in reversed(chains[0]) if unit in common)
+
+
+def _reject_unshardable(root: nn.Module) -> None:
+    """Raises for models that no policy can make trainable."""
+    for name, module in root.named_modules():
+        wrapper = next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise ConfigurationError(
+                f"Expected a model that nothing else distributes, found {name or '(root)'!r} wrapped by {wrapper}. "
+                "Pass the bare module: the strategy shards it itself."
+            )
+    parameters = dict(root.named_parameters())
+    if not parameters:
+        raise ConfigurationError(
+            f"Expected a model with parameters, found none in {type(root).__name__}. Register them in __init__ or "
+            "configure_model, as nn.Parameter or in submodules; a plain Python list of modules registers none."
+        )
+    lazy = [name for name, parameter in parameters.items() if isinstance(parameter, UninitializedParameter)]
+    if lazy:
+        raise ConfigurationError(
+            f"Expected parameters with shapes, found {len(lazy)} uninitialized: {listing(lazy)}. "
+            "Run one forward through the lazy modules before training, for instance at the end of __init__."
+        )
+    distributed = [name for name, parameter in parameters.items() if _is_dtensor(parameter)]
+    if distributed:
+        raise ConfigurationError(
+            f"Expected plain parameters, found {len(distributed)} that are DTensors already: {listing(distributed)}. "
+            "Pass the bare module, without fully_shard, distribute_tensor or parallelize_module."
+        )
+    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if meta:
+        raise ConfigurationError(
+            f"Expected parameters on a real device, found {len(meta)} on the meta device: {listing(meta)}. Deferred "
+            "initialization is not supported yet: build the module on the CPU or on the device it trains on."
+        )
+
+
+def _is_dtensor(parameter: nn.Parameter) -> bool:
+    return any(base.__name__ == "DTensor" for base in type(parameter).__mro__)

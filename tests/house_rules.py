@@ -1,0 +1,294 @@
+"""The house rules, read from the source with `ast` and without importing the package.
+
+A rule is a function from files to findings; `test_house.py` holds the tree to each and proves each on small sources.
+"""
+
+import ast
+import graphlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+PACKAGE = "shardeddp"
+SRC = f"src/{PACKAGE}/"
+
+# From the bottom up; a file is in the layer of its first folder, or of its own name.
+LAYERS = (
+    ("errors", "config"),
+    ("plan",),
+    ("comm",),
+    ("sharding",),
+    ("wrap",),
+    ("plugins",),
+    ("checkpoint",),
+    ("monitor",),
+    ("strategy",),
+    ("cli", "__main__"),
+    ("__init__",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+MAX_LINES = 350
+
+LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
+LIGHTNING_USERS = ("strategy.py", "strategy/", "plugins/", "monitor/callbacks")
+
+COLLECTIVE = re.compile(
+    r"_?(all_gather|all_reduce|all_to_all|broadcast|gather|reduce_scatter|scatter|new_subgroups)\w*"
+    r"|i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|reduce|(monitored_)?barrier"
+    r"|(init|destroy|abort)_process_group|new_group|split_group|init_device_mesh"
+)
+COLLECTIVE_HOMES = ("torch.distributed", "torch.ops.c10d", "torch.ops._c10d")
+# Methods of a ProcessGroup, whatever the variable is called; the others have names that anybody may use.
+GROUP_METHOD = re.compile(r"_?(allreduce|allgather|alltoall|reduce_scatter_base)\w*")
+FOREIGN_ENGINE = re.compile(r"torch\.distributed\.(fsdp|_composable)")
+MACHINE_PATH = re.compile(r"(?<![\w.}~*])/(work|farm|root|home|Users|tmp)/\w")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One place that breaks a rule; `subject` is what an excuse would name."""
+
+    path: str
+    line: int
+    subject: str
+    problem: str
+
+    def __str__(self) -> str:
+        """Return the finding as an editor understands it."""
+        return f"{self.path}:{self.line}: {self.subject}: {self.problem}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """One imported name as an absolute dotted path: `from . import b` in `plan/c.py` is `shardeddp.plan.b`."""
+
+    target: str
+    local_name: str
+    line: int
+    in_function: bool
+    type_only: bool
+
+    def is_under(self, *roots: str) -> bool:
+        """Whether the name is one of the modules or lies in one of them."""
+        return any(self.target == root or self.target.startswith(root + ".") for root in roots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One file; `path` is relative to the project's root and has forward slashes."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed text."""
+        return ast.parse(self.text, self.path)
+
+    @property
+    def inner(self) -> str:
+        """The path inside the package, empty for a file outside of it."""
+        return self.path.removeprefix(SRC) if self.path.startswith(SRC) else ""
+
+    @property
+    def module(self) -> str:
+        """The dotted name under which the file is imported."""
+        return ".".join([PACKAGE, *Path(self.inner).with_suffix("").parts]).removesuffix(".__init__")
+
+    @cached_property
+    def imports(self) -> tuple[Import, ...]:
+        """Every imported name, wherever the statement stands."""
+        package = self.module if self.inner.endswith("__init__.py") else self.module.rpartition(".")[0]
+        return tuple(_imports(self.tree, package))
+
+    @cached_property
+    def uses(self) -> tuple[tuple[str, int], ...]:
+        """(dotted name, line) of every import and every attribute, with local names replaced by what they stand for."""
+        # `import a.b` binds `a`; every other form binds the whole of what it names.
+        bound = {
+            i.local_name: i.local_name if i.target.startswith(i.local_name + ".") else i.target for i in self.imports
+        }
+        found = [(name.target, name.line) for name in self.imports]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute):
+                root, *rest = ast.unparse(node).split(".")
+                found.append((".".join([bound.get(root, "?"), *rest]), node.lineno))
+        return tuple(found)
+
+
+def _imports(node: ast.AST, package: str, in_function: bool = False, type_only: bool = False) -> Iterator[Import]:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        prefix = ""
+        if isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            prefix = ".".join([*parents, *([node.module] if node.module else [])]) + "."
+        for alias in node.names:
+            local = alias.asname or (alias.name if prefix else alias.name.partition(".")[0])
+            yield Import(
+                target=prefix + alias.name,
+                local_name=local,
+                line=node.lineno,
+                in_function=in_function,
+                type_only=type_only,
+            )
+    in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    guarded = node.body if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") else []
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, package, in_function, type_only or child in guarded)
+
+
+def upward_imports(files: Sequence[Source]) -> Iterator[Finding]:
+    """A file imports from its own layer or a lower one; names that are only for types count as well."""
+    for file in files:
+        own = Path(file.inner).parts[0].removesuffix(".py")
+        if own not in RANK:
+            problem = f"belongs to no layer; the layers are {', '.join(RANK)}"
+            yield Finding(path=file.path, line=1, subject=own, problem=problem)
+            continue
+        for name in file.imports:
+            if name.is_under(PACKAGE):
+                # A word that is no layer is offered by the package's face: `from shardeddp import ShardedDP`.
+                word = name.target.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
+                layer = word if word in RANK else "__init__"
+                if RANK[layer] > RANK[own]:
+                    problem = f"{own} may import from its own layer or a lower one, and {layer} lies above it"
+                    yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
+
+
+def import_circles(files: Sequence[Source]) -> Iterator[Finding]:
+    """No file imports itself through others; imports inside functions count, they often hide a circle."""
+    paths = {file.module: file.path for file in files}
+    edges: dict[str, set[str]] = {file.module: set() for file in files}
+    for file in files:
+        for name in file.imports:
+            if not name.type_only:
+                target = name.target if name.target in edges else name.target.rpartition(".")[0]
+                edges[file.module] |= {target} & edges.keys()
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        circle: list[str] = error.args[1]
+        problem = "imported by " + ", imported by ".join(circle[1:])
+        yield Finding(path=paths[circle[0]], line=1, subject=circle[0], problem=problem)
+
+
+def imports_in_functions(files: Sequence[Source]) -> Iterator[Finding]:
+    """Imports stand at the top of the file."""
+    for file in files:
+        for name in file.imports:
+            if name.in_function:
+                problem = "imported inside a function: move it to the top of the file"
+                yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
+
+
+def impure_plans(files: Sequence[Source]) -> Iterator[Finding]:
+    """`plan/` is arithmetic: the standard library, itself, and the package's errors."""
+    for file in files:
+        for name in file.imports:
+            pure = name.is_under(f"{PACKAGE}.plan", f"{PACKAGE}.errors", *sys.stdlib_module_names)
+            if file.inner.startswith("plan/") and not pure:
+                problem = f"plan/ imports the standard library, {PACKAGE}.plan and {PACKAGE}.errors, nothing else"
+                yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
+
+
+def borrowed_privates(files: Sequence[Source]) -> Iterator[Finding]:
+    """A private name of the package is used in its own file only."""
+    for file in files:
+        for dotted, line in file.uses:
+            word = dotted.rpartition(".")[2]
+            if dotted.startswith(PACKAGE + ".") and word.startswith("_") and not word.endswith("__"):
+                problem = "private to another file: make it public there, or ask for what it answers"
+                yield Finding(path=file.path, line=line, subject=dotted, problem=problem)
+
+
+def stray_collectives(files: Sequence[Source]) -> Iterator[Finding]:
+    """Collectives are issued, and process groups made, in `comm/`; a mention counts as much as a call."""
+    for file in files:
+        for dotted, line in file.uses if not file.inner.startswith("comm/") else ():
+            home, _, word = dotted.rpartition(".")
+            if GROUP_METHOD.fullmatch(word) or (home.startswith(COLLECTIVE_HOMES) and COLLECTIVE.fullmatch(word)):
+                problem = "collectives and process groups belong to comm/"
+                yield Finding(path=file.path, line=line, subject=word, problem=problem)
+
+
+def foreign_engines(files: Sequence[Source]) -> Iterator[Finding]:
+    """The sharding engines of torch appear nowhere, neither in the text nor under another spelling."""
+    for file in files:
+        written = [(text, line) for line, text in enumerate(file.text.splitlines(), start=1)]
+        for text, line in {
+            (found.group(), line) for text, line in [*written, *file.uses] if (found := FOREIGN_ENGINE.search(text))
+        }:
+            yield Finding(path=file.path, line=line, subject=text, problem="the sharding engine is our own")
+
+
+def stray_lightning(files: Sequence[Source]) -> Iterator[Finding]:
+    """Lightning is known to the strategy, the plugins and the callbacks."""
+    for file in files:
+        for name in file.imports:
+            if name.is_under(*LIGHTNING) and not file.inner.startswith(LIGHTNING_USERS):
+                problem = f"Lightning is imported only by {', '.join(LIGHTNING_USERS)}"
+                yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
+
+
+def missing_docstrings(files: Sequence[Source]) -> Iterator[Finding]:
+    """Every file starts by saying what it is."""
+    for file in files:
+        if not ast.get_docstring(file.tree):
+            yield Finding(path=file.path, line=1, subject="docstring", problem="the file does not say what it is")
+
+
+def missing_annotations(files: Sequence[Source]) -> Iterator[Finding]:
+    """Every argument and every result has a type; `self` and `cls` of a method have one already."""
+    for file in files:
+        methods = [item for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef) for item in node.body]
+        for node in ast.walk(file.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                static = any(ast.unparse(decorator) == "staticmethod" for decorator in node.decorator_list)
+                given = [*node.args.posonlyargs, *node.args.args]
+                given = given[1:] if node in methods and not static else given
+                given += [arg for arg in (*node.args.kwonlyargs, node.args.vararg, node.args.kwarg) if arg]
+                bare = [arg.arg for arg in given if not arg.annotation] + ([] if node.returns else ["the result"])
+                if bare:
+                    problem = f"without a type: {', '.join(bare)}"
+                    yield Finding(path=file.path, line=node.lineno, subject=node.name, problem=problem)
+
+
+def long_files(files: Sequence[Source]) -> Iterator[Finding]:
+    """A file is read in one sitting."""
+    for file in files:
+        count = len(file.text.splitlines())
+        if count > MAX_LINES:
+            problem = f"{count} lines, at most {MAX_LINES} were expected: it wants to be two files"
+            yield Finding(path=file.path, line=MAX_LINES + 1, subject="length", problem=problem)
+
+
+def state_by_hasattr(files: Sequence[Source]) -> Iterator[Finding]:
+    """State is declared: no `hasattr`, or `getattr` with a default, on oneself or for a private name."""
+    for file in files:
+        for node in ast.walk(file.tree):
+            match node:
+                case ast.Call(func=ast.Name("hasattr"), args=[owner, name]):
+                    pass
+                case ast.Call(func=ast.Name("getattr"), args=[owner, name, _]):
+                    pass
+                case ast.Compare(name, [ast.In() | ast.NotIn()], [ast.Attribute(owner, "__dict__")]):
+                    pass
+                case _:
+                    continue
+            word = str(name.value) if isinstance(name, ast.Constant) else ""
+            private = word.startswith("_") and not word.endswith("__")
+            if private or ast.unparse(owner) in ("self", "cls"):
+                problem = "state is declared in __init__ or in a dataclass, not discovered"
+                yield Finding(path=file.path, line=node.lineno, subject=ast.unparse(node), problem=problem)
+
+
+def machine_paths(files: Sequence[Source]) -> Iterator[Finding]:
+    """Nothing that is tracked knows where somebody keeps it."""
+    for file in files:
+        for line, text in enumerate(file.text.splitlines(), start=1):
+            if found := MACHINE_PATH.search(text):
+                problem = "a path of one machine: write it relative to the project"
+                yield Finding(path=file.path, line=line, subject=found.group(), problem=problem)

@@ -1,0 +1,89 @@
+"""Shard groups and replicate groups each partition the world, and cross in exactly one rank."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardeddp.plan.topology import Topology
+
+pytestmark = pytest.mark.timeout(30)
+bounded = settings(deadline=None, max_examples=200, derandomize=True)
+
+
+@st.composite
+def some_topology(draw: st.DrawFn) -> Topology:
+    """Any mesh of up to 12 x 12 ranks."""
+    shard_size = draw(st.integers(1, 12))
+    return Topology(world_size=draw(st.integers(1, 12)) * shard_size, shard_size=shard_size)
+
+
+@bounded
+@given(some_topology())
+def test_each_kind_of_group_partitions_the_world(topology: Topology) -> None:
+    for groups in (topology.shard_groups(), topology.replicate_groups()):
+        assert sorted(itertools.chain(*groups)) == list(range(topology.world_size))
+        assert all(group == sorted(group) for group in groups)
+
+
+@bounded
+@given(some_topology())
+def test_groups_are_as_many_and_as_large_as_the_mesh_says(topology: Topology) -> None:
+    assert topology.replicate_size * topology.shard_size == topology.world_size
+    assert [len(group) for group in topology.shard_groups()] == [topology.shard_size] * topology.replicate_size
+    assert [len(group) for group in topology.replicate_groups()] == [topology.replicate_size] * topology.shard_size
+
+
+@bounded
+@given(some_topology())
+def test_a_shard_group_and_a_replicate_group_cross_in_one_rank(topology: Topology) -> None:
+    for shard_group, replicate_group in itertools.product(topology.shard_groups(), topology.replicate_groups()):
+        assert len(set(shard_group) & set(replicate_group)) == 1
+
+
+@bounded
+@given(some_topology())
+def test_a_rank_sits_in_its_groups_where_its_two_numbers_say(topology: Topology) -> None:
+    for rank in range(topology.world_size):
+        shard_rank, replicate_rank = topology.shard_rank(rank), topology.replicate_rank(rank)
+        assert topology.shard_groups()[replicate_rank][shard_rank] == rank
+        assert topology.replicate_groups()[shard_rank][replicate_rank] == rank
+
+
+@bounded
+@given(some_topology())
+def test_ranks_that_share_a_model_are_neighbours(topology: Topology) -> None:
+    for group in topology.shard_groups():
+        assert group == list(range(group[0], group[0] + topology.shard_size))
+
+
+def test_the_mesh_drawn_in_the_docstring_is_what_is_built() -> None:
+    topology = Topology(world_size=6, shard_size=2)
+    assert topology.shard_groups() == [[0, 1], [2, 3], [4, 5]]
+    assert topology.replicate_groups() == [[0, 2, 4], [1, 3, 5]]
+    assert (topology.shard_rank(3), topology.replicate_rank(3)) == (1, 1)
+
+
+def test_full_sharding_has_one_shard_group_and_every_rank_is_its_own_replicate_group() -> None:
+    topology = Topology(world_size=4, shard_size=4)
+    assert topology.shard_groups() == [[0, 1, 2, 3]]
+    assert topology.replicate_groups() == [[0], [1], [2], [3]]
+
+
+def test_no_sharding_has_one_replicate_group_and_every_rank_is_its_own_shard_group() -> None:
+    topology = Topology(world_size=4, shard_size=1)
+    assert topology.shard_groups() == [[0], [1], [2], [3]]
+    assert topology.replicate_groups() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("shard_size", [-2, 0, 4, 5, 12])
+def test_a_shard_size_that_does_not_divide_the_world_is_refused_with_those_that_do(shard_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"shard_size={shard_size} .* 6 ranks of this run; use one of \[1, 2, 3, 6\]"):
+        Topology(world_size=6, shard_size=shard_size)
+
+
+@pytest.mark.parametrize("world_size", [-2, 0])
+def test_a_world_without_ranks_is_refused(world_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"world_size of at least 1, found {world_size}"):
+        Topology(world_size=world_size, shard_size=1)

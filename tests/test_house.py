@@ -1,0 +1,272 @@
+"""The tree keeps the house rules, and each rule still sees what breaks it."""
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import house_rules as house
+from house_rules import SRC, Finding, Source
+
+ROOT = Path(__file__).resolve().parents[1]
+
+EXCUSED: dict[tuple[str, str, str], str] = {}
+"""(rule, file, subject of the finding) -> why this one stays."""
+
+Rule = Callable[[Sequence[Source]], Iterator[Finding]]
+RULES: list[Rule] = [
+    house.upward_imports,
+    house.import_circles,
+    house.imports_in_functions,
+    house.impure_plans,
+    house.borrowed_privates,
+    house.stray_collectives,
+    house.foreign_engines,
+    house.stray_lightning,
+    house.missing_docstrings,
+    house.missing_annotations,
+    house.long_files,
+    house.state_by_hasattr,
+    house.machine_paths,
+]
+OF_EVERY_FILE = (house.machine_paths,)
+OF_ALL_PYTHON = (house.missing_docstrings, house.missing_annotations, house.long_files)
+
+
+@cache
+def project() -> tuple[Source, ...]:
+    """Every file that is tracked or could be; without git, what lies outside hidden and generated folders."""
+    try:
+        command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        folders = ("src", "tests", "examples", "configs", "docs", "benchmarks")
+        names = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*")]
+        names = [name for name in names if "__pycache__" not in name and ".egg-info" not in name]
+    paths = [ROOT / name for name in sorted(set(names))]
+    return tuple(
+        Source(path=path.relative_to(ROOT).as_posix(), text=path.read_text(encoding="utf-8", errors="replace"))
+        for path in paths
+        if path.is_file()
+    )
+
+
+def under_the_rule(rule: Rule) -> list[Source]:
+    if rule in OF_EVERY_FILE:
+        return list(project())
+    return [
+        file for file in project() if file.path.endswith(".py") and (rule in OF_ALL_PYTHON or file.path.startswith(SRC))
+    ]
+
+
+def broken(rule: Rule) -> list[str]:
+    """What the tree does against the rule, without what is excused."""
+    findings = rule(under_the_rule(rule))
+    return [str(found) for found in findings if (rule.__name__, found.path, found.subject) not in EXCUSED]
+
+
+def test_a_file_imports_only_from_its_own_layer_or_a_lower_one() -> None:
+    assert broken(house.upward_imports) == []
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    assert broken(house.import_circles) == []
+
+
+def test_no_import_hides_inside_a_function() -> None:
+    assert broken(house.imports_in_functions) == []
+
+
+def test_plans_import_the_standard_library_only() -> None:
+    assert broken(house.impure_plans) == []
+
+
+def test_private_names_stay_in_their_file() -> None:
+    assert broken(house.borrowed_privates) == []
+
+
+def test_collectives_are_issued_in_comm_only() -> None:
+    assert broken(house.stray_collectives) == []
+
+
+def test_the_package_does_without_the_sharding_engines_of_torch() -> None:
+    assert broken(house.foreign_engines) == []
+
+
+def test_lightning_is_known_to_the_strategy_the_plugins_and_the_callbacks_only() -> None:
+    assert broken(house.stray_lightning) == []
+
+
+def test_every_file_starts_by_saying_what_it_is() -> None:
+    assert broken(house.missing_docstrings) == []
+
+
+def test_every_argument_and_every_result_has_a_type() -> None:
+    assert broken(house.missing_annotations) == []
+
+
+def test_no_file_is_longer_than_one_sitting() -> None:
+    assert broken(house.long_files) == []
+
+
+def test_state_is_declared_and_not_discovered() -> None:
+    assert broken(house.state_by_hasattr) == []
+
+
+def test_no_tracked_file_names_a_path_of_somebodys_machine() -> None:
+    assert broken(house.machine_paths) == []
+
+
+def test_the_rules_are_given_the_package_and_its_tests() -> None:
+    seen = {file.path for file in under_the_rule(house.long_files)}
+    assert {f"{SRC}__init__.py", "tests/test_house.py", "tests/house_rules.py"} <= seen
+
+
+def test_every_excuse_has_a_reason_and_still_excuses_something() -> None:
+    found = {(rule.__name__, f.path, f.subject) for rule in RULES for f in rule(under_the_rule(rule))}
+    assert [key for key, reason in EXCUSED.items() if key not in found or len(reason.split()) < 4] == []
+
+
+# Each rule on sources that break it and on sources that keep it: {path inside the package: text}.
+
+BREAKS: list[tuple[Rule, dict[str, str]]] = [
+    (house.upward_imports, {"comm/mesh.py": "from shardeddp.sharding.unit import Unit"}),
+    (house.upward_imports, {"sharding/unit.py": "from shardeddp import wrap"}),
+    (house.upward_imports, {"sharding/unit.py": "from .. import strategy"}),
+    (house.upward_imports, {"sharding/unit.py": "from ..monitor.table import Table"}),
+    (house.upward_imports, {"monitor/table.py": "def f() -> None:\n    import shardeddp.strategy"}),
+    (house.upward_imports, {"strategy.py": "from shardeddp import ShardedDP"}),
+    (house.upward_imports, {"cli.py": "import shardeddp"}),
+    (house.upward_imports, {"plan/cost.py": "if TYPE_CHECKING:\n    from shardeddp.comm.mesh import Mesh"}),
+    (house.upward_imports, {"helpers.py": ""}),
+    (house.import_circles, {"plan/a.py": "from shardeddp.plan.b import x", "plan/b.py": "from . import a"}),
+    (house.import_circles, {"plan/__init__.py": "from .a import x", "plan/a.py": "from shardeddp.plan import y"}),
+    (
+        house.import_circles,
+        {"a.py": "import shardeddp.b", "b.py": "from .c import x", "c.py": "def f() -> None:\n    from .a import y"},
+    ),
+    (house.imports_in_functions, {"wrap.py": "def f() -> None:\n    import json"}),
+    (
+        house.imports_in_functions,
+        {"wrap.py": "class A:\n    async def f(self) -> None:\n        if 1:\n            import json"},
+    ),
+    (house.impure_plans, {"plan/layout.py": "import torch"}),
+    (house.impure_plans, {"plan/layout.py": "from numpy import prod"}),
+    (house.impure_plans, {"plan/layout.py": "from shardeddp.config import Offload"}),
+    (house.impure_plans, {"plan/layout.py": "from ..comm import mesh"}),
+    (house.borrowed_privates, {"wrap.py": "from shardeddp.plan.layout import _round_up"}),
+    (house.borrowed_privates, {"plan/cost.py": "from . import layout\nlayout._round_up(3)"}),
+    (house.stray_collectives, {"sharding/unit.py": "import torch.distributed as dist\ndist.all_reduce(x)"}),
+    (house.stray_collectives, {"sharding/unit.py": "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"}),
+    (house.stray_collectives, {"sharding/unit.py": "import torch.distributed\ntorch.distributed.barrier()"}),
+    (
+        house.stray_collectives,
+        {"sharding/unit.py": "from torch import distributed\ndistributed.reduce_scatter_tensor(x, y)"},
+    ),
+    (house.stray_collectives, {"sharding/unit.py": "from torch.distributed import broadcast as tell"}),
+    (
+        house.stray_collectives,
+        {"sharding/unit.py": "from torch.distributed import distributed_c10d as c\nf = c.all_to_all_single"},
+    ),
+    (house.stray_collectives, {"strategy.py": "import torch.distributed as dist\ndist.init_process_group('gloo')"}),
+    (house.stray_collectives, {"strategy.py": "from torch.distributed.device_mesh import init_device_mesh"}),
+    (
+        house.stray_collectives,
+        {"monitor/table.py": "import torch.distributed as dist\ndist.send(x, 1)\ndist.new_group()"},
+    ),
+    (house.stray_collectives, {"wrap.py": "import torch\ntorch.ops._c10d_functional.all_reduce(x, 'sum', '0')"}),
+    (house.stray_collectives, {"wrap.py": "def f(group: ProcessGroup) -> None:\n    group.allreduce(x).wait()"}),
+    (house.foreign_engines, {"wrap.py": "from torch.distributed.fsdp import FSDPModule"}),
+    (house.foreign_engines, {"wrap.py": "from torch.distributed import fsdp"}),
+    (house.foreign_engines, {"wrap.py": "import torch.distributed as dist\ndist.fsdp.fully_shard(m)"}),
+    (house.foreign_engines, {"comm/mesh.py": "import_module('torch.distributed.fsdp')"}),
+    (house.foreign_engines, {"comm/mesh.py": "from torch.distributed._composable import replicate"}),
+    (house.stray_lightning, {"sharding/runtime.py": "import lightning as L"}),
+    (house.stray_lightning, {"monitor/memory.py": "from lightning.pytorch import Callback"}),
+    (house.stray_lightning, {"__init__.py": "from pytorch_lightning.strategies import StrategyRegistry"}),
+    (house.missing_docstrings, {"wrap.py": "import json\n'too late'"}),
+    (house.missing_docstrings, {"plan/__init__.py": ""}),
+    (house.missing_annotations, {"wrap.py": "def f(a, b: int) -> None: ..."}),
+    (house.missing_annotations, {"wrap.py": "def f(a: int): ..."}),
+    (house.missing_annotations, {"wrap.py": "def f(*args, **kwargs: int) -> None: ..."}),
+    (house.missing_annotations, {"wrap.py": "class A:\n    def __init__(self, *, size=1) -> None: ..."}),
+    (house.missing_annotations, {"wrap.py": "class A:\n    @staticmethod\n    def f(x) -> None: ..."}),
+    (house.missing_annotations, {"wrap.py": "def f() -> None:\n    def g(cls) -> int: ..."}),
+    (house.long_files, {"wrap.py": "x = 1\n" * (house.MAX_LINES + 1)}),
+    (house.state_by_hasattr, {"wrap.py": "hasattr(self, 'ready')"}),
+    (house.state_by_hasattr, {"wrap.py": "getattr(self, name, None)"}),
+    (house.state_by_hasattr, {"wrap.py": "hasattr(module, '_shardeddp_unit')"}),
+    (house.state_by_hasattr, {"wrap.py": "'ready' not in self.__dict__"}),
+    (house.machine_paths, {"wrap.py": "DATA = '" + "/home/" + "me/data'"}),
+    (house.machine_paths, {"notes.md": "cd " + "/work/" + "main"}),
+]
+
+KEEPS: list[tuple[Rule, dict[str, str]]] = [
+    (
+        house.upward_imports,
+        {"strategy.py": "import lightning\nfrom shardeddp.monitor.table import Table\nfrom . import wrap"},
+    ),
+    (
+        house.upward_imports,
+        {"__init__.py": "from shardeddp.strategy import ShardedDP", "config.py": "from .errors import E"},
+    ),
+    (
+        house.import_circles,
+        {"plan/__init__.py": "from .a import x", "plan/a.py": "from . import b", "plan/b.py": "import json"},
+    ),
+    (house.import_circles, {"a.py": "from .b import x", "b.py": "if TYPE_CHECKING:\n    from .a import y"}),
+    (house.imports_in_functions, {"wrap.py": "try:\n    import json\nexcept ImportError:\n    json = None"}),
+    (
+        house.impure_plans,
+        {"plan/a.py": "import os.path\nfrom .b import x\nfrom shardeddp.errors import E", "wrap.py": "import torch"},
+    ),
+    (
+        house.borrowed_privates,
+        {"wrap.py": "import torch\nfrom .plan import layout\ntorch._C.f()\nlayout.__name__\nself._x"},
+    ),
+    (house.stray_collectives, {"comm/gloo.py": "import torch.distributed as dist\ndist.all_reduce(x)"}),
+    (house.stray_collectives, {"wrap.py": "import torch.distributed as dist\ndist.get_rank()\nx.scatter(0, i, y)"}),
+    (
+        house.stray_collectives,
+        {"sharding/unit.py": "def f(comm: Collectives) -> None:\n    comm.all_gather(x)\n    comm.barrier()"},
+    ),
+    (house.foreign_engines, {"wrap.py": "from torch.distributed.tensor import DTensor"}),
+    (
+        house.stray_lightning,
+        {"strategy.py": "import lightning", "monitor/callbacks.py": "from lightning.pytorch import Callback"},
+    ),
+    (house.missing_docstrings, {"wrap.py": '"""Policies."""'}),
+    (
+        house.missing_annotations,
+        {"wrap.py": "class A:\n    @classmethod\n    def f(cls, x: int, *a: int, **k: int) -> None: ..."},
+    ),
+    (house.long_files, {"wrap.py": "x = 1\n" * house.MAX_LINES}),
+    (
+        house.state_by_hasattr,
+        {"wrap.py": "hasattr(module, 'flatten_parameters')\ngetattr(fn, '__name__', '?')\ngetattr(self, name)"},
+    ),
+    (
+        house.machine_paths,
+        {"run.sh": "#!/usr/bin/env bash\nls >/dev/null https://example.org/home/page ~/work/x ${D}/tmp/x"},
+    ),
+]
+
+
+def sources(texts: dict[str, str]) -> list[Source]:
+    return [Source(path=SRC + path, text=text) for path, text in texts.items()]
+
+
+@pytest.mark.parametrize(("rule", "texts"), BREAKS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_rule_sees_a_source_that_breaks_it(rule: Rule, texts: dict[str, str]) -> None:
+    assert [str(found) for found in rule(sources(texts))] != []
+
+
+@pytest.mark.parametrize(("rule", "texts"), KEEPS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_rule_leaves_a_source_that_keeps_it_alone(rule: Rule, texts: dict[str, str]) -> None:
+    assert [str(found) for found in rule(sources(texts))] == []
+
+
+def test_every_rule_is_proven_in_both_directions() -> None:
+    assert {rule for rule, _ in BREAKS} == {rule for rule, _ in KEEPS} == set(RULES)
