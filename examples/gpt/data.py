@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pydoc_data.topics import topics
+
 import lightning as L
 import torch
-from pydoc_data.topics import topics
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,7 +33,7 @@ def corpus() -> str:
     bodies = [text.split("\n", 2)[-1].strip() for text in texts]  # without the title and its underline
     kept = [
         text
-        for index, (text, body) in enumerate(zip(texts, bodies))
+        for index, (text, body) in enumerate(zip(texts, bodies, strict=True))
         if not any(body in other for at, other in enumerate(texts) if at != index and len(other) > len(text))
     ]
     return "\n\n\n".join(kept)

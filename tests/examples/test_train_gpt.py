@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from gpt.data import PydocText, Windows, corpus, decode, encode
 from gpt.memory import state_nbytes
 from gpt.model import GPT, GPTModule, decay_groups, rotary_table, rotate, warmup_then_cosine
-from torch import Tensor, nn
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -121,7 +123,7 @@ def test_generate_keeps_the_prompt_repeats_itself_and_leaves_the_global_generato
 
 
 def test_heads_of_odd_width_are_refused_with_a_width_that_fits() -> None:
-    with pytest.raises(ValueError, match=r"found dim=30 and num_heads=2: .* 28|32"):
+    with pytest.raises(ValueError, match=r"found dim=30 and num_heads=2: .* 32"):
         GPT(VOCAB, dim=30, num_layers=1, num_heads=2)
 
 
@@ -129,7 +131,7 @@ def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
     factors = [warmup_then_cosine(step, warmup_steps=4, total_steps=20) for step in range(25)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4] == 1.0
-    assert all(later < earlier for earlier, later in zip(factors[4:20], factors[5:21], strict=True))
+    assert all(later < earlier for earlier, later in pairwise(factors[4:21]))
     assert factors[20:] == pytest.approx([0.1] * 5)
 
 

@@ -3,13 +3,14 @@
 Models are built on the meta device, so that their real sizes cost nothing.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from module_zoo import Attention, Block, DecoderBlock, Gpt, Mlp, ResNet18, numbered
 from shardeddp.errors import ConfigurationError
 from shardeddp.wrap import AutoPolicy
 from shardeddp.wrap.auto import default_floor
@@ -21,106 +22,6 @@ def units(build: Callable[[], nn.Module], policy: AutoPolicy | None = None) -> l
     with torch.device("meta"):
         model = build()
     return (policy or AutoPolicy()).select(model)
-
-
-def numbered(prefix: str, count: int) -> list[str]:
-    return [f"{prefix}.{index}" for index in range(count)]
-
-
-class Mlp(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.qkv(x)[..., : x.shape[-1]])
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, mlp: nn.Module | None = None) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.attention = Attention(dim)
-        self.mlp = mlp or Mlp(dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.attention(self.norm(x)))
-
-
-class DecoderBlock(Block):
-    pass
-
-
-class Experts(nn.Module):
-    def __init__(self, dim: int, num_experts: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(dim, num_experts)
-        self.experts = nn.ModuleList(Mlp(dim) for _ in range(num_experts))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(expert(x) for expert in self.experts)
-
-
-class Gpt(nn.Module):
-    def __init__(self, dim: int, blocks: Iterable[nn.Module], vocabulary: int = 256) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, dim)
-        self.layers = nn.ModuleList(blocks)
-        self.head = nn.Linear(dim, vocabulary, bias=False)
-
-
-class Stage(nn.Module):
-    def __init__(self, dim: int, depth: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
-        self.downsample = nn.Linear(4 * dim, 2 * dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class Tower(nn.Module):
-    def __init__(self, dim: int, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(dim) for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class OtherTower(Tower):
-    pass
-
-
-class BasicBlock(nn.Module):
-    def __init__(self, cin: int, cout: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(cin, cout, 3)
-        self.conv2 = nn.Conv2d(cout, cout, 3)
-        self.downsample = nn.Sequential(nn.Conv2d(cin, cout, 1), nn.BatchNorm2d(cout)) if cin != cout else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv2(self.conv1(x))
-
-
-class ResNet18(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7)
-        for number, (cin, cout) in enumerate([(64, 64), (64, 128), (128, 256), (256, 512)], start=1):
-            setattr(self, f"layer{number}", nn.Sequential(BasicBlock(cin, cout), BasicBlock(cout, cout)))
-        self.fc = nn.Linear(512, 1000)
 
 
 RESNET_BLOCKS = [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
@@ -189,81 +90,6 @@ def test_functional_blocks_of_plain_sequentials_are_units_as_a_whole() -> None:
         return nn.Sequential(nn.LayerNorm(128), Attention(128), nn.LayerNorm(128), Mlp(128))
 
     assert units(lambda: nn.Sequential(*(block() for _ in range(6)))) == [str(index) for index in range(6)]
-
-
-# --- lists inside blocks, blocks inside lists of lists ---
-
-
-@pytest.mark.parametrize("depth", [2, 4, 16])
-def test_mixture_of_experts_gives_its_blocks_and_not_the_experts(depth: int) -> None:
-    assert units(lambda: Gpt(128, (Block(128, Experts(128, 8)) for _ in range(depth)))) == numbered("layers", depth)
-
-
-def test_dense_and_expert_blocks_of_one_class_are_all_units() -> None:
-    def build() -> nn.Module:
-        return Gpt(128, [Block(128), *(Block(128, Experts(128, 8)) for _ in range(5))])
-
-    assert units(build) == numbered("layers", 6)
-
-
-def test_a_block_that_holds_most_of_the_model_gives_its_experts_and_its_other_children() -> None:
-    def build() -> nn.Module:
-        return Gpt(128, [Block(128, Experts(128, 16)), Block(128), Block(128)])
-
-    expected = ["layers.0.attention", *numbered("layers.0.mlp.experts", 16), "layers.1", "layers.2"]
-    assert units(build) == expected
-
-
-def test_max_fraction_opens_blocks_into_their_children() -> None:
-    names = units(lambda: Gpt(256, (Block(256) for _ in range(4))), AutoPolicy(max_fraction=0.2))
-    assert names == [f"layers.{index}.{part}" for index in range(4) for part in ("attention", "mlp")]
-
-
-def test_a_child_that_is_too_large_as_well_is_opened_again() -> None:
-    names = units(lambda: Gpt(256, (Block(256) for _ in range(4))), AutoPolicy(max_fraction=0.1))
-    assert names == [f"layers.{index}.{part}" for index in range(4) for part in ("attention", "mlp.up", "mlp.down")]
-
-
-def test_heads_in_lists_inside_a_block_are_not_units() -> None:
-    def block() -> nn.Module:
-        return Block(128, nn.Sequential(*(Mlp(32) for _ in range(8))))
-
-    assert units(lambda: Gpt(128, (block() for _ in range(4)))) == numbered("layers", 4)
-
-
-@pytest.mark.parametrize("depths", [(2, 2, 6, 2), (2, 2, 18, 2), (2, 2, 2, 2)])
-def test_swin_gives_its_blocks_and_not_its_stages(depths: tuple[int, ...]) -> None:
-    def build() -> nn.Module:
-        model = nn.Module()
-        model.layers = nn.ModuleList(Stage(96 * 2**index, depth) for index, depth in enumerate(depths))
-        return model
-
-    expected = [f"layers.{stage}.blocks.{block}" for stage, depth in enumerate(depths) for block in range(depth)]
-    # The first blocks (110,592 weights and some) are below 1/256 of the larger models.
-    assert units(build, AutoPolicy(min_numel=50_000)) == expected
-
-
-def test_lists_of_lists_are_looked_through() -> None:
-    def build() -> nn.Module:
-        model = nn.Module()
-        model.stages = nn.ModuleList(nn.ModuleList(Block(128) for _ in range(2)) for _ in range(3))
-        return model
-
-    assert units(build) == [f"stages.{stage}.{block}" for stage in range(3) for block in range(2)]
-
-
-def test_plain_sequentials_of_equal_blocks_are_looked_through() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(*(Block(128) for _ in range(4))) for _ in range(3)))
-
-    assert units(build) == [f"{stage}.{block}" for stage in range(3) for block in range(4)]
-
-
-def test_two_towers_in_a_module_dict_give_their_blocks() -> None:
-    def build() -> nn.Module:
-        return nn.ModuleDict({"image": Tower(128, 4), "text": OtherTower(96, 3)})
-
-    assert units(build) == numbered("image.layers", 4) + numbered("text.layers", 3)
 
 
 # --- vision and plain sequences ---

@@ -1,4 +1,4 @@
-"""The policies that are told what to choose: by class, name, size or predicate; and what each says of a mistake."""
+"""The policies that are told what to choose: by class, by name or by predicate; and what each says of a mistake."""
 
 import re
 from collections.abc import Callable
@@ -146,6 +146,22 @@ def test_a_class_that_was_defined_again_is_told_apart_from_a_missing_one() -> No
     assert "as a string" in text
 
 
+def test_a_class_of_the_model_comes_before_its_base_of_the_same_name() -> None:
+    own = type("Linear", (nn.Linear,), {"__module__": "my.model"})
+    assert ClassPolicy(["Linear"]).select(nn.Sequential(own(2, 2), nn.ReLU())) == ["0"]
+
+
+def test_names_come_in_module_order_and_not_in_that_of_the_alphabet() -> None:
+    model = nn.Sequential(*(Attention() for _ in range(12)))
+    assert ClassPolicy([Attention]).select(model) == [str(index) for index in range(12)]
+
+
+def test_a_forward_that_the_object_has_itself_counts() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([nn.Linear(2, 2)]))
+    model[0].forward = lambda x: x
+    assert ClassPolicy([nn.ModuleList]).select(model) == ["0"]
+
+
 def test_containers_have_no_forward_and_cannot_be_chosen_by_class() -> None:
     text = refused(ClassPolicy([nn.ModuleList]))
     assert "found only 'layers'" in text
@@ -260,72 +276,6 @@ def test_an_error_inside_a_predicate_is_the_callers_own() -> None:
 
     with pytest.raises(KeyError, match=r"layers\.0"):
         PredicatePolicy(broken).select(Toy())
-
-
-# --- sizes ---
-
-
-@pytest.mark.parametrize(
-    ("min_numel", "expected"),
-    [
-        (1, [name for layer in LAYERS for name in (f"{layer}.attention.qkv", f"{layer}.mlp")] + ["head"]),
-        (20, [name for layer in LAYERS for name in (f"{layer}.attention.qkv", f"{layer}.mlp")] + ["head"]),
-        (21, [f"{layer}.attention.qkv" for layer in LAYERS]),
-        (61, LAYERS),
-        (80, LAYERS),
-        (81, []),
-        (10**9, []),
-    ],
-)
-def test_units_are_collected_from_the_leaves_until_they_are_large_enough(min_numel: int, expected: list[str]) -> None:
-    assert SizePolicy(min_numel).select(Toy()) == expected
-
-
-def test_what_inner_units_took_does_not_count_for_the_outer_ones() -> None:
-    # Each inner block takes 60 of its 80; the 3 * 20 that are left make one unit of the sequence around them.
-    model = nn.Sequential(nn.Sequential(Block(), Block(), Block()), nn.Linear(4, 4))
-    assert SizePolicy(60).select(model) == ["0.0.attention.qkv", "0.1.attention.qkv", "0.2.attention.qkv", "0"]
-
-
-def test_parameters_of_a_module_itself_count_and_tied_ones_count_once() -> None:
-    class Scaled(nn.Module):
-        def __init__(self, linear: nn.Linear) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(5))
-            self.linear = linear
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(Scaled(shared), Scaled(shared))
-    assert SizePolicy(25).select(model) == ["0"]
-    assert SizePolicy(5).select(model) == ["0.linear", "0", "1"]
-
-
-def test_containers_pass_their_parameters_on_to_the_module_around_them() -> None:
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.items = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-            self.weights = nn.ParameterList(torch.ones(10) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    assert SizePolicy(80).select(nn.Sequential(Around())) == ["0"]
-
-
-def test_the_parts_of_attention_count_for_the_attention() -> None:
-    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.ReLU())
-    assert SizePolicy(80).select(model) == ["0"]
-    assert SizePolicy(10).select(model) == ["0"]
-
-
-@pytest.mark.parametrize("min_numel", [0, -5])
-def test_a_size_below_one_is_refused(min_numel: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"found {min_numel}"):
-        SizePolicy(min_numel)
 
 
 # --- all of them ---

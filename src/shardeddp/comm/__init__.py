@@ -2,6 +2,7 @@
 
 from shardeddp.comm.agreement import agree_on_any, agree_on_layout, exchange, together
 from shardeddp.comm.collectives import Collectives, Pending
+from shardeddp.comm.host import barrier, broadcast_object, reduce_tensor
 from shardeddp.comm.lanes import Lane, Ticket
 from shardeddp.comm.mesh import Mesh
 from shardeddp.comm.traffic import Traffic
@@ -15,6 +16,9 @@ __all__ = [
     "Traffic",
     "agree_on_any",
     "agree_on_layout",
+    "barrier",
+    "broadcast_object",
     "exchange",
+    "reduce_tensor",
     "together",
 ]

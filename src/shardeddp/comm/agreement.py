@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardeddp.errors import LayoutMismatchError, RankError
+from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ def together(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
         group: The host group of all ranks.
 
     Raises:
+        ConfigurationError: Every rank found the same configuration wrong.
         RankError: Some rank failed, this one or another; it carries the traceback of each.
     """
     result, failure, cause = None, "", None
@@ -45,6 +46,8 @@ def together(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
         failure, cause = traceback.format_exc(), error
     failures = {rank: text.decode() for rank, text in enumerate(exchange(failure.encode(), group)) if text}
+    if isinstance(cause, ConfigurationError) and len(failures) == dist.get_world_size(group):
+        raise cause
     if failures:
         raise RankError(step, failures) from cause
     return result  # type: ignore[return-value]  # None only after a failure

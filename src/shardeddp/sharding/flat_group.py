@@ -57,8 +57,8 @@ class FlatGroup:
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = retain or self._resident
 
-        self.main_shard = first.detach().new_zeros(layout.shard_numel)  # 1D, shard_numel; lives as long as the model
-        self._gathered = self.main_shard if self._resident else first.detach().new_empty(layout.padded_numel)
+        self.main_shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=mesh.device)  # 1D, shard_numel; lives as long as the model
+        self._gathered = self.main_shard if self._resident else self.main_shard.new_empty(layout.padded_numel)
         self._own_slice = self._gathered.view(layout.shard_size, -1)[mesh.shard_rank]
         self.unsharded = [self._view_parameter(spec, slot.offset) for spec, slot in zip(specs, layout.slots, strict=True)]
         self.local = [self._local_view(self.main_shard, i) for i in range(len(specs))]  # each 1D

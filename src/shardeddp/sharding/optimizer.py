@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class LocalStep:
 
     def _adopt_state(self, optimizer: optim.Optimizer) -> None:
         """Take over a mapping of states that are sharded, or full as they come from a checkpoint."""
-        adopted = ShardedStates()
+        adopted = ShardedStates(optimizer)
         for parameter, state in optimizer.state.items():
             adopted[parameter] = state
         self._adopted = adopted
@@ -105,11 +106,15 @@ class LocalStep:
 
 
 class ShardedStates(MutableMapping[torch.Tensor, State]):
-    """The states of an optimizer by sharded parameter, held by local parameter."""
+    """The states of an optimizer by sharded parameter, held by local parameter.
 
-    def __init__(self) -> None:
+    Args:
+        optimizer: Whose parameters they belong to.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         self.local: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        self._parameters: dict[torch.Tensor, torch.Tensor] = {}  # local -> sharded
+        self._optimizer = optimizer
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
         return _StateView(self.local[self._local_of(parameter)], parameter)
@@ -123,7 +128,8 @@ class ShardedStates(MutableMapping[torch.Tensor, State]):
         del self.local[self._local_of(parameter)]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self._parameters.get(local, local) for local in list(self.local))
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return (parameter for parameter in parameters if parameter in self)
 
     def __len__(self) -> int:
         return len(self.local)
@@ -132,14 +138,7 @@ class ShardedStates(MutableMapping[torch.Tensor, State]):
         return isinstance(parameter, torch.Tensor) and self._local_of(parameter) in self.local
 
     def _local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        if not isinstance(parameter, ShardTensor):
-            return parameter
-        return self._remember(parameter)
-
-    def _remember(self, parameter: ShardTensor) -> torch.Tensor:
-        local = parameter.to_local()
-        self._parameters.setdefault(local, parameter)
-        return local
+        return parameter.to_local() if isinstance(parameter, ShardTensor) else parameter
 
 
 class _StateView(dict[str, Any]):
@@ -186,9 +185,25 @@ def _plain_state_dict(optimizer: optim.Optimizer, state_dict: dict[str, Any]) ->
     return {**state_dict, "state": {index: dict(state) for index, state in state_dict["state"].items()}}
 
 
+class GlobalStep:
+    """Lets an optimizer step on the sharded tensors themselves, and tells when it has.
+
+    Args:
+        optimizer: Any optimizer over (some) sharded parameters.
+        on_step: Called after each step.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._on_step()
+
+
 def attach_optimizer(optimizer: optim.Optimizer, on_step: Callable[[], None]) -> None:
     """Prepare an optimizer over sharded parameters; ``on_step`` is called after each of its steps."""
-    if type(optimizer) in ELEMENTWISE:
-        LocalStep(optimizer, on_step)
-    else:
-        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: on_step())
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        if isinstance(hook, MethodType) and isinstance(hook.__self__, (LocalStep, GlobalStep)):
+            return  # the user hands out the same optimizer for every fit
+    (LocalStep if type(optimizer) in ELEMENTWISE else GlobalStep)(optimizer, on_step)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,6 +46,45 @@ class Prefetch:
                 raise ValueError(f"{name}_prefetch={getattr(self, name)}: expected 0 (none) or a number of units")
 
 
+class UnitHook:
+    """Tells the runtime when a unit's module is entered and left.
+
+    Args:
+        runtime: Whom to tell.
+        track: The unit.
+    """
+
+    def __init__(self, runtime: Runtime, track: UnitTrack) -> None:
+        self.runtime = runtime
+        self._track = track
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook."""
+        if self.belongs_to(module):
+            self.runtime.enter(self._track)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Forward hook, called after an exception as well."""
+        if self.belongs_to(module):
+            self.runtime.leave(self._track, (args, kwargs), output)
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """False for a deep copy, which keeps the hook and computes with sharded parameters of its own."""
+        return module is self._track.unit.spec.module
+
+    def __deepcopy__(self, memo: Any) -> UnitHook:
+        return self
+
+
+def runtime_of(module: nn.Module) -> Runtime | None:
+    """The runtime in charge of a module that has been sharded as a root; None for any other module."""
+    for hook in module._forward_pre_hooks.values():
+        owner = hook.__self__ if isinstance(hook, MethodType) else None
+        if isinstance(owner, UnitHook) and owner.belongs_to(module) and owner.runtime.root_module is module:
+            return owner.runtime
+    return None
+
+
 class Runtime:
     """Drives the units of one model through forwards and backwards.
 
@@ -70,8 +110,8 @@ class Runtime:
         """False while micro-batches accumulate without communication."""
 
         self._root = self.tracks[0]
-        self._mesh = mesh
-        self._placement = placement
+        self.mesh = mesh
+        self.placement = placement
         self._prefetch = prefetch
         self._forward_orders = {True: ExecutionOrder(), False: ExecutionOrder()}  # by whether gradients are enabled
         self._forward_order = self._forward_orders[True]
@@ -99,13 +139,13 @@ class Runtime:
             A list to append the step's outputs to, from which their backward is announced.
         """
         outputs: list[Any] = []
-        self._enter(self._root)
+        self.enter(self._root)
         try:
             yield outputs
         except BaseException:
             self.reset()
             raise
-        self._leave(self._root, (), outputs)
+        self.leave(self._root, (), outputs)
 
     def parameters_changed(self) -> None:
         """Take note that an optimizer has stepped: whatever is unsharded is gathered anew before its next use."""
@@ -136,23 +176,18 @@ class Runtime:
     # -- forward
 
     def _attach(self, track: UnitTrack) -> None:
+        hook = UnitHook(self, track)
         module = track.unit.spec.module
-
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._enter(track)
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._leave(track, (args, kwargs), output)
-
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(hook.enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
         parameters = track.unit.unsharded_parameters()
         track.expected = set(range(len(parameters)))
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in enumerate(parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, track, index))
 
-    def _enter(self, track: UnitTrack) -> None:
+    def enter(self, track: UnitTrack) -> None:
+        """A forward of the unit begins: gather it, and what comes next."""
         if self._in_backward():
             self._ensure_unsharded(track)
             return
@@ -169,7 +204,8 @@ class Runtime:
         if self._root.active:
             self._prefetch_units(self._forward_order.upcoming(self._prefetch.forward))
 
-    def _leave(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
+    def leave(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
+        """A forward of the unit has ended: announce its backward, and reshard it."""
         if self._in_backward():
             return
         track.active -= 1
@@ -195,7 +231,7 @@ class Runtime:
         if not track.awaiting_backward:
             return True
         # What ends the forward begins the backward: to reshard it would be to gather it again at once.
-        return self._placement.reshard is not Reshard.AFTER_BACKWARD and not self._forward_order.at_end()
+        return self.placement.reshard is not Reshard.AFTER_BACKWARD and not self._forward_order.at_end()
 
     def _announce_backward(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
         found = find_tensors(outputs)
@@ -295,7 +331,7 @@ class Runtime:
         issued = [track.issued for track in tracks]
         late = [there and done for there, done in zip(leftover, issued, strict=True)]
         used = [track.unit.used() for track in tracks]
-        agreed = iter(agree_on_any([*leftover, *issued, *late, *(flag for flags in used for flag in flags)], self._mesh.control))
+        agreed = iter(agree_on_any([*leftover, *issued, *late, *(flag for flags in used for flag in flags)], self.mesh.control))
         any_leftover, any_issued, any_late = ([next(agreed) for _ in tracks] for _ in range(3))
         any_used = [[next(agreed) for _ in flags] for flags in used]
         queued = [track.index for track in self._reduce_queue]

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from shardeddp.comm import Mesh, agree_on_layout, together
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.runtime import Prefetch, Runtime
@@ -23,9 +25,23 @@ def shard_model(specs: Sequence[UnitSpec], mesh: Mesh, placement: Placement, pre
         RankError: Some rank failed while it cut its parameters.
     """
     agree_on_layout(fingerprint(specs, mesh, placement), mesh.control)
+    follow_rank_zero(specs, mesh)
     retain = placement.reshard is Reshard.NEVER
     units = together("sharding the model", lambda: [Unit(spec, mesh, retain) for spec in specs], mesh.control)
     return Runtime(units, mesh, placement, prefetch)
+
+
+@torch.no_grad()
+def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
+    """Give every rank the values that rank 0 has initialised its parameters to, as ``DistributedDataParallel`` does."""
+    if mesh.world.size == 1:
+        return
+    for unit in specs:
+        for spec in unit.parameters:
+            if spec.parameter.numel():
+                values = spec.parameter.detach().to(mesh.device).contiguous()
+                mesh.world.broadcast_(values, 0).wait()
+                spec.parameter.copy_(values)
 
 
 def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, placement: Placement) -> list[str]:

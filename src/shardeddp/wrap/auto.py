@@ -43,8 +43,8 @@ class AutoPolicy(Policy):
     2. The outermost blocks become units: the layers of a transformer, not the experts or the heads inside them.
     3. A *stage* is opened: the blocks inside it are taken in its place. A block is a stage if at least half of its
        parameters are in list-held blocks of one class, each made of several modules, and if stages come in different
-       sizes: fewer than half of the blocks of its class have the same number of parameters. So Swin gives its blocks
-       and not its stages. A plain ``nn.Sequential`` of equal blocks is a stage at any size.
+       sizes: no two blocks of its class, or fewer than half of them, have the same number of parameters. So Swin gives
+       its blocks and not its stages. A plain ``nn.Sequential`` of equal blocks is a stage at any size.
     4. A block with more than ``max_fraction`` of the model's parameters is opened too: the blocks inside it become
        units, and so does each of its other children that reaches ``min_numel``. If there are none, it is a unit.
     5. All else belongs to the unit around it, mostly the root: embeddings, heads, classes that appear once, models

@@ -196,9 +196,8 @@ class ClassPolicy(Policy):
         bases = [base for module_class in present for base in module_class.__mro__ if issubclass(base, nn.Module)]
         for classes in (present, list(dict.fromkeys(bases))):
             found = [each for each in classes if name in (import_path(each), each.__qualname__, each.__name__)]
-            exact = [each for each in found if name == import_path(each)]
-            if len(exact or found) == 1:
-                return (exact or found)[0]
+            if len(found) == 1:
+                return found[0]
             if found:
                 raise ConfigurationError(
                     f"ClassPolicy: expected {name!r} to mean one class of {type(root).__name__}, found several: "

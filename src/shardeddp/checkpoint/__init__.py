@@ -1,0 +1,1 @@
+"""From sharded state to what is on disk, and back."""

@@ -1,0 +1,44 @@
+"""Full state: every sharded tensor of a nested state gathered, one at a time, to ordinary tensors on the host."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardeddp.sharding.shard_tensor import ShardTensor
+
+
+def gather_full(state: Any, keep: bool) -> Any:
+    """Replace sharded tensors anywhere in a nested state by full ones; a collective of all ranks.
+
+    One tensor is whole on the device at a time.
+
+    Args:
+        state: Mappings, lists and tuples of anything; all ranks pass the same structure.
+        keep: Whether this rank wants the result. The others take part and get an empty tensor in each place.
+
+    Returns:
+        The state in plain containers, sharded tensors as CPU tensors.
+    """
+    if isinstance(state, ShardTensor):
+        full = state.full_tensor().detach()
+        return full.cpu() if keep else torch.empty(0, dtype=full.dtype)
+    if isinstance(state, Mapping):
+        gathered = {key: gather_full(value, keep) for key, value in state.items()}
+        return _same_mapping(state, gathered)
+    if isinstance(state, tuple):
+        items = [gather_full(item, keep) for item in state]
+        return type(state)(*items) if _is_namedtuple(state) else tuple(items)
+    if isinstance(state, list):
+        return [gather_full(item, keep) for item in state]
+    return state
+
+
+def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """The items in the original's own type where nothing in it had to be gathered, else in a plain dict."""
+    unchanged = len(original) == len(items) and all(items[key] is value for key, value in original.items())
+    return original if unchanged else items
+
+
+def _is_namedtuple(value: tuple[Any, ...]) -> bool:
+    return "_fields" in vars(type(value))

@@ -1,0 +1,1 @@
+"""What plugs into Lightning beside the strategy: precision, launchers."""
