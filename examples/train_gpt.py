@@ -50,10 +50,8 @@ class TrainGPT(LightningCLI):
         self.meter = StepMeter(strategy_label(self.config.fit.trainer.strategy), self.config.fit.report.steps)
         self.trainer.callbacks.insert(0, self.meter)  # first, so that no other callback's time is measured
         num_parameters = sum(p.numel() for p in self.model.parameters())
-        say(
-            f"[bold]{self.meter.label}[/], {self.trainer.world_size} ranks on {self.trainer.accelerator.name()}: "
-            f"a GPT with {num_parameters / 1e6:.1f} M parameters learns the text behind Python's help()."
-        )
+        ranks = f"{self.trainer.world_size} {self.trainer.accelerator.name()} rank{'s' * (self.trainer.world_size > 1)}"
+        say(f"[bold]{self.meter.label}[/] on {ranks}, GPT with {num_parameters / 1e6:.1f} M parameters")
 
     def after_fit(self) -> None:
         """Report what the fit left behind and what it cost."""
@@ -61,14 +59,15 @@ class TrainGPT(LightningCLI):
         if self.meter.figures is None:
             say(f"Nothing was measured: the fit ended before step {self.meter.last_step} (see --report.steps).")
             return
-        ddp = self.fit_under_ddp() if self.config.fit.report.ddp else None
-        print_closing_table(self.meter.figures, ddp)
+        # A single rank draws its batches in another order than DDP's sampler would, and has nobody to talk to.
+        compares = self.config.fit.report.ddp and self.trainer.world_size > 1
+        print_closing_table(self.meter.figures, self.fit_under_ddp() if compares else None)
 
     def fit_under_ddp(self) -> Figures | None:
         """Train the same model from the same weights on the same batches under DDP, until all steps are measured."""
         config = self.config.fit
         meter = StepMeter("DDP", config.report.steps, stop=True)
-        changed = {
+        changed: dict[str, Any] = {
             "strategy": DDPStrategy(gradient_as_bucket_view=True),  # the gradients once in memory, not twice
             "callbacks": [meter],
             "logger": False,

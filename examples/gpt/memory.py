@@ -27,12 +27,11 @@ class Sharded(Protocol):
 
 
 def state_nbytes(module: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes of parameters, gradients and optimizer states that lie on this rank, shared memory counted once."""
+    """Bytes of parameters, gradients and optimizer states that lie on this rank; a tied weight counts once."""
     parameters = list(module.parameters())
     held = [*parameters, *(p.grad for p in parameters), *(v for s in optimizer.state.values() for v in s.values())]
-    local = [tensor.to_local() if isinstance(tensor, Sharded) else tensor for tensor in held]
-    plain = [tensor for tensor in local if isinstance(tensor, Tensor) and tensor.numel()]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in plain}.values())
+    local = (tensor.to_local() if isinstance(tensor, Sharded) else tensor for tensor in held)
+    return sum(tensor.nbytes for tensor in local if isinstance(tensor, Tensor))
 
 
 class MemoryGauge(Protocol):

@@ -17,7 +17,12 @@ class EpochLines(RichProgressBar):
 
     def configure_columns(self, trainer: L.Trainer) -> list[ProgressColumn]:
         """Epoch, bar, batches, time; Lightning appends the metrics."""
-        return [TextColumn("{task.description}"), BarColumn(18, complete_style="cyan", finished_style="cyan"), MofNCompleteColumn(), TimeElapsedColumn()]
+        return [
+            TextColumn("{task.description}"),
+            BarColumn(18, complete_style="cyan", finished_style="cyan"),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        ]
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule

@@ -205,10 +205,12 @@ def print_closing_table(this: Figures, ddp: Figures | None) -> None:
     table.add_column(f"steps {this.last_step - this.num_steps + 1} to {this.last_step}")
     for fit in fits:
         table.add_column(fit.label, justify="right")
-    table.add_column("ratio" if ddp else "", justify="right", style="bold")
+    if ddp is not None:
+        table.add_column("ratio", justify="right", style="bold")
     for row, value_of in ROWS.items():
         values = [value_of(fit) for fit in fits]
-        table.add_row(row, *map(_four_digits, values), _ratio(*values))
+        ratio = [] if ddp is None else [_ratio(*values)]
+        table.add_row(row, *map(_four_digits, values), *ratio)
     rich.print(table)
     rich.print(f"[dim]{NOTES}[/]")
 
@@ -221,6 +223,6 @@ def _four_digits(value: float) -> str:
     return f"{value:,.{max(0, decimals)}f}"
 
 
-def _ratio(this: float, other: float = math.nan) -> str:
-    """Empty if there is nothing to compare with."""
-    return f"{this / other:.3f}" if other > 0 and not math.isnan(this) else ""
+def _ratio(this: float, other: float) -> str:
+    """A dash where there is nothing to compare, as with bytes sent by a single rank."""
+    return f"{this / other:.3f}" if other > 0 and not math.isnan(this) else "-"

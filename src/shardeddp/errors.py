@@ -18,11 +18,15 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, step: str, failures: dict[int, str]) -> None:
+        super().__init__(step, failures)  # what pickle calls the class with
         self.step = step
         self.failures = failures
-        ranks = ", ".join(str(rank) for rank in sorted(failures))
-        traces = "\n".join(f"--- rank {rank} ---\n{failures[rank].rstrip()}" for rank in sorted(failures))
-        super().__init__(f"{step} failed on rank {ranks}; every rank stops here.\n{traces}")
+
+    def __str__(self) -> str:
+        """Which ranks failed and how."""
+        ranks = ", ".join(str(rank) for rank in sorted(self.failures))
+        traces = "\n".join(f"--- rank {rank} ---\n{self.failures[rank].rstrip()}" for rank in sorted(self.failures))
+        return f"{self.step} failed on rank {ranks}; every rank stops here.\n{traces}"
 
 
 class ReleasedParameterError(RuntimeError):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -24,25 +23,25 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.checkpoint.full import gather_full
+from shardeddp.checkpoint.full import gather_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor, together
 from shardeddp.errors import ConfigurationError
 from shardeddp.monitor.units import report_units
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.placement import Placement, ShardSize, find_placement
-from shardeddp.plan.topology import Topology
+from shardeddp.plan.placement import choose_placement
 from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
 from shardeddp.plugins.placing import place_module
 from shardeddp.plugins.precision import shard_precision
+from shardeddp.plugins.timeout import collective_timeout
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.runtime import Prefetch, Runtime, runtime_of
 from shardeddp.sharding.setup import shard_model
-from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.wrap import PolicyLike, build_units, resolve_policy
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 class ShardedDP(ParallelStrategy):
@@ -51,12 +50,13 @@ class ShardedDP(ParallelStrategy):
     Runs on CPU (gloo) exactly as on CUDA (NCCL), and gives the result that one process would give on the whole batch.
 
     Args:
-        sharding_strategy: What is sharded, in any case: ``full_shard`` (ZeRO-3, FSDP), ``hybrid_shard`` (full inside a
-            node, replicas across nodes), ``shard_grad_op`` (ZeRO-2), ``shard_optimizer`` (ZeRO-1) or ``no_shard`` (DDP).
-        shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of ranks. None: the ranks of
-            one node.
-        auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of the model), classes or
-            their import paths, a policy object, a function of (name, module), or None for a single unit.
+        sharding_strategy: What is sharded, in any case: ``full_shard`` (ZeRO-3, FSDP), ``hybrid_shard`` (full inside
+            a node, replicas across nodes), ``shard_grad_op`` (ZeRO-2), ``shard_optimizer`` (ZeRO-1) or ``no_shard``
+            (DDP).
+        shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of ranks. None: the ranks
+            of one node.
+        auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of the model), classes
+            or their import paths, a policy object, a function of (name, module), or None for a single unit.
         forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
         backward_prefetch: The same in backward.
         reduce_every_backward: With gradient accumulation: True reduces every micro-batch and accumulates sharded
@@ -84,7 +84,7 @@ class ShardedDP(ParallelStrategy):
         reduce_every_backward: bool | None = None,
         process_group_backend: str | None = None,
         timeout: float | timedelta = 600.0,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -92,14 +92,14 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self._placement = _place(sharding_strategy, shard_size, reduce_every_backward)
+        self._placement = choose_placement(sharding_strategy, shard_size, reduce_every_backward)
         self._sharding_strategy = sharding_strategy.lower()
         self._policy = resolve_policy(auto_wrap_policy)
         self._prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
         self._process_group_backend = process_group_backend
-        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._start_method = start_method
-        self._num_nodes = 1
+        self._timeout = collective_timeout(timeout)
+        self._start_method: StartMethod = start_method
+        self.num_nodes = 1  # set by the Trainer
         self._mesh: Mesh | None = None
         self._runtime: Runtime | None = None
 
@@ -118,23 +118,9 @@ class ShardedDP(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     def num_processes(self) -> int:
         """Ranks per machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the process group; None before it is known."""
-        return self._process_group_backend
 
     @property
     @override
@@ -149,7 +135,8 @@ class ShardedDP(ParallelStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = shard_precision(precision_plugin)
+        # None has to stay None: the Trainer takes anything else as the user's choice, over its own precision argument.
+        self._precision_plugin = None if precision_plugin is None else shard_precision(precision_plugin)
 
     @property
     def mesh(self) -> Mesh:
@@ -178,13 +165,18 @@ class ShardedDP(ParallelStrategy):
 
     # -- processes
 
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        if self.cluster_environment is None:
+            raise RuntimeError("ShardedDP has no cluster environment: the Trainer finds one when it is made")
+        return self.cluster_environment
+
     @override
     def _configure_launcher(self) -> None:
-        if self.cluster_environment is None:
-            raise RuntimeError("ShardedDP has no cluster environment: it is used without a Trainer")
-        self._topology()  # a shard_size that does not fit fails here, before any process is started
+        # A shard_size that does not fit fails here, before any process is started.
+        self._placement.topology(self.num_nodes, self.num_processes)
         if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = ShardedMultiProcessingLauncher(self, start_method=self._start_method)
 
@@ -194,31 +186,23 @@ class ShardedDP(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         device = self.root_device
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(device)
         _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
+            self._environment,
+            self._process_group_backend or _get_default_process_group_backend_for_device(device),
             timeout=self._timeout,
             device_id=None if device.type == "cpu" else device,
         )
         if self._mesh is None:
-            self._mesh = Mesh(self._topology(), device, self._timeout)
+            # A module that another Trainer has sharded brings its communicators along.
+            sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
+            topology = self._placement.topology(self.num_nodes, self.num_processes)
+            self._mesh = Mesh(topology, device, self._timeout) if sharded is None else sharded.mesh
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
-    def _topology(self) -> Topology:
-        world_size = self.num_nodes * self.num_processes
-        size = self._placement.shard_size
-        sizes = {ShardSize.WORLD: world_size, ShardSize.NODE: self.num_processes}
-        try:
-            return Topology(world_size=world_size, shard_size=size if isinstance(size, int) else sizes[size])
-        except ValueError as error:
-            raise ConfigurationError(f"{error} ({self.num_nodes} nodes x {self.num_processes} ranks)") from None
+        self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self._environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
 
     # -- setup and teardown
 
@@ -226,12 +210,12 @@ class ShardedDP(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         if self.accelerator is None or module is None:
-            raise RuntimeError("ShardedDP.setup() needs the accelerator and the module that the Trainer connects")
+            raise RuntimeError("ShardedDP.setup() needs the accelerator and the module that a Trainer connects")
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         runtime = runtime_of(module)
         if runtime is None:
-            if fitting and self._layer_sync:
+            if self._layer_sync:
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             runtime = self._shard(module)
@@ -240,7 +224,7 @@ class ShardedDP(ParallelStrategy):
                 f"this {type(module).__name__} is already sharded by another strategy ({runtime.placement}) and cannot "
                 f"change to {self._placement}. Use the same options, or build the module anew and load a checkpoint"
             )
-        self._runtime = runtime
+        self._runtime, self._mesh = runtime, runtime.mesh
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Tensors made under inference mode could not be used in a later training.
             loop.inference_mode = False
@@ -267,10 +251,14 @@ class ShardedDP(ParallelStrategy):
         """Nothing: parameters reach the device as shards, the rest in :meth:`setup`."""
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._mesh is not None:
+            self._mesh.failures.explain(exception)
+
+    @override
     def teardown(self) -> None:
         """Let Lightning's parts go; shards and process group stay, so that saving and another run still work."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
+        self._environment.teardown()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -280,28 +268,23 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", args, kwargs)
+        return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", args, kwargs)
+        return self._step("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", args, kwargs)
+        return self._step("test_step", self.precision_plugin.test_step_context(), args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", args, kwargs)
+        return self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
 
-    def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        method: Callable[..., Any] = getattr(self.lightning_module, name)
-        with self.runtime.step() as outputs:
-            outputs.append(method(*args, **kwargs))
+    def _step(self, name: str, precision: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+        with precision, self.runtime.step(name) as outputs:
+            outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
         return outputs[0]
 
     @override
@@ -342,12 +325,12 @@ class ShardedDP(ParallelStrategy):
         if not isinstance(tensor, torch.Tensor) or self._mesh is None:
             return tensor
         if group is not None and group is not torch.distributed.group.WORLD:
-            raise NotImplementedError("ShardedDP.reduce() reduces over all ranks; for other groups use torch.distributed")
-        return reduce_tensor(self._mesh, _full(tensor), "sum" if reduce_op is None else reduce_op)
+            raise NotImplementedError("reduce() is over all ranks; for other groups use torch.distributed")
+        return reduce_tensor(self._mesh, whole(tensor), "sum" if reduce_op is None else reduce_op)
 
     @override
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        return _all_gather_ddp_if_available(_full(tensor), group=group, sync_grads=sync_grads)
+        return _all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
 
     # -- checkpoints
 
@@ -360,35 +343,13 @@ class ShardedDP(ParallelStrategy):
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(full, filepath, storage_options=storage_options)
 
-        together(f"writing {filepath}", write, self.mesh.control)
+        if self._mesh is None:  # the process that spawned the ranks: it holds the full weights
+            write()
+        else:
+            together(f"writing {filepath}", write, self._mesh.control)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.lightning_module is None:
             raise RuntimeError("ShardedDP has no module to load into: the Trainer connects it")
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-
-def _place(sharding_strategy: str, shard_size: int | None, reduce_every_backward: bool | None) -> Placement:
-    """The placement that the three arguments ask for."""
-    try:
-        placement = find_placement(sharding_strategy)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
-    changes: dict[str, Any] = {}
-    if shard_size is not None:
-        if placement.shard_size is not ShardSize.NODE:
-            raise ConfigurationError(
-                f"shard_size={shard_size} goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, whose "
-                f"shard size is fixed; leave shard_size out or use 'hybrid_shard'"
-            )
-        changes["shard_size"] = shard_size
-    if reduce_every_backward is not None:
-        changes["reduce_every_backward"] = reduce_every_backward
-    return replace(placement, **changes)
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor
-
-

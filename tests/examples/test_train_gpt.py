@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from gpt.data import PydocText, Windows, corpus, decode, encode
 from gpt.memory import state_nbytes
 from gpt.model import GPT, GPTModule, decay_groups, rotary_table, rotate, warmup_then_cosine
+from gpt.report import StepMeter, print_closing_table
+from gpt.sampling import TextSampler
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -177,3 +180,39 @@ def test_state_counts_parameters_gradients_and_moments_and_a_tied_weight_once() 
     assert state_nbytes(model, optimizer) == 2 * 256  # weight and gradient of 64 floats each
     optimizer.step()
     assert state_nbytes(model, optimizer) == 4 * 256 + 4  # two moments more, and the step's number
+
+
+def test_a_fit_is_measured_in_optimizer_steps_ended_after_them_and_sampled(
+    module: GPTModule, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meter = StepMeter("plain", num_steps=3, warmup_steps=1, stop=True)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        limit_val_batches=0,
+        callbacks=[meter, TextSampler(num_tokens=4, context=8)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, PydocText(block_size=8, batch_size=2))
+    assert trainer.global_step == 4
+    figures = meter.figures
+    assert figures is not None
+    assert (figures.num_steps, figures.last_step, figures.sent_nbytes) == (3, 4, 0)
+    assert figures.loss == pytest.approx(math.log(VOCAB), rel=0.2)
+    assert figures.tokens_per_s * figures.step_time_s == pytest.approx(2 * 2 * 8)  # batches, samples, bytes
+    counters = 4 * len(list(module.parameters()))
+    assert figures.state_nbytes == 4 * sum(p.nbytes for p in module.parameters()) + counters
+    print_closing_table(figures, figures)
+    out = capsys.readouterr().out
+    assert "The " in out, "no sample was printed"
+    assert "steps 2 to 4" in out
+    assert "1.000" in out
+
+
+def test_a_meter_without_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="found num_steps=0 and warmup_steps=5"):
+        StepMeter("plain", num_steps=0)

@@ -8,6 +8,11 @@ import torch
 from shardeddp.sharding.shard_tensor import ShardTensor
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of one that may be sharded; a collective of all ranks if it is. No gradient flows through it."""
+    return tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor
+
+
 def gather_full(state: Any, keep: bool) -> Any:
     """Replace sharded tensors anywhere in a nested state by full ones; a collective of all ranks.
 

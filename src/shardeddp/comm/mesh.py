@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.collectives import Collectives, SoloCollectives
+from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.comm.lanes import Lane, make_lane
 from shardeddp.comm.native import NativeCollectives
@@ -47,6 +48,8 @@ class Mesh:
         """Among all ranks: buffers, and everything outside the steady state."""
         self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         """All ranks, on the host: agreement, never tensors of the model."""
+        self.failures = Failures(self.rank)
+        """Where errors are left for the other ranks."""
         self.gather_lane: Lane = make_lane(device)
         self.reduce_lane: Lane = make_lane(device)
         self.device_mesh = DeviceMesh.from_group(

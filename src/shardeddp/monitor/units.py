@@ -12,17 +12,15 @@ def report_units(sharding_strategy: str, runtime: Runtime) -> None:
     units = [track.unit for track in runtime.tracks]
     rows = [unit_row(unit) for unit in units]
     topology = runtime.mesh.topology
-    print_unit_table(
-        rows,
-        f"{sharding_strategy}: {len(units)} unit{'s' * (len(units) > 1)} on {topology.replicate_size} x {topology.shard_size} ranks "
-        f"(replicate x shard)",
-    )
+    counted = f"{len(units)} unit{'s' * (len(units) > 1)}"
+    ranks = f"{topology.replicate_size} x {topology.shard_size} ranks (replicate x shard)"
+    print_unit_table(rows, f"{sharding_strategy}: {counted} on {ranks}")
     largest = oversized(rows)
     if largest is not None:
         warnings.warn(
-            f"unit {largest.name} holds {largest.numel:,} of {sum(row.numel for row in rows):,} parameters: while it is "
-            f"unsharded, so is most of the model. Name smaller modules in auto_wrap_policy, for example the classes of "
-            f"the model's repeated blocks",
+            f"unit {largest.name} holds {largest.numel:,} of {sum(row.numel for row in rows):,} parameters: while it "
+            f"is unsharded, so is most of the model. Name smaller modules in auto_wrap_policy, for example the classes "
+            f"of the model's repeated blocks",
             stacklevel=2,
         )
 

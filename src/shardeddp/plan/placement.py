@@ -1,8 +1,12 @@
 """The five sharding strategies as three knobs: how many ranks share, when units reshard, when gradients are reduced."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.topology import Topology
 
 
 class Reshard(Enum):
@@ -34,6 +38,19 @@ class Placement:
     reduce_every_backward: bool
     """False: gradients accumulate unsharded and are reduced once per optimizer step."""
 
+    def topology(self, num_nodes: int, ranks_per_node: int) -> Topology:
+        """The mesh of ranks that this placement makes of a run.
+
+        Raises:
+            ConfigurationError: The shard size does not divide the number of ranks.
+        """
+        sizes = {ShardSize.WORLD: num_nodes * ranks_per_node, ShardSize.NODE: ranks_per_node}
+        size = self.shard_size if isinstance(self.shard_size, int) else sizes[self.shard_size]
+        try:
+            return Topology(world_size=sizes[ShardSize.WORLD], shard_size=size)
+        except ValueError as error:
+            raise ConfigurationError(f"{error} ({num_nodes} nodes x {ranks_per_node} ranks)") from None
+
 
 PLACEMENTS: dict[str, Placement] = {
     # ZeRO-3, FSDP
@@ -53,13 +70,40 @@ def find_placement(sharding_strategy: str) -> Placement:
     """The placement of a strategy, whose name is taken in any case.
 
     Raises:
-        ValueError: There is no such strategy; names the nearest one.
+        ConfigurationError: There is no such strategy; names the nearest one.
     """
-    name = sharding_strategy.lower()
+    name = str(sharding_strategy).lower()
     if name in PLACEMENTS:
         return PLACEMENTS[name]
     near = difflib.get_close_matches(name, PLACEMENTS, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
+    raise ConfigurationError(
         f"sharding_strategy={sharding_strategy!r} is not known; expected one of {', '.join(PLACEMENTS)}{hint}"
     )
+
+
+def choose_placement(
+    sharding_strategy: str, shard_size: int | None = None, reduce_every_backward: bool | None = None
+) -> Placement:
+    """The placement of a strategy with what the user has chosen otherwise.
+
+    Args:
+        sharding_strategy: A name, in any case.
+        shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: what the strategy says.
+        reduce_every_backward: None: what the strategy says.
+
+    Raises:
+        ConfigurationError: There is no such strategy, or its shard size is not for the user to choose.
+    """
+    placement = find_placement(sharding_strategy)
+    changes: dict[str, Any] = {}
+    if shard_size is not None:
+        if placement.shard_size is not ShardSize.NODE:
+            raise ConfigurationError(
+                f"shard_size={shard_size} goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, "
+                f"whose shard size is fixed; leave shard_size out or use 'hybrid_shard'"
+            )
+        changes["shard_size"] = shard_size
+    if reduce_every_backward is not None:
+        changes["reduce_every_backward"] = reduce_every_backward
+    return replace(placement, **changes)

@@ -78,10 +78,10 @@ def shard_precision(plugin: Precision | None) -> Precision:
         if plugin.precision == "bf16-mixed":
             return ShardedPrecision(plugin)
         raise ConfigurationError(
-            f"precision={plugin.precision!r} needs a loss scaler that all ranks share, which ShardedDP does not have yet; "
-            f"use 'bf16-mixed', 'bf16-true', '32-true' or '64-true'"
+            f"precision={plugin.precision!r} needs a loss scaler that all ranks share, which ShardedDP does not have "
+            f"yet; use 'bf16-mixed', 'bf16-true', '32-true' or '64-true'"
         )
-    if type(plugin).__module__.startswith(("lightning.", "pytorch_lightning.")) and type(plugin) is not ShardedPrecision:
+    if type(plugin).__module__.startswith(("lightning.", "pytorch_lightning.")):
         raise ConfigurationError(
             f"ShardedDP does not work with {type(plugin).__name__}; use precision='32-true', 'bf16-mixed', 'bf16-true' "
             f"or '64-true'"

@@ -1,11 +1,12 @@
 """What each operation does when it meets a ShardTensor without gradients: locally, as a global reduction, or gathered.
 
-Nothing returns a local answer to a global question. In order:
+Nothing returns a local answer to a global question, and nothing that is written is lost. In order:
 
 1. questions about the tensor and copies of it are answered from the shard,
 2. element-wise operations work on this rank's interval (their other operands are cut to it),
 3. reductions over all elements combine the ranks' results,
-4. everything else gathers; what it wrote into a gathered operand is cut back into the shard.
+4. everything else gathers; what it writes into a gathered operand, then or later through a view of it, is brought back
+   to the shard.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Pending
 from shardeddp.comm.collectives import ReduceKind
+from shardeddp.sharding.gathered import Gathered, gather, hand_out, mark_written
+from shardeddp.sharding.questions import written
 
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 
 aten = torch.ops.aten
 
+# The same shard under another object.
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+
 # Same elements in the same order: the result is a shard like its operand.
 _SAME_ELEMENTS = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh.default,
     aten.clone.default,
     aten._to_copy.default,
     aten.zeros_like.default,
@@ -37,131 +40,170 @@ _SAME_ELEMENTS = {
     aten.empty_like.default,
     aten.zero_.default,
     aten.fill_.Scalar,
-    aten.fill_.Tensor,
     aten.copy_.default,
 }
 
-# Reductions over all elements: (local result, how ranks combine it).
-_REDUCTIONS: dict[Any, tuple[Callable[[torch.Tensor], torch.Tensor], ReduceKind]] = {
-    aten.sum.default: (lambda local: local.sum(), "sum"),
-    aten.max.default: (lambda local: _or_extreme(local, local.max, -1), "max"),
-    aten.min.default: (lambda local: _or_extreme(local, local.min, 1), "min"),
-    aten.any.default: (lambda local: local.any().to(torch.int32), "max"),
-    aten.all.default: (lambda local: local.all().to(torch.int32), "min"),
+# Take dtype and device from their operand, and nothing else.
+_CREATIONS = {
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+}
+
+# Reductions over all elements: (this rank's part, how ranks combine it).
+_REDUCTIONS: dict[Any, tuple[Callable[[torch.Tensor, torch.dtype], torch.Tensor], ReduceKind]] = {
+    aten.sum.default: (lambda local, dtype: local.sum(dtype=_wide(dtype)), "sum"),
+    aten.mean.default: (lambda local, dtype: local.sum(dtype=_wide(dtype)), "sum"),
+    aten.max.default: (lambda local, dtype: _or_lowest(local).max(), "max"),
+    aten.min.default: (lambda local, dtype: _or_highest(local).min(), "min"),
+    aten.any.default: (lambda local, dtype: local.any().to(torch.int32), "max"),
+    aten.all.default: (lambda local, dtype: local.all().to(torch.int32), "min"),
 }
 
 
 def run(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one ATen operation that has at least one ``ShardTensor`` among its arguments."""
     name = func.overloadpacket.__name__
+    if func in _ALIASES:
+        return cls(args[0].to_local(), args[0].spec)
+    if func in _CREATIONS:
+        return func(args[0].to_local(), *args[1:], **kwargs)
+    if func is aten.fill_.Tensor and isinstance(args[0], cls):
+        return args[0].copy_(args[1])
+    if torch.Tag.inplace_view in func.tags:
+        return _reshape_in_place(func, args[0])
     if name.startswith("_foreach_"):
         return _run_foreach(cls, func, name, args, kwargs)
-    if func in _SAME_ELEMENTS or torch.Tag.pointwise in func.tags:
+    if func in _SAME_ELEMENTS or _is_pointwise(func):
         spec = _common_spec(cls, func, args, kwargs)
         if spec is not None:
             return _run_local(cls, func, spec, args, kwargs)
-    if func in _REDUCTIONS:
-        return _reduce(func, args[0])
-    if func is aten.mean.default:
-        return _reduce(aten.sum.default, args[0]) / args[0].spec.numel
+    if func in _REDUCTIONS and args[0].spec.numel:
+        return _reduce(func, args[0], kwargs)
     norm_order = _norm_order(func, args, kwargs)
     if norm_order is not None:
         return norms([args[0]], norm_order)[0]
     return _run_gathered(cls, func, args, kwargs)
 
 
-def gather(sharded: ShardTensor) -> torch.Tensor:
-    """The full tensor; a collective of the shard group."""
-    spec, local = sharded.spec, sharded.to_local()
-    with torch.no_grad():
-        full = local.new_empty(spec.numel)
-        pieces = [full[interval.start : interval.stop] for interval in spec.intervals]
-        pieces[spec.mesh.shard_rank].copy_(local)
-        spec.mesh.gather_lane.issue(lambda: spec.mesh.gather.all_gather_uneven_(pieces)).wait()
-    return full.view(spec.shape)
-
-
 def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
     """The global vector norm of every tensor (0-dim, in each tensor's dtype), with one reduction for all of them."""
+    if order <= 0:
+        return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
     locals_ = [tensor.to_local() for tensor in tensors]
+    # In float64: the squares of what float32 holds do not fit into float32.
+    partial = torch.stack(_partial_norms(locals_, order)).to(torch.float64)
     if order == float("inf"):
-        partial = torch.stack([_or_zero(local, lambda t: t.abs().max()) for local in locals_])
-        kind: ReduceKind = "max"
+        reduced = reduce_partials(partial, tensors[0].spec, "max")
     else:
-        partial = torch.stack([torch.linalg.vector_norm(local, order) for local in locals_]).pow(order)
-        kind = "sum"
-    reduced = reduce_partials(partial, tensors[0].spec, kind)
-    if kind == "sum":
-        reduced = reduced.pow(1.0 / order)
-    return list(reduced.unbind())
+        reduced = reduce_partials(partial.pow(order), tensors[0].spec, "sum").pow(1.0 / order)
+    return [norm.to(local.dtype.to_real()) for norm, local in zip(reduced.unbind(), locals_, strict=True)]
 
 
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
-    """Combine this rank's partial results with those of its shard group, in place."""
+    """Combine this rank's partial results with those of its shard group; equal bits on all of its ranks."""
+    group, lane = spec.mesh.reduce, spec.mesh.reduce_lane
+    if kind == "sum":
+        lane.issue(lambda: group.all_reduce_(partial, "sum")).wait()
+        return partial
+    # Not the backends' maximum, which may lose a NaN.
+    every = torch.stack([partial] * group.size)  # (ranks, *partial.shape)
 
     def action() -> Pending:
-        return spec.mesh.reduce.all_reduce_(partial, kind)
+        return group.all_gather_(every.view(-1))
 
-    spec.mesh.reduce_lane.issue(action).wait()
-    return partial
+    lane.issue(action).wait()
+    return every.amax(0) if kind == "max" else every.amin(0)
+
+
+def _is_pointwise(func: Any) -> bool:
+    # A random number depends on how many were drawn before it; torch.equal is tagged point-wise as well.
+    no = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
+    return torch.Tag.pointwise in func.tags and no.isdisjoint(func.tags)
 
 
 def _common_spec(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec | None:
     """The spec that an element-wise operation can work in; None when its result is not a shard like its operands."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if _mutates(func):
-        # The target decides; whatever else takes part is cut to its interval.
-        target = kwargs.get("out", args[0])
-        return target.spec if isinstance(target, cls) else None
-    specs = {tensor.spec for tensor in tensors if isinstance(tensor, cls)}
-    if len(specs) != 1:
+    targets = written(func, args, kwargs)
+    outputs = {id(target) for target in targets if any(target is value for value in kwargs.values())}
+    leaves = pytree.tree_leaves((args, kwargs))
+    return _spec_of(cls, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in outputs], targets)
+
+
+def _spec_of(
+    cls: type[ShardTensor], inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> ShardSpec | None:
+    # Where something is written the target decides; whatever else takes part is cut to its interval.
+    deciding = targets or [tensor for tensor in inputs if isinstance(tensor, cls)]
+    specs = {tensor.spec if isinstance(tensor, cls) else None for tensor in deciding}
+    spec = specs.pop() if len(specs) == 1 else None
+    if spec is None or torch.broadcast_shapes(*(tensor.shape for tensor in inputs)) != spec.shape:
         return None
-    spec = specs.pop()
-    return spec if torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) == spec.shape else None
+    return spec
 
 
 def _run_local(
     cls: type[ShardTensor], func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    targets = written(func, args, kwargs)
     local_args, local_kwargs = pytree.tree_map_only(
         torch.Tensor, lambda tensor: _operand(cls, tensor, spec), (args, dict(kwargs))
     )
     local_kwargs.pop("memory_format", None)  # a shard is 1D: it has one memory format
     result = func(*local_args, **local_kwargs)
-    if _mutates(func):
-        return kwargs.get("out", args[0])
+    for target in targets:
+        mark_written(target.to_local())  # type: ignore[attr-defined]  # _spec_of saw that it is a ShardTensor
+    if targets:
+        return targets[0] if len(targets) == 1 else tuple(targets)
     return pytree.tree_map_only(torch.Tensor, lambda local: cls(local, spec), result)
 
 
 def _operand(cls: type[ShardTensor], tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """This rank's part of an operand of an element-wise operation."""
     if isinstance(tensor, cls):
-        return tensor.to_local() if tensor.spec is spec else spec.localize(gather(tensor))
-    return tensor if tensor.dim() == 0 else spec.localize(tensor.expand(spec.shape))
+        if tensor.spec is spec:
+            return tensor.to_local()
+        tensor = gather(tensor)
+    # A 0-dim operand gives way to others in the choice of dtype, unless all of them are 0-dim.
+    if tensor.dim() == 0 and spec.shape:
+        return tensor
+    return spec.localize(tensor.expand(spec.shape))
 
 
 def _run_foreach(cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name == "_foreach_norm":
+    if func is aten._foreach_norm.Scalar and not (kwargs.get("dtype") or len(args) > 2):
         return _foreach_norm(cls, args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
     if name == "_foreach_max":
         return [tensor.max() for tensor in args[0]]
-    specs = [tensor.spec if isinstance(tensor, cls) else None for tensor in args[0]]
+    if name in ("_foreach_norm", "_foreach_powsum", "_foreach_mm"):
+        return _run_gathered(cls, func, args, kwargs)
+    lists = [argument for argument in (*args, *kwargs.values()) if _holds_tensors(argument)]
+    targets = written(func, args, kwargs)
+    specs = [
+        _spec_of(cls, operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))
+    ]
 
     def localize(argument: Any) -> Any:
-        if not isinstance(argument, (list, tuple)):
-            return argument
+        if not _holds_tensors(argument):
+            return gather(argument) if isinstance(argument, cls) else argument
         return [
-            item if spec is None or not isinstance(item, torch.Tensor) else _operand(cls, item, spec)
+            _operand(cls, item, spec) if spec else gather(item) if isinstance(item, cls) else item
             for item, spec in zip(argument, specs, strict=True)
         ]
 
-    local_args = [localize(argument) for argument in args]
-    results = func(*local_args, **{key: localize(value) for key, value in kwargs.items()})
-    if results is None or _mutates(func):
+    results = func(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
+    for target in targets:
+        if isinstance(target, cls):
+            mark_written(target.to_local())
+    if targets:
         return None
-    return [
-        result if spec is None else cls(result, spec) for result, spec in zip(results, specs, strict=True)
-    ]
+    return [cls(result, spec) if spec else result for result, spec in zip(results, specs, strict=True)]
+
+
+def _holds_tensors(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument)
 
 
 def _foreach_norm(cls: type[ShardTensor], tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
@@ -171,10 +213,14 @@ def _foreach_norm(cls: type[ShardTensor], tensors: Sequence[torch.Tensor], order
     ]
 
 
-def _reduce(func: Any, sharded: ShardTensor) -> torch.Tensor:
-    local_result, kind = _REDUCTIONS[func]
-    reduced = reduce_partials(local_result(sharded.to_local()), sharded.spec, kind)
-    return reduced.to(torch.bool) if func in (aten.any.default, aten.all.default) else reduced
+def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    local, spec = sharded.to_local(), sharded.spec
+    dtype = func(_one_of(local), **kwargs).dtype  # raises what the whole tensor would
+    partial, kind = _REDUCTIONS[func]
+    reduced = reduce_partials(partial(local, dtype), spec, kind)
+    if func is aten.mean.default:
+        reduced = reduced / spec.numel
+    return reduced.to(dtype)
 
 
 def _norm_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
@@ -188,38 +234,65 @@ def _norm_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> flo
         order, plain = (args[1] if len(args) > 1 else kwargs.get("p", 2)), True
     else:
         return None
-    return float(order) if plain and float(order) > 0 else None
+    return float(order) if plain else None
 
 
 def _run_gathered(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fulls: dict[int, tuple[ShardTensor, torch.Tensor]] = {}
+    found: dict[int, Gathered] = {}
 
     def to_full(sharded: ShardTensor) -> torch.Tensor:
-        if id(sharded) not in fulls:
-            fulls[id(sharded)] = (sharded, gather(sharded))
-        return fulls[id(sharded)][1]
+        return found.setdefault(id(sharded), found.get(id(sharded)) or Gathered(sharded)).full
 
     full_args, full_kwargs = pytree.tree_map_only(cls, to_full, (args, kwargs))
     result = func(*full_args, **full_kwargs)
-    if not _mutates(func):
-        return result
-    for sharded, full in fulls.values():
-        sharded.to_local().copy_(sharded.spec.localize(full))
-    originals = {id(full): sharded for sharded, full in fulls.values()}
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+    for target in written(func, args, kwargs):
+        if isinstance(target, cls):
+            found[id(target)].write_back()
+    return hand_out(result, found.values(), {id(home.full): home.sharded for home in found.values()})
 
 
-def _mutates(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
+def _reshape_in_place(func: Any, sharded: ShardTensor) -> ShardTensor:
+    if func is aten.detach_.default:
+        return sharded
+    raise NotImplementedError(
+        f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded: expected operations that "
+        f"leave both as they are. Use the one that returns a new tensor, or change the parameter before the model is "
+        f"sharded"
+    )
 
 
-def _or_zero(local: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    return reduce(local) if local.numel() else local.new_zeros(())
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial results of a dtype are kept, as torch's own kernels do."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _or_extreme(local: torch.Tensor, reduce: Callable[[], torch.Tensor], sign: int) -> torch.Tensor:
-    """The reduction, or its neutral element where this rank holds no element."""
-    if local.numel():
-        return reduce()
-    limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
-    return local.new_full((), limits.max if sign > 0 else limits.min)
+def _partial_norms(locals_: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of every local tensor; 0 where this rank holds no element."""
+    found = [local.new_zeros((), dtype=_wide(local.dtype.to_real())) for local in locals_]
+    for dtype in {local.dtype for local in locals_}:
+        held = [i for i, local in enumerate(locals_) if local.dtype is dtype and local.numel()]
+        if held:
+            norms_held = torch._foreach_norm([locals_[i] for i in held], order, dtype=_wide(dtype))
+            for i, norm in zip(held, norms_held, strict=True):
+                found[i] = norm
+    return found
+
+
+def _one_of(local: torch.Tensor) -> torch.Tensor:
+    """One element of the same kind, to see what an operation makes of it."""
+    return local.new_zeros(1)
+
+
+def _or_lowest(local: torch.Tensor) -> torch.Tensor:
+    return local if local.numel() else local.new_full((1,), _limits(local.dtype)[0])
+
+
+def _or_highest(local: torch.Tensor) -> torch.Tensor:
+    return local if local.numel() else local.new_full((1,), _limits(local.dtype)[1])
+
+
+def _limits(dtype: torch.dtype) -> tuple[float, float]:
+    """The neutral elements of a maximum and a minimum."""
+    if dtype.is_floating_point:
+        return -float("inf"), float("inf")
+    return (False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -7,8 +7,9 @@ whose operations give global answers: right, and slower.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -51,6 +52,7 @@ class LocalStep:
         self._optimizer = optimizer
         self._on_step = on_step
         self._sharded: list[list[torch.Tensor]] | None = None  # the groups' own lists while local ones are in place
+        self._twins: list[_Twins] = []  # by parameter group
         self._adopt_state(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -75,11 +77,11 @@ class LocalStep:
 
     def _enter(self) -> None:
         self._leave()  # an earlier step may have failed half-way
-        self._sharded = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for group in self._optimizer.param_groups:
-                self._sharded.append(group["params"])
-                group["params"] = [_to_local(parameter) for parameter in group["params"]]
+        self._sharded = [group["params"] for group in self._optimizer.param_groups]
+        if len(self._twins) != len(self._sharded):
+            self._twins = [_Twins() for _ in self._sharded]
+        for group, twins in zip(self._optimizer.param_groups, self._twins, strict=True):
+            group["params"] = twins.follow(group["params"])
         self._optimizer.state = self._states().local
 
     def _leave(self) -> None:
@@ -172,13 +174,44 @@ def localize_state(name: str, value: Any, parameter: torch.Tensor | None) -> Any
     return value
 
 
-def _to_local(parameter: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, ShardTensor):
-        return parameter
-    local = parameter.to_local()
-    gradient = parameter.grad
-    local.grad = None if gradient is None else local_part(gradient, parameter.spec)
-    return local
+class _Twins:
+    """The local parameters of one parameter group, with the gradients that the sharded ones have.
+
+    What they were made from is remembered: in the steady state every gradient is the object that it was in the step
+    before, and following a thousand parameters costs a thousand comparisons.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor | None] = []
+        self._local: list[torch.Tensor] = []
+
+    def follow(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The local parameters of a group, in order, in a list of their own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [parameter.grad for parameter in parameters]
+            if not _same_objects(parameters, self._parameters):
+                self._parameters, self._gradients = list(parameters), [None] * len(parameters)
+                self._local = [
+                    parameter.to_local() if isinstance(parameter, ShardTensor) else parameter
+                    for parameter in parameters
+                ]
+                for local, parameter in zip(self._local, parameters, strict=True):
+                    if local is not parameter:
+                        local.grad = None
+            if not _same_objects(gradients, self._gradients):
+                self._copy_gradients(gradients)
+        return list(self._local)
+
+    def _copy_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        for parameter, local, gradient in zip(self._parameters, self._local, gradients, strict=True):
+            if isinstance(parameter, ShardTensor):
+                local.grad = None if gradient is None else local_part(gradient, parameter.spec)
+        self._gradients = gradients
+
+
+def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def _plain_state_dict(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

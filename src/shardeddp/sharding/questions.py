@@ -1,5 +1,6 @@
-"""Which torch functions only ask about a tensor, or hand it on as it is, and so never need its elements."""
+"""What torch functions do with their arguments: which only ask about a tensor, and which write to one."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _NAMES = {
     "is_inference",
     "is_set_to",
     "is_shared",
+    "_has_compatible_shallow_copy_type",  # asked by Module.to()
+    "grad",  # torch.autograd.grad, which asks about the graph
     "get_device",
     "detach",
     "requires_grad_",
@@ -51,3 +54,18 @@ _COMPUTED_ATTRIBUTES = {
 def asks_only_about(func: Any) -> bool:
     """Whether the function can be answered from the shard alone, whatever grad mode is."""
     return func.__name__ in _NAMES and func not in _COMPUTED_ATTRIBUTES
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among its arguments that an ATen operation writes to."""
+    found: list[torch.Tensor] = []
+    for position, name in _written_places(func):
+        argument = args[position] if position < len(args) else kwargs.get(name)
+        found += argument if isinstance(argument, (list, tuple)) else [argument]
+    return [argument for argument in found if isinstance(argument, torch.Tensor)]
+
+
+@cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(place, it.name) for place, it in arguments if it.alias_info is not None and it.alias_info.is_write]

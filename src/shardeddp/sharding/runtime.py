@@ -1,8 +1,9 @@
-"""Runtime: when units are unsharded, resharded and reduced; the hooks, the order, the prefetch. The units' only caller."""
+"""Runtime: when units are unsharded and resharded, in which order, and how far ahead. The units' only caller."""
 
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
-from shardeddp.comm import Mesh, agree_on_any
+from shardeddp.comm import Mesh
 from shardeddp.plan.order import ExecutionOrder, OrderChange
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.buffers import BufferSync
-from shardeddp.sharding.flat_group import Reduction
+from shardeddp.sharding.hooks import UnitHook
 from shardeddp.sharding.outputs import find_tensors
+from shardeddp.sharding.reducer import Reducer
 from shardeddp.sharding.track import UnitTrack
 from shardeddp.sharding.unit import Unit, UnitState
 
@@ -46,36 +49,6 @@ class Prefetch:
                 raise ValueError(f"{name}_prefetch={getattr(self, name)}: expected 0 (none) or a number of units")
 
 
-class UnitHook:
-    """Tells the runtime when a unit's module is entered and left.
-
-    Args:
-        runtime: Whom to tell.
-        track: The unit.
-    """
-
-    def __init__(self, runtime: Runtime, track: UnitTrack) -> None:
-        self.runtime = runtime
-        self._track = track
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook."""
-        if self.belongs_to(module):
-            self.runtime.enter(self._track)
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook, called after an exception as well."""
-        if self.belongs_to(module):
-            self.runtime.leave(self._track, (args, kwargs), output)
-
-    def belongs_to(self, module: nn.Module) -> bool:
-        """False for a deep copy, which keeps the hook and computes with sharded parameters of its own."""
-        return module is self._track.unit.spec.module
-
-    def __deepcopy__(self, memo: Any) -> UnitHook:
-        return self
-
-
 def runtime_of(module: nn.Module) -> Runtime | None:
     """The runtime in charge of a module that has been sharded as a root; None for any other module."""
     for hook in module._forward_pre_hooks.values():
@@ -88,13 +61,10 @@ def runtime_of(module: nn.Module) -> Runtime | None:
 class Runtime:
     """Drives the units of one model through forwards and backwards.
 
-    A unit is gathered when its forward is entered and released when it is left; its outputs announce its backward, which
-    gathers it again; when its gradients are complete they are reduced and it is released. The root unit is entered by
-    :meth:`step`, around everything that the user's step does. Recomputation by activation checkpointing is a forward that
-    is entered during a backward: it neither prefetches nor reshards.
-
-    Reductions are issued in the reverse of the order in which forwards were entered, so that ranks which use different
-    parameters still issue the same collectives; what is left over at the end of a backward is agreed on.
+    A unit is gathered when its forward is entered and released when it is left; its outputs announce its backward,
+    which gathers it again; when its gradients are complete it is released. The :class:`Reducer` decides when they are
+    reduced. The root unit is entered by :meth:`step`, around everything that the user's step does. Recomputation by
+    activation checkpointing is a forward that is entered during a backward: it neither prefetches nor reshards.
 
     Args:
         units: The root unit first.
@@ -113,15 +83,19 @@ class Runtime:
         self.mesh = mesh
         self.placement = placement
         self._prefetch = prefetch
-        self._forward_orders = {True: ExecutionOrder(), False: ExecutionOrder()}  # by whether gradients are enabled
-        self._forward_order = self._forward_orders[True]
+        self._forward_orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind of step
+        self._forward_order = self._forward_orders["forward"]
         self._backward_order = ExecutionOrder()
-        self._entered_with_grad: list[int] = []  # units, by their first forward since the last backward
-        self._reduce_queue: list[UnitTrack] = []  # units still to be reduced in this backward, in order
-        self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
+        self._reducer = Reducer(self.tracks, mesh, placement)
+        self._keeps_graph = False  # the backward that is running records a graph of itself
         self._order_warned = False
+        self._step_name = "forward"
         self._buffers = BufferSync(self.root_module, mesh)
         for track in self.tracks:
+            inside = {id(module) for module in track.unit.spec.module.modules()}
+            track.inner = frozenset(
+                other.index for other in self.tracks if other is not track and id(other.unit.spec.module) in inside
+            )
             self._attach(track)
 
     @property
@@ -132,13 +106,17 @@ class Runtime:
     # -- what the strategy calls
 
     @contextmanager
-    def step(self) -> Iterator[list[Any]]:
+    def step(self, name: str = "step") -> Iterator[list[Any]]:
         """Surround a user's step: parameters of the root unit are usable, whatever method reads them.
+
+        Args:
+            name: The kind of step; steps of one kind are expected to visit units in one order.
 
         Yields:
             A list to append the step's outputs to, from which their backward is announced.
         """
         outputs: list[Any] = []
+        self._step_name = name
         self.enter(self._root)
         try:
             yield outputs
@@ -146,6 +124,7 @@ class Runtime:
             self.reset()
             raise
         self.leave(self._root, (), outputs)
+        self._step_name = "forward"
 
     def parameters_changed(self) -> None:
         """Take note that an optimizer has stepped: whatever is unsharded is gathered anew before its next use."""
@@ -161,16 +140,14 @@ class Runtime:
 
     def reset(self) -> None:
         """Back to rest after a failure: finish what is in flight, reshard, drop gradients that were not reduced."""
-        for reduction in self._in_flight:
-            reduction.finish()
-        self._in_flight = []
+        self._reducer.abort()
         for track in self.tracks:
-            track.active, track.awaiting_backward, track.open_uses = 0, False, 0
+            track.active = 0
+            track.forget_forwards()
             for group in track.unit.groups:
                 group.drop_unsharded_gradients()
         self.phase = Phase.IDLE
-        self._entered_with_grad.clear()
-        self._reduce_queue.clear()
+        self._step_name = "forward"
         self._reshard_idle()
 
     # -- forward
@@ -184,7 +161,14 @@ class Runtime:
         track.expected = set(range(len(parameters)))
         with torch._C.DisableTorchFunctionSubclass():
             for index, parameter in enumerate(parameters):
+                if not (parameter.is_floating_point() or parameter.is_complex()):
+                    continue
+                # A frozen parameter takes no hook, and may be unfrozen later.
+                trainable = parameter.requires_grad
+                parameter.requires_grad_(True)
                 parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, track, index))
+                track.accumulators.append(get_gradient_edge(parameter).node)
+                parameter.requires_grad_(trainable)
 
     def enter(self, track: UnitTrack) -> None:
         """A forward of the unit begins: gather it, and what comes next."""
@@ -196,10 +180,8 @@ class Runtime:
         track.active += 1
         if track is self._root and track.active == 1:
             self._begin_pass()
-        if self._root.active:
+        if self._root.active and track is not self._root:
             self._warn_once(self._forward_order.visit(track.index))
-        if torch.is_grad_enabled() and track.index not in self._entered_with_grad:
-            self._entered_with_grad.append(track.index)
         self._ensure_unsharded(track)
         if self._root.active:
             self._prefetch_units(self._forward_order.upcoming(self._prefetch.forward))
@@ -207,6 +189,9 @@ class Runtime:
     def leave(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
         """A forward of the unit has ended: announce its backward, and reshard it."""
         if self._in_backward():
+            if torch.is_grad_enabled() and not track.awaiting_backward:
+                # Reentrant checkpointing: only the recomputation has a graph, which is run backward next.
+                self._announce_backward(track, inputs, outputs)
             return
         track.active -= 1
         if torch.is_grad_enabled():
@@ -220,7 +205,7 @@ class Runtime:
 
     def _begin_pass(self) -> None:
         self.phase = Phase.FORWARD
-        self._forward_order = self._forward_orders[torch.is_grad_enabled()]
+        self._forward_order = self._forward_orders[self._step_name]
         self._forward_order.begin()
         if self.root_module.training:
             self.sync_buffers()
@@ -239,16 +224,18 @@ class Runtime:
         if found.opaque is not None and track is not self._root and not track.pinned:
             track.pinned = True
             warnings.warn(
-                f"unit {track.unit.label} returns a {type(found.opaque).__qualname__}, whose tensors cannot be seen: the "
-                f"unit stays unsharded from now on. Return tensors, mappings, sequences or dataclasses to avoid it",
+                f"unit {track.unit.label} returns a {type(found.opaque).__qualname__}, whose tensors cannot be seen: "
+                f"the unit stays unsharded from now on. Return tensors, mappings, sequences or dataclasses to avoid it",
                 stacklevel=2,
             )
         if not differentiable:
             return
         track.awaiting_backward = True
         track.forward_version = track.unit.version
+        use = object()
+        track.unreached_uses.add(use)
         for tensor in differentiable:
-            tensor.register_hook(partial(self._pre_backward, track))
+            tensor.register_hook(partial(self._pre_backward, track, use))
         if track.has_frozen_parameters():
             leaves = [tensor for tensor in find_tensors(inputs).tensors if tensor.requires_grad]
             if leaves:
@@ -257,15 +244,18 @@ class Runtime:
 
     # -- backward
 
-    def _pre_backward(self, track: UnitTrack, gradient: torch.Tensor) -> None:
+    def _pre_backward(self, track: UnitTrack, use: object, gradient: torch.Tensor) -> None:
         self._begin_backward()
         if track.forward_version != track.unit.version:
             raise RuntimeError(
                 f"parameters of unit {track.unit.label} were changed between its forward and its backward (by an "
                 f"optimizer step or a copy): the gradients would belong to neither state. Run backward first"
             )
-        if not track.entered or track.unit.state is not UnitState.UNSHARDED:
-            track.entered = True
+        first = not track.entered
+        if first or use in track.unreached_uses:
+            track.unreached_uses.discard(use)
+            self._reducer.reach(track)
+        if first or track.unit.state is not UnitState.UNSHARDED:
             self._warn_once(self._backward_order.visit(track.index))
             self._ensure_unsharded(track)
             self._prefetch_units(self._backward_order.upcoming(self._prefetch.backward))
@@ -276,76 +266,35 @@ class Runtime:
         self.phase = Phase.BACKWARD
         Variable._execution_engine.queue_callback(self._end_backward)
         self._backward_order.begin()
+        self._keeps_graph = torch.is_grad_enabled()
         for track in self.tracks:
             track.begin_backward()
-        entered = [self.tracks[index] for index in reversed(self._entered_with_grad)]
-        self._reduce_queue = [track for track in entered if track.missing]
+        self._reducer.begin(self.sync_gradients)
 
     def _gradient_ready(self, track: UnitTrack, index: int, parameter: torch.Tensor) -> None:
         self._begin_backward()
+        self._reducer.note_gradient(self.sync_gradients)
         track.missing.discard(index)
-        if track.gradients_complete():
-            self._advance_reductions()
-            self._reshard_after_backward(track)
+        self._reshard_after_backward(track)
 
     def _use_finished(self, track: UnitTrack, gradients: Any) -> None:
         track.open_uses -= 1
         self._reshard_after_backward(track)
 
     def _reshard_after_backward(self, track: UnitTrack) -> None:
-        if track is self._root or track.active or track.pinned:
+        if track is self._root or track.active or track.pinned or self._keeps_graph:
             return
         if track.unit.state is UnitState.UNSHARDED and track.backward_is_over():
             track.unit.reshard()
 
-    def _advance_reductions(self) -> None:
-        if not self.sync_gradients:
-            return
-        while self._reduce_queue and self._reduce_queue[0].gradients_complete():
-            self._issue_reduction(self._reduce_queue.pop(0))
-
-    def _issue_reduction(self, track: UnitTrack) -> None:
-        # One unit's gradients are in flight at a time: that bounds memory, and a backward of one unit hides it.
-        self._finish_reductions()
-        track.issued = True
-        self._in_flight = track.unit.reduce_gradients()
-
-    def _finish_reductions(self) -> None:
-        for reduction in self._in_flight:
-            reduction.finish()
-        self._in_flight = []
-
     def _end_backward(self) -> None:
-        if self.sync_gradients:
-            self._reduce_leftovers()
-        for track in self.tracks:
-            track.awaiting_backward, track.open_uses = False, 0
-        self._entered_with_grad.clear()
+        self._reducer.end()
         self.phase = Phase.FORWARD if self._root.active else Phase.IDLE
+        if self._keeps_graph:
+            return  # the parameters are part of a graph that is still to be run backward
+        for track in self.tracks:
+            track.forget_forwards()
         self._reshard_idle(also_root=True)
-
-    def _reduce_leftovers(self) -> None:
-        """Reduce what the backward has left: parameters that some ranks use and others don't, or use out of order."""
-        tracks = self.tracks
-        leftover = [track.unit.has_unsharded_gradient() for track in tracks]
-        issued = [track.issued for track in tracks]
-        late = [there and done for there, done in zip(leftover, issued, strict=True)]
-        used = [track.unit.used() for track in tracks]
-        agreed = iter(agree_on_any([*leftover, *issued, *late, *(flag for flags in used for flag in flags)], self.mesh.control))
-        any_leftover, any_issued, any_late = ([next(agreed) for _ in tracks] for _ in range(3))
-        any_used = [[next(agreed) for _ in flags] for flags in used]
-        queued = [track.index for track in self._reduce_queue]
-        for index in [*queued, *(index for index in range(len(tracks)) if index not in queued)]:
-            if (any_issued[index] or any_leftover[index]) and not tracks[index].issued:
-                self._issue_reduction(tracks[index])
-        for track, again in zip(tracks, any_late, strict=True):
-            if again:
-                self._issue_reduction(track)
-        self._finish_reductions()
-        self._reduce_queue.clear()
-        for track, flags in zip(tracks, any_used, strict=True):
-            track.unit.install_gradients(flags)
-            track.end_backward(flags)
 
     # -- shared
 

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from shardeddp.comm import Mesh
 from shardeddp.plan.intervals import Interval
 from shardeddp.sharding import dispatch
+from shardeddp.sharding.gathered import Gathered, GatheredView, gather, refuse_recorded_write
 from shardeddp.sharding.questions import asks_only_about
 
 Dispatch = Callable[..., Any]
@@ -120,13 +121,36 @@ class ShardTensor(torch.Tensor):
                 self._unsharded.requires_grad_(requires_grad)
         return self
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same shard without its history; writing to it in place changes the parameter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        if isinstance(data, ShardTensor) and data._local is self._local:
+            return  # module.to() with the dtype and the device that the module has
+        raise RuntimeError(
+            f"{self._spec.fqn} is sharded and cannot be given other memory (.data = ..., module.half(), module.to()): "
+            f"expected it to stay {self._local.dtype} on {self._local.device}, found {data.dtype} on {data.device}. Change "
+            f"values in place (with torch.no_grad(): parameter.copy_(...)), dtype or device before the model is sharded"
+        )
+
+    def tolist(self) -> Any:  # noqa: D102
+        return gather(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
+        array = gather(self).requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False  # what is written to an array could not be seen
+        return array
+
     def to_local(self) -> torch.Tensor:
         """This rank's elements, 1D; shares memory, so writing to it changes the shard."""
         return self._local
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, gathered; a collective of all ranks of the shard group. No gradient flows through it."""
-        return dispatch.gather(self)
+        return gather(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: D105
         interval = self._spec.interval
@@ -159,7 +183,7 @@ class ShardTensor(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
-                args, kwargs = pytree.tree_map_only(ShardTensor, _to_full, (args, kwargs))
+                return _run_on_full(func, args, kwargs)
             return func(*args, **kwargs)
 
     @classmethod
@@ -175,9 +199,10 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: ShardTensor) -> torch.Tensor:
         ctx.spec = sharded.spec
-        return dispatch.gather(sharded)
+        return gather(sharded)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> ShardTensor:
         spec: ShardSpec = ctx.spec
         total = gradient.contiguous().clone()
@@ -186,13 +211,50 @@ class _FullTensor(torch.autograd.Function):
         return ShardTensor(local, spec)
 
 
+class _View(torch.autograd.Function):
+    """Hand a view of a full tensor out as a ``GatheredView``, with the view's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor, gathered: Gathered) -> GatheredView:
+        return GatheredView(view, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
 def _needs_gradient(arguments: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments))
 
 
-def _to_full(sharded: ShardTensor) -> torch.Tensor:
-    if not sharded.requires_grad:
-        return dispatch.gather(sharded)
+def _run_on_full(func: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that autograd records, on full tensors."""
+    found: dict[int, tuple[Gathered, int]] = {}
+
+    def to_full(sharded: ShardTensor) -> torch.Tensor:
+        if id(sharded) not in found:
+            full = _FullTensor.apply(sharded) if sharded.requires_grad else gather(sharded)
+            found[id(sharded)] = (Gathered(sharded, full), full._version)
+        return found[id(sharded)][0].full
+
+    def hand_out(tensor: torch.Tensor) -> torch.Tensor:
+        gathered = next((gathered for gathered, _ in found.values() if gathered.aliases(tensor)), None)
+        if gathered is None:
+            return tensor
+        return gathered.sharded if tensor is gathered.full else _View.apply(tensor, gathered)
+
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, ShardTensor) and leaf.requires_grad:
+            _warn_outside(leaf)
+    full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
+    result = func(*full_args, **full_kwargs)
+    for gathered, version in found.values():
+        if gathered.full._version != version:
+            refuse_recorded_write(gathered.sharded, func.__name__)
+    return pytree.tree_map_only(torch.Tensor, hand_out, result)
+
+
+def _warn_outside(sharded: ShardTensor) -> None:
     spec = sharded.spec
     if "outside" not in spec.warned:
         spec.warned.append("outside")
@@ -201,6 +263,5 @@ def _to_full(sharded: ShardTensor) -> torch.Tensor:
             f"parameter {spec.fqn} is used outside the forward of the unit that holds it: each such use gathers "
             f"{nbytes:,} bytes, and its gradient is reduced by itself. The result is right. To make it fast, use the "
             f"parameter inside its module's forward, or let a parent module be the unit (auto_wrap_policy)",
-            stacklevel=4,
+            stacklevel=4,  # whoever called the torch function
         )
-    return _FullTensor.apply(sharded)  # type: ignore[no-any-return]

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch.autograd.graph import Node
+
 from shardeddp.sharding.unit import Unit
 
 
@@ -14,11 +17,20 @@ class UnitTrack:
     index: int
     """Place in the runtime's list of units; 0 is the root."""
 
+    inner: frozenset[int] = frozenset()
+    """Places of the units whose modules lie inside this one's."""
+
+    accumulators: list[Node] = field(default_factory=list[Node])
+    """The graph nodes that leave gradients on the unit's parameters."""
+
     active: int = 0
     """Forwards of the unit that have been entered and not left."""
 
     awaiting_backward: bool = False
     """A forward with gradients has ended since the last backward ended."""
+
+    unreached_uses: set[object] = field(default_factory=set[object])
+    """A token for each forward with gradients whose outputs no backward has reached yet."""
 
     forward_version: int = -1
     """Version of the unit's parameters that its last forward with gradients used."""
@@ -26,11 +38,14 @@ class UnitTrack:
     pinned: bool = False
     """Never resharded: some output cannot be seen, so its backward could come unannounced."""
 
-    expected: set[int] = field(default_factory=set)
+    expected: set[int] = field(default_factory=set[int])
     """Parameters that some rank used in the last backward through the unit; all, before the first."""
 
-    missing: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set[int])
     """Expected parameters whose gradient this backward has not produced yet."""
+
+    gradients_expected: bool = False
+    """Whether there were any when this backward began."""
 
     entered: bool = False
     """This backward has reached the unit."""
@@ -44,15 +59,35 @@ class UnitTrack:
     def begin_backward(self) -> None:
         """Start counting a backward."""
         self.missing = self.expected & self.unit.trainable()
+        self.gradients_expected = bool(self.missing)
         self.entered = self.issued = False
         self.unit.begin_backward()
 
-    def end_backward(self, used: Sequence[bool]) -> None:
-        """Learn what to expect of the next backward from what all ranks used in this one."""
+    def forget_forwards(self) -> None:
+        """Expect no backward of what has been computed so far."""
+        self.awaiting_backward, self.open_uses = False, 0
+        self.unreached_uses.clear()
+
+    def learn(self, entered: bool, used: Sequence[bool]) -> None:
+        """Learn what to expect of the next backward.
+
+        Args:
+            entered: Whether this backward has reached the unit on any rank.
+            used: By parameter, whether any rank has a gradient.
+        """
         trainable = self.unit.trainable()
-        if self.entered or any(used):
+        if entered or any(used):
             now = {index for index in trainable if used[index]}
             self.expected = now | (self.expected - trainable)
+
+    def gets_gradients(self) -> bool:
+        """Whether the backward that is running leaves gradients on the unit, as far as its graph shows."""
+        return any(_is_to_run(node) for node in self.accumulators)
+
+    def is_over_at(self, entering: "UnitTrack") -> bool:
+        """Whether a backward that reaches another unit is done with this one."""
+        inside = entering is self or entering.index in self.inner
+        return self.entered and not self.unreached_uses and not inside
 
     def gradients_complete(self) -> bool:
         """Whether every gradient that this backward is expected to produce is there."""
@@ -65,8 +100,15 @@ class UnitTrack:
     def backward_is_over(self) -> bool:
         """Whether nothing in this backward can read the unit's parameters any more.
 
-        A node of the graph that reads a parameter leads to a trainable parameter of the unit, whose gradient is counted,
-        or to the unit's inputs, which are counted where it has parameters without a gradient. Where a trainable
-        parameter is not expected to get a gradient, neither count tells.
+        A node of the graph that reads a parameter leads to a trainable parameter of the unit, whose gradient is
+        counted, or to the unit's inputs, which are counted where it has parameters without a gradient. Where a
+        trainable parameter is not expected to get a gradient, neither count tells.
         """
         return self.gradients_complete() and self.open_uses == 0 and self.unit.trainable() <= self.expected
+
+
+def _is_to_run(node: Node) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[arg-type]
+    except RuntimeError:
+        return False  # `autograd.grad` with respect to this very parameter: the gradient is returned, not left

@@ -1,0 +1,181 @@
+"""The full elements of a ShardTensor: gathered for one operation, or behind views that write through to the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardeddp.sharding.questions import written
+
+if TYPE_CHECKING:
+    from shardeddp.sharding.shard_tensor import ShardTensor
+
+
+def gather(sharded: ShardTensor) -> torch.Tensor:
+    """The full tensor, plain; a collective of the shard group."""
+    spec, local = sharded.spec, sharded.to_local()
+    with torch.no_grad():
+        full = local.new_empty(spec.shape)
+        pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
+        pieces[spec.mesh.shard_rank].copy_(local)
+        spec.mesh.gather_lane.issue(lambda: spec.mesh.gather.all_gather_uneven_(pieces)).wait()
+    return full
+
+
+def mark_written(local: torch.Tensor) -> None:
+    """Note a write to a shard: below autograd, where operations on shards run, nothing else counts versions."""
+    if not local.is_inference():
+        torch.autograd.graph.increment_version(local)
+
+
+def refuse_recorded_write(sharded: ShardTensor, operation: str) -> None:
+    """Raise for a write that autograd would have to record."""
+    raise RuntimeError(
+        f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while gradients are recorded; "
+        f"it is unchanged. Write to it under torch.no_grad(), or to a copy of it (clone())"
+    )
+
+
+class Gathered:
+    """The full elements of a sharded tensor, kept equal to it for as long as a view of them is in use.
+
+    Args:
+        sharded: Where they come from and where writes go.
+        full: The elements; gathered when not given.
+    """
+
+    def __init__(self, sharded: ShardTensor, full: torch.Tensor | None = None) -> None:
+        self.sharded = sharded
+        self.full = gather(sharded) if full is None else full
+        self._version = self._shard_version()
+
+    def refresh(self) -> None:
+        """Gather again if the shard has changed, by whatever means; a collective, then."""
+        if self._shard_version() != self._version:
+            self.full.copy_(gather(self.sharded))
+            mark_written(self.full)  # a graph that still needs the former values must fail
+            self._version = self._shard_version()
+
+    def write_back(self) -> None:
+        """Bring what was written to the full elements to the shard; every rank keeps its own interval."""
+        local = self.sharded.to_local()
+        local.copy_(self.sharded.spec.localize(self.full))
+        mark_written(local)
+        self._version = self._shard_version()
+
+    def aliases(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor shares memory with the full elements."""
+        return tensor.layout is torch.strided and torch._C._is_alias_of(tensor, self.full)
+
+    def _shard_version(self) -> int:
+        local = self.sharded.to_local()
+        return 0 if local.is_inference() else local._version
+
+
+class GatheredView(torch.Tensor):
+    """A view of a sharded tensor as a plain one would give it: of its elements now, and what is written reaches them.
+
+    It owns gathered memory for as long as it lives. Reading it gathers again if the shard has changed in between, so
+    every rank has to take part, as everywhere.
+    """
+
+    _plain: torch.Tensor
+    _gathered: Gathered
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor, gathered: Gathered) -> GatheredView:  # noqa: D102
+        made = torch.Tensor._make_subclass(cls, plain)
+        made._plain, made._gathered = plain, gathered
+        return made
+
+    def __init__(self, plain: torch.Tensor, gathered: Gathered) -> None:
+        """Wrap a view.
+
+        Args:
+            plain: A view of the gathered elements.
+            gathered: Those elements.
+        """
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The view without its history; it cannot be given other memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        raise NotImplementedError(f"a view of {self._gathered.sharded.spec.fqn} cannot be given other memory: use copy_()")
+
+    def plain(self) -> torch.Tensor:
+        """The elements now, as a plain tensor that is not to be written to."""
+        self._gathered.refresh()
+        return self._plain
+
+    def tolist(self) -> Any:  # noqa: D102
+        return self.plain().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
+        array = self.plain().numpy(force=force)
+        array.flags.writeable = False  # what is written to an array could not be seen
+        return array
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: D105
+        return repr(self._plain)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:  # noqa: D105
+        return memo.setdefault(id(self), self.plain().detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: D105
+        return self.plain().detach().clone().__reduce_ex__(protocol)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # noqa: D105
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        targets = [target for target in written(func, args, kwargs) if isinstance(target, cls)]
+        for view in views:
+            view._gathered.refresh()
+        _check_targets(func, targets)
+        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda view: view._plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        for target in targets:
+            target._gathered.write_back()
+        return hand_out(result, [view._gathered for view in views], {id(view._plain): view for view in views})
+
+
+def _check_targets(func: Any, targets: Sequence[GatheredView]) -> None:
+    """Refuse the writes that could not be brought back."""
+    for target in targets:
+        sharded = target._gathered.sharded
+        if torch.Tag.inplace_view in func.tags:
+            raise NotImplementedError(f"{func} would reshape a view of {sharded.spec.fqn} in place: take another view")
+        if target.requires_grad and torch.is_grad_enabled():
+            refuse_recorded_write(sharded, str(func))
+    homes = {id(target._gathered): target._gathered.sharded for target in targets}
+    if len({id(sharded.to_local()) for sharded in homes.values()}) < len(homes):
+        fqns = ", ".join(sorted({sharded.spec.fqn for sharded in homes.values()}))
+        raise NotImplementedError(f"{func} would write to several views of {fqns} at once: write to one at a time")
+
+
+def hand_out(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:
+    """The result of an operation on full elements as callers see it: what aliases them comes as a view of the shard.
+
+    Args:
+        result: Plain tensors in any structure.
+        gathered: The full elements that the operation saw.
+        known: By identity of a plain tensor, the object that stands for it.
+    """
+
+    def present(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in known:
+            return known[id(tensor)]
+        home = next((home for home in gathered if home.aliases(tensor)), None)
+        return tensor if home is None else GatheredView(tensor, home)
+
+    return pytree.tree_map_only(torch.Tensor, present, result)

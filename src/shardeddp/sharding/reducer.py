@@ -1,0 +1,131 @@
+"""Reducer: which unit's gradients are reduced when, in one order on all ranks; what is left over is agreed on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import takewhile
+
+import torch
+
+from shardeddp.comm import Mesh, agree_on_any, exchange
+from shardeddp.plan.placement import Placement, Reshard
+from shardeddp.sharding.flat_group import Reduction
+from shardeddp.sharding.track import UnitTrack
+
+
+class Reducer:
+    """Issues the reductions of one backward.
+
+    Ranks may use different parameters, so the arrival of gradients must not decide when a unit is reduced: one rank
+    would wait for a reduction that another has put off, which itself waits for the first one's part in a gather. What
+    decides has to happen alike on all ranks. Autograd runs the nodes of a unit before those of any unit that was entered
+    before it, so a unit is over when the backward has reached all its uses and then reaches a unit outside of it. There
+    it is reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that arrives later
+    than that is reduced with the leftovers, on which all ranks agree at the end.
+
+    Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even reach different units.
+    Then all units are reduced in one order, that of rank 0's first backward, also those that this rank does not reach.
+
+    Args:
+        tracks: All units, the root first.
+        mesh: Through which ranks agree.
+        placement: Whether anything is gathered in a backward.
+    """
+
+    def __init__(self, tracks: Sequence[UnitTrack], mesh: Mesh, placement: Placement) -> None:
+        self._tracks = tracks
+        self._mesh = mesh
+        self._gathers = placement.reshard is not Reshard.NEVER
+        self._order = list(reversed(tracks))  # for when nothing is gathered; inner units before outer ones
+        self._order_is_agreed = self._gathers
+        self._active = False
+        self._reached: list[UnitTrack] = []  # in this backward, in order
+        self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
+
+    def begin(self, sync_gradients: bool) -> None:
+        """A backward begins.
+
+        Args:
+            sync_gradients: False if gradients stay on their ranks this time.
+        """
+        self._reached = []
+        # `autograd.grad` leaves no gradients on parameters: there is nothing to reduce.
+        self._active = sync_gradients and any(track.gets_gradients() for track in self._tracks)
+
+    def note_gradient(self, sync_gradients: bool) -> None:
+        """A gradient is there: this backward leaves some, even if its graph (of reentrant checkpointing) hid that."""
+        self._active = sync_gradients
+
+    def reach(self, track: UnitTrack) -> None:
+        """The backward reaches a use of a unit, which is not gathered for it yet."""
+        waiting = self._waiting() if self._active else []
+        over = [other for other in waiting if other.is_over_at(track)]
+        # One order for all ranks: an unfinished unit holds back those behind it.
+        for due in over if self._gathers else list(takewhile(lambda other: other in over, waiting)):
+            self._issue(due)
+        if not track.entered:
+            track.entered = True
+            self._reached.append(track)
+
+    def end(self) -> None:
+        """The backward ends: reduce what remains, and give the parameters their gradients."""
+        if self._active:
+            for track in self._waiting():
+                self._issue(track)
+            self._settle()
+            self._active = False
+
+    def abort(self) -> None:
+        """Forget a backward that has failed."""
+        self._active = False
+        self._finish()
+
+    def _waiting(self) -> list[UnitTrack]:
+        """Units still to be reduced, in order."""
+        candidates = self._reached if self._gathers else self._order
+        return [track for track in candidates if track.gradients_expected and not track.issued]
+
+    @torch.no_grad()  # a backward that keeps its graph for another one enables gradients
+    def _issue(self, track: UnitTrack) -> None:
+        # One unit's gradients are in flight at a time: that bounds memory, and a backward of one unit hides it.
+        self._finish()
+        track.issued = True
+        self._in_flight = track.unit.reduce_gradients()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        for reduction in self._in_flight:
+            reduction.finish()
+        self._in_flight = []
+
+    def _settle(self) -> None:
+        """Agree on what any rank has used or still holds, reduce the latter, and learn for the next backward."""
+        tracks = self._tracks
+        left = [track.unit.has_unsharded_gradient() for track in tracks]
+        entered = [track.entered for track in tracks]
+        used = [track.unit.used() for track in tracks]
+        flags = [*left, *entered, *(flag for each in used for flag in each)]
+        agreed = iter(agree_on_any(flags, self._mesh.control))
+        any_left, any_entered = ([next(agreed) for _ in tracks] for _ in range(2))
+        any_used = [[next(agreed) for _ in each] for each in used]
+        for track, again in zip(tracks, any_left, strict=True):
+            if again:
+                self._issue(track)
+        self._finish()
+        for track, by_any, each in zip(tracks, any_entered, any_used, strict=True):
+            track.unit.install_gradients(each)
+            track.learn(by_any, each)
+        if not self._order_is_agreed:
+            self._agree_on_order()
+
+    def _agree_on_order(self) -> None:
+        """Take over the order in which rank 0's backward was done with units: outer ones after what is inside."""
+        place = {track.index: place for place, track in enumerate(self._reached)}
+        done = {track.index: max(place.get(i, -1) for i in (track.index, *track.inner)) for track in self._reached}
+        mine = sorted(done, key=lambda index: (done[index], len(self._tracks[index].inner)))
+        agreed: list[int] = json.loads(exchange(json.dumps(mine).encode(), self._mesh.control)[0])
+        rest = [track for track in self._order if track.index not in agreed]
+        # The root is over last, whether it was reached or not.
+        self._order = sorted([*(self._tracks[index] for index in agreed), *rest], key=lambda track: track.index == 0)
+        self._order_is_agreed = True

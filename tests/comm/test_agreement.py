@@ -1,0 +1,161 @@
+"""Ranks that decide together: bytes are exchanged, failures of one become failures of all, differences are named."""
+
+import pickle
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as dist
+
+from shardeddp.comm import agree_on_any, agree_on_layout, exchange, together
+from shardeddp.errors import LayoutMismatchError, RankError
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def control() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+# -- exchange
+
+
+def send(payloads: Sequence[bytes]) -> list[bytes]:
+    return exchange(payloads[dist.get_rank()], control())
+
+
+@pytest.mark.parametrize(
+    "payloads",
+    [
+        (b"a", b"bb", b"ccc"),
+        (b"", b"", b""),
+        (b"", b"long" * 300_000, b"\x00"),
+        (bytes(range(256)), b"\x00\x00", b"\xff"),
+    ],
+    ids=["different lengths", "empty", "long and empty", "all bytes"],
+)
+def test_every_rank_gets_the_bytes_of_every_rank(world: Worlds, payloads: tuple[bytes, ...]) -> None:
+    for size in (1, 2, 3):
+        assert world(size).run(send, payloads[:size]) == [list(payloads[:size])] * size
+
+
+# -- together
+
+
+@on_ranks(3)
+def test_a_step_that_succeeds_gives_each_rank_its_own_result() -> None:
+    assert together("counting", lambda: [dist.get_rank()], control()) == [dist.get_rank()]
+    assert together("nothing", lambda: None, control()) is None
+
+
+def fail(*ranks: int) -> None:
+    if dist.get_rank() in ranks:
+        raise LookupError(f"no such layer on rank {dist.get_rank()}")
+
+
+@on_ranks(3)
+def test_the_failure_of_one_rank_is_raised_on_every_rank_with_its_traceback() -> None:
+    with pytest.raises(RankError) as caught:
+        together("cutting parameters", lambda: fail(1), control())
+    error = caught.value
+    assert str(error).startswith("cutting parameters failed on rank 1; every rank stops here.")
+    assert error.step == "cutting parameters" and [*error.failures] == [1]
+    assert "in fail" in str(error) and "LookupError: no such layer on rank 1" in str(error)
+    if dist.get_rank() == 1:
+        assert isinstance(error.__cause__, LookupError)
+    else:
+        assert error.__cause__ is None
+    assert together("going on", lambda: 1, control()) == 1
+
+
+@on_ranks(3)
+def test_several_failures_are_listed_by_rank() -> None:
+    with pytest.raises(RankError, match=r"(?s)failed on rank 0, 2;.*--- rank 0 ---.*on rank 0.*--- rank 2 ---.*on rank 2"):
+        together("cutting", lambda: fail(2, 0), control())
+
+
+def fail_with(text: str) -> None:
+    if dist.get_rank() == 0:
+        raise ValueError(text)
+
+
+@on_ranks(2)
+def test_a_failure_whose_text_is_empty_long_or_not_ascii_arrives() -> None:
+    for text in ("", "x" * 200_000, "Gr\u00f6\u00dfe \U0001f642"):
+        with pytest.raises(RankError) as caught:
+            together("cutting", lambda text=text: fail_with(text), control())
+        assert f"ValueError: {text}".strip().rstrip(":") in str(caught.value)
+
+
+@on_ranks(2)
+def test_an_interrupt_is_not_held_back() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        together("cutting", interrupt, control())
+
+
+def test_the_error_of_other_ranks_is_a_runtime_error() -> None:
+    assert issubclass(RankError, RuntimeError) and issubclass(LayoutMismatchError, ValueError)
+
+
+def test_a_rank_error_survives_pickling() -> None:
+    error = RankError("cutting", {1: "Traceback"})
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.step, again.failures) == (str(error), error.step, error.failures)
+
+
+# -- agree_on_layout
+
+
+def compare(everyones: Sequence[Sequence[str]]) -> str:
+    try:
+        agree_on_layout(everyones[dist.get_rank()], control())
+    except LayoutMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_equal_layouts_are_agreed_on(world: Worlds) -> None:
+    for lines in (["options", "weight (3, 5)"], []):
+        for size in (1, 3):
+            assert world(size).run(compare, [lines] * size) == [""] * size
+
+
+@pytest.mark.parametrize(
+    ("everyones", "expected"),
+    [
+        ((["o", "a", "b"], ["o", "x", "y"]), "rank 0 has 'a' where rank 1 has 'x' (ranks that differ from rank 0: [1])"),
+        ((["o"], ["o"], ["p"]), "rank 0 has 'o' where rank 2 has 'p' (ranks that differ from rank 0: [2])"),
+        ((["o"], ["p"], ["q"]), "rank 0 has 'o' where rank 1 has 'p' (ranks that differ from rank 0: [1, 2])"),
+        ((["o", "a"], ["o"]), "rank 0 has 'a' where rank 1 has 'nothing more'"),
+        ((["o"], ["o", "a"]), "rank 0 has 'nothing more' where rank 1 has 'a'"),
+        (([], ["a"]), "rank 0 has 'nothing more' where rank 1 has 'a'"),
+        ((["a, b"], ["a", "b"]), "rank 0 has 'a, b' where rank 1 has 'a'"),
+    ],
+    ids=["values", "third rank", "all differ", "shorter", "longer", "empty", "not by their text"],
+)
+def test_the_first_difference_is_named_on_every_rank(
+    world: Worlds, everyones: tuple[list[str], ...], expected: str
+) -> None:
+    found = world(len(everyones)).run(compare, everyones)
+    assert found == [found[0]] * len(everyones)
+    assert expected in found[0]
+    assert "Build the same model with the same options on every rank" in found[0]
+
+
+# -- agree_on_any
+
+
+def any_of(everyones: Sequence[Sequence[bool]]) -> list[bool]:
+    return agree_on_any(everyones[dist.get_rank()], control())
+
+
+def test_a_flag_is_set_where_any_rank_has_it(world: Worlds) -> None:
+    everyones = [[True, False, False, False], [False, False, True, False], [True, False, False, False]]
+    assert world(3).run(any_of, everyones) == [[True, False, True, False]] * 3
+    assert world(1).run(any_of, everyones) == [everyones[0]]
+    assert world(2).run(any_of, [[], []]) == [[], []]

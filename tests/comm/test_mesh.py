@@ -1,0 +1,96 @@
+"""The mesh of a rank: which ranks its groups hold, that they work, and what they count."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardeddp.comm import Mesh
+from shardeddp.comm.collectives import SoloCollectives
+from shardeddp.comm.gloo import GlooCollectives
+from shardeddp.plan.topology import Topology
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def make_mesh(shard_size: int) -> Mesh:
+    topology = Topology(world_size=dist.get_world_size(), shard_size=shard_size)
+    return Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
+
+
+@on_ranks(4)
+def test_a_mesh_of_two_by_two_has_the_groups_of_its_rows_and_columns() -> None:
+    mesh, rank = make_mesh(2), dist.get_rank()
+    row, column = [(0, 1), (2, 3)][rank // 2], [(0, 2), (1, 3)][rank % 2]
+    assert mesh.rank == rank and mesh.shard_rank == rank % 2
+    for group in (mesh.gather, mesh.reduce):
+        assert (group.ranks, group.rank, group.size) == (row, rank % 2, 2)
+    assert (mesh.replicate.ranks, mesh.replicate.rank) == (column, rank // 2)
+    assert (mesh.world.ranks, mesh.world.rank) == ((0, 1, 2, 3), rank)
+    assert dist.get_world_size(mesh.control) == 4
+
+
+@on_ranks(4)
+def test_its_groups_reduce_among_their_own_ranks() -> None:
+    mesh, rank = make_mesh(2), dist.get_rank()
+    for group in (mesh.gather, mesh.reduce, mesh.replicate, mesh.world):
+        number = torch.tensor([10.0**rank])
+        group.all_reduce_(number).wait()
+        assert number.item() == sum(10.0**other for other in group.ranks)
+
+
+@on_ranks(4)
+def test_gathers_and_reductions_of_one_group_do_not_wait_for_each_other() -> None:
+    mesh = make_mesh(4)
+    gathered, reduced = torch.full((8,), float(mesh.rank)), torch.tensor([float(mesh.rank)])
+    # Issued in either order on different ranks: only with a communicator each can they meet their own.
+    issue = [lambda: mesh.gather.all_gather_(gathered), lambda: mesh.reduce.all_reduce_(reduced)]
+    pendings = [action() for action in (issue if mesh.rank % 2 else reversed(issue))]
+    for pending in pendings:
+        pending.wait()
+    assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0] and reduced.item() == 6.0
+
+
+@on_ranks(4)
+def test_the_device_mesh_names_its_axes_and_has_the_same_groups() -> None:
+    mesh, rank = make_mesh(2), dist.get_rank()
+    device_mesh = mesh.device_mesh
+    assert device_mesh.mesh_dim_names == ("replicate", "shard") and device_mesh.device_type == "cpu"
+    assert device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert device_mesh.get_coordinate() == [rank // 2, rank % 2] or device_mesh.get_coordinate() == (rank // 2, rank % 2)
+    assert tuple(dist.get_process_group_ranks(device_mesh["shard"].get_group())) == mesh.gather.ranks
+    assert tuple(dist.get_process_group_ranks(device_mesh["replicate"].get_group())) == mesh.replicate.ranks
+
+
+def kinds(shard_size: int) -> dict[str, type]:
+    mesh = make_mesh(shard_size)
+    return {name: type(getattr(mesh, name)) for name in ("gather", "reduce", "replicate", "world")}
+
+
+def test_a_group_of_one_rank_is_an_ordinary_group_that_costs_nothing(world: Worlds) -> None:
+    alone, several = SoloCollectives, GlooCollectives
+    assert world(1).run(kinds, 1)[0] == dict(gather=alone, reduce=alone, replicate=alone, world=alone)
+    assert world(2).run(kinds, 1)[0] == dict(gather=alone, reduce=alone, replicate=several, world=several)
+    assert world(2).run(kinds, 2)[0] == dict(gather=several, reduce=several, replicate=alone, world=several)
+
+
+@on_ranks(2)
+def test_all_groups_count_into_one_record() -> None:
+    mesh = make_mesh(2)
+    mesh.gather.all_gather_(torch.zeros(8)).wait()
+    mesh.reduce.reduce_scatter(torch.zeros(4), torch.zeros(8)).wait()
+    mesh.replicate.all_reduce_(torch.zeros(8)).wait()  # a group of one
+    mesh.world.broadcast_(torch.zeros(8), 0).wait()
+    assert mesh.traffic.nbytes == {"all_gather": 16, "reduce_scatter": 16, "broadcast": 16}
+
+
+@on_ranks(2)
+def test_a_lane_of_a_cpu_run_issues_at_once_and_waits_when_asked() -> None:
+    mesh = make_mesh(2)
+    tensor = torch.tensor([float(mesh.rank + 1)])
+    ticket = mesh.reduce_lane.issue(lambda: mesh.reduce.all_reduce_(tensor))
+    ticket.wait()
+    ticket.wait()
+    assert tensor.item() == 3.0

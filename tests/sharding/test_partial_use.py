@@ -1,0 +1,79 @@
+"""Parameters that a step does not use: on all ranks, on some of them, in turns, without any flag."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn, optim
+
+from training import STRATEGIES, Sharding, Trial, batch
+from world import on_ranks
+
+WIDTH = 6
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+class Optional(nn.Module):
+    """A layer with a second weight that is used on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.use = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.always(x).tanh() + (self.sometimes(x) if self.use else 0)
+
+
+class Layers(nn.Module):
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Optional() for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def use(self, *layers: int) -> None:
+        for index, layer in enumerate(self.layers):
+            layer.use = index in layers
+
+
+def square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
+
+
+@every_strategy
+@on_ranks(2)
+def test_what_no_rank_uses_has_no_gradient_and_is_not_decayed(strategy: str) -> None:
+    trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",)))
+    trial.model.use(1)
+    trial.reference.use(1)
+    before = trial.reference.layers[0].sometimes.weight.detach().clone()
+    trial.train(square)
+    assert torch.equal(before, trial.reference.layers[0].sometimes.weight)
+
+
+def used_by_some(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Rank 1 uses the first, the last and a middle layer's second weight, rank 0 none."""
+    model.use(*((0, 2, 4) if rank == 1 else ()))
+    return square(model, rank, step)
+
+
+def used_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    model.use(*range((rank + step) % 3, 5, 2))
+    return square(model, rank, step)
+
+
+@every_strategy
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("loss", [used_by_some, used_in_turns])
+@on_ranks(2, timeout_s=10)
+def test_what_some_ranks_use_gets_the_mean_over_all_ranks(strategy: str, prefetch: int, loss) -> None:
+    trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",), prefetch=prefetch))
+    trial.train(loss, steps=5)

@@ -1,0 +1,86 @@
+"""Sharded parameters without a model around them, each beside the plain parameter that it stands for.
+
+Everything here runs on a rank. The shapes are small enough that, on any number of ranks, some of them lie on one rank
+alone and others are cut in odd places.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardeddp.comm import Mesh
+from shardeddp.plan.topology import Topology
+from shardeddp.sharding.flat_group import FlatGroup
+from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.spec import ParameterSpec
+from shardeddp.sharding.unit import layout_of
+
+SHAPES = {"matrix": (3, 5), "bias": (5,), "scalar": (), "single": (1,), "cube": (2, 3, 4), "empty": (0, 4)}
+SIZES = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A sharded parameter and its plain twin."""
+
+    name: str
+    sharded: ShardTensor
+    plain: nn.Parameter
+
+
+def make_mesh(shard_size: int | None = None) -> Mesh:
+    """The mesh of all ranks; a collective."""
+    world_size = dist.get_world_size()
+    topology = Topology(world_size=world_size, shard_size=shard_size or world_size)
+    return Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
+
+
+def make_pairs(mesh: Mesh, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> dict[str, Pair]:
+    """A parameter of every shape with the same random content on all ranks, sharded as one flat buffer."""
+    random = torch.Generator().manual_seed(1)
+    values = {name: (torch.randn(shape, generator=random) * 3).to(dtype) for name, shape in SHAPES.items()}
+    return shard(mesh, values, requires_grad)
+
+
+def shard(mesh: Mesh, values: dict[str, torch.Tensor], requires_grad: bool = True) -> dict[str, Pair]:
+    """Turn tensors of one dtype into the parameters of a flat buffer, as the engine does."""
+    parameters = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
+    twins = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
+    specs = [ParameterSpec(fqn=name, parameter=parameter, owners=()) for name, parameter in parameters.items()]
+    FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, retain=False)
+    pairs: dict[str, Pair] = {}
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, ShardTensor)
+        pairs[name] = Pair(name, parameter, twins[name])
+    return pairs
+
+
+def whole(value: Any) -> Any:
+    """The same with every sharded tensor gathered; whatever else there is stays."""
+    return pytree.tree_map_only(ShardTensor, lambda sharded: sharded.full_tensor(), value)
+
+
+def check_same(found: Any, expected: Any, about: str, **tolerances: float) -> None:
+    """The same structure, shapes, dtypes and values, whether sharded or not."""
+    found, expected = (
+        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), whole(value)) for value in (found, expected)
+    )
+    message: Callable[[str], str] = lambda text: f"{about}, rank {dist.get_rank()}: {text}"  # noqa: E731
+    torch.testing.assert_close(found, expected, equal_nan=True, msg=message, **tolerances)
+
+
+@contextmanager
+def counted(mesh: Mesh) -> Iterator[Counter[str]]:
+    """The collectives that are issued inside, by kind; filled when it ends."""
+    mesh.traffic.reset()
+    calls: Counter[str] = Counter()
+    yield calls
+    calls.update(mesh.traffic.calls)

@@ -1,0 +1,95 @@
+"""A training script as users write them, for tests of how processes start and end; says what it did in JSON lines.
+
+Usage: script.py OUT STRATEGY [--fail-on RANK] [--only-fit]
+"""
+
+import argparse
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import Tensor
+
+import shardeddp
+from support.tasks import EvaluatedGpt, token_loader
+from support.trainers import EXPECTED_WARNINGS
+
+
+class FailsOnOneRank(EvaluatedGpt):
+    """Raises in the second training step of one rank, if told to."""
+
+    def __init__(self, fail_on: int | None) -> None:
+        super().__init__()
+        self.fail_on = fail_on
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """One loss, or the failure."""
+        if batch_index == 1 and self.global_rank == self.fail_on:
+            raise LookupError(f"rank {self.global_rank} lost its data")
+        return super().training_step(batch, batch_index)
+
+
+def say(**what: Any) -> None:
+    """Print a line that the test can tell from others."""
+    print("said " + json.dumps(what), flush=True)
+
+
+def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool) -> None:
+    """Train, test and predict on two ranks, save, and compare what the file holds with the module."""
+    seed_everything(1, verbose=False)
+    model = FailsOnOneRank(fail_on)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = token_loader(16)
+    trainer.fit(model, loader, loader)
+    tested = predictions = None
+    if not only_fit:
+        tested = trainer.test(model, loader, verbose=False)
+        predictions = trainer.predict(model, loader)
+    path = out / f"{strategy}.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    weights = {
+        name: tensor.full_tensor() if isinstance(tensor, shardeddp.ShardTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    say(
+        strategy=strategy,
+        rank=trainer.global_rank,
+        is_ours=isinstance(trainer.strategy, shardeddp.ShardedDP),
+        saved=all(torch.equal(saved[name], weights[name]) for name in weights),
+        plain=not any(isinstance(parameter, shardeddp.ShardTensor) for parameter in model.parameters()),
+        test=None if tested is None else round(tested[0]["test"], 4),
+        predictions=None if predictions is None else len(predictions),
+    )
+
+
+def main() -> None:
+    """Read the arguments."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("strategy")
+    parser.add_argument("--fail-on", type=int, default=None)
+    parser.add_argument("--only-fit", action="store_true")
+    arguments = parser.parse_args()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message, category in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message, category)
+    run(arguments.out, arguments.strategy, arguments.fail_on, arguments.only_fit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Drives a model through the engine without Lightning, and the same model through one process, to compare the two.
+
+Everything here runs on a rank, with ``torch.distributed`` initialised. A *loss* is a function of (model, rank, step):
+what that rank computes in that step. One process that trains on the mean of all ranks' losses is the reference for
+everything.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from shardeddp.comm import Mesh
+from shardeddp.plan.placement import PLACEMENTS, ShardSize
+from shardeddp.plan.topology import Topology
+from shardeddp.sharding.optimizer import attach_optimizer
+from shardeddp.sharding.runtime import Prefetch, Runtime
+from shardeddp.sharding.setup import shard_model
+from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.unit import Unit
+from shardeddp.wrap import NamePolicy, SingleUnitPolicy, build_units
+
+STRATEGIES = tuple(PLACEMENTS)
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a model is sharded in a test."""
+
+    strategy: str = "full_shard"
+    units: tuple[str, ...] = ()
+    """Names or patterns of the modules that become units beside the root."""
+
+    shard_size: int | None = None
+    """None: the world, or 1 for ``no_shard``."""
+
+    prefetch: int = 1
+
+    def mesh(self) -> Mesh:
+        """The mesh of all ranks; a collective."""
+        world_size = dist.get_world_size()
+        given = PLACEMENTS[self.strategy].shard_size
+        size = self.shard_size or (world_size if isinstance(given, ShardSize) else given)
+        topology = Topology(world_size=world_size, shard_size=size)
+        return Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
+
+    def apply(self, model: nn.Module) -> Runtime:
+        """Shard a model in place; a collective."""
+        policy = NamePolicy(self.units) if self.units else SingleUnitPolicy()
+        prefetch = Prefetch(forward=self.prefetch, backward=self.prefetch)
+        return shard_model(build_units(model, policy), self.mesh(), PLACEMENTS[self.strategy], prefetch)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    """Plain steps with weight decay, so that a parameter that was stepped by mistake shows."""
+    return optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+
+
+class Trial:
+    """One model twice: sharded over the ranks, and whole in this process.
+
+    Args:
+        model: Built alike on every rank; it is the one that is sharded.
+        sharding: How.
+        make_optimizer: Makes the optimizer of either.
+    """
+
+    def __init__(self, model: nn.Module, sharding: Sharding, make_optimizer: MakeOptimizer = sgd) -> None:
+        self.reference = copy.deepcopy(model)
+        self.model = model
+        self.runtime = sharding.apply(model)
+        self.optimizer = make_optimizer(model.parameters())
+        self.reference_optimizer = make_optimizer(self.reference.parameters())
+        attach_optimizer(self.optimizer, self.runtime.parameters_changed)
+
+    def forward(self, loss: Loss, step: int = 0) -> torch.Tensor:
+        """This rank's loss, as the strategy computes it."""
+        with self.runtime.step("training_step" if torch.is_grad_enabled() else "validation_step") as outputs:
+            outputs.append(loss(self.model, dist.get_rank(), step))
+        return outputs[0]
+
+    def backward(self, loss: Loss, step: int = 0) -> None:
+        """One forward and backward of both."""
+        self.forward(loss, step).backward()
+        self.reference_loss(loss, step).backward()
+
+    def reference_loss(self, loss: Loss, step: int = 0) -> torch.Tensor:
+        """The mean of all ranks' losses, in one process."""
+        ranks = range(dist.get_world_size())
+        return torch.stack([loss(self.reference, rank, step) for rank in ranks]).mean()
+
+    def step(self) -> None:
+        """One optimizer step of both."""
+        for each in (self.optimizer, self.reference_optimizer):
+            each.step()
+            each.zero_grad()
+
+    def train(self, loss: Loss, steps: int = 3) -> None:
+        """Some steps of both; gradients and parameters have to agree after each, and nothing is left unsharded."""
+        for step in range(steps):
+            self.backward(loss, step)
+            self.check_gradients()
+            self.step()
+            self.check_parameters()
+            self.check_rest()
+
+    def check_gradients(self) -> None:
+        """Both have the same gradients, and none where the other has none."""
+        for (name, mine), expected in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
+            if expected.grad is None:
+                assert mine.grad is None, f"{name} has a gradient"
+            else:
+                assert mine.grad is not None, f"{name} has no gradient"
+                close(full(mine.grad), expected.grad, f"gradient of {name}")
+
+    def check_parameters(self) -> None:
+        """Both have the same parameters."""
+        for (name, mine), expected in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
+            close(full(mine), expected, name)
+
+    def check_rest(self) -> None:
+        """No gathered buffer has memory that the sharding strategy does not grant it between steps."""
+        for track in self.runtime.tracks:
+            assert track.pinned or track.unit.state.value == "sharded", (
+                f"{track.unit.label} is {track.unit.state.value}"
+            )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, sharded or not."""
+    return (tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor).detach()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Equal but for the order of summation."""
+    torch.testing.assert_close(
+        found, expected.detach(), rtol=2e-5, atol=1e-6, msg=lambda text: f"{name} on rank {dist.get_rank()}: {text}"
+    )
+
+
+def unit_of(runtime: Runtime, name: str) -> Unit:
+    """The unit of a module by its name."""
+    return next(track.unit for track in runtime.tracks if track.unit.spec.name == name)
+
+
+def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
+    """Random input, different for every rank and step."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank))
