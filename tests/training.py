@@ -6,7 +6,9 @@ everything.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -152,3 +154,11 @@ def unit_of(runtime: Runtime, name: str) -> Unit:
 def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
     """Random input, different for every rank and step."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+@contextmanager
+def another_order() -> Iterator[None]:
+    """The units may run in another order than in the first pass, without a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "units run in another order")
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.checkpoint.full import gather_full, whole
+from shardeddp.checkpoint.full import save_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor, together
 from shardeddp.errors import ConfigurationError
 from shardeddp.monitor.units import report_units
@@ -36,6 +37,7 @@ from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
 from shardeddp.plugins.placing import place_module
 from shardeddp.plugins.precision import shard_precision
 from shardeddp.plugins.timeout import collective_timeout
+from shardeddp.plugins.uneven import hold_if_uneven, let_go
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.runtime import Prefetch, Runtime, runtime_of
 from shardeddp.sharding.setup import shard_model
@@ -92,12 +94,12 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self._placement = choose_placement(sharding_strategy, shard_size, reduce_every_backward)
+        self.placement = choose_placement(sharding_strategy, shard_size, reduce_every_backward)
         self._sharding_strategy = sharding_strategy.lower()
-        self._policy = resolve_policy(auto_wrap_policy)
-        self._prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
+        self.policy = resolve_policy(auto_wrap_policy)
+        self.prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
         self._process_group_backend = process_group_backend
-        self._timeout = collective_timeout(timeout)
+        self.timeout = collective_timeout(timeout)
         self._start_method: StartMethod = start_method
         self.num_nodes = 1  # set by the Trainer
         self._mesh: Mesh | None = None
@@ -160,8 +162,7 @@ class ShardedDP(ParallelStrategy):
     @property
     def memory_plan(self) -> MemoryPlan:
         """Predicted bytes of this rank, without activations, for an optimizer with two states per element."""
-        units = [track.unit.costs() for track in self.runtime.tracks]
-        return plan_memory(units, prefetch=self._prefetch.backward)
+        return plan_memory([track.unit.costs() for track in self.runtime.tracks], prefetch=self.prefetch.backward)
 
     # -- processes
 
@@ -174,7 +175,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         # A shard_size that does not fit fails here, before any process is started.
-        self._placement.topology(self.num_nodes, self.num_processes)
+        self.placement.topology(self.num_nodes, self.num_processes)
         if self._start_method == "popen":
             self._launcher = _SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
         else:
@@ -189,14 +190,14 @@ class ShardedDP(ParallelStrategy):
         _init_dist_connection(
             self._environment,
             self._process_group_backend or _get_default_process_group_backend_for_device(device),
-            timeout=self._timeout,
+            timeout=self.timeout,
             device_id=None if device.type == "cpu" else device,
         )
         if self._mesh is None:
             # A module that another Trainer has sharded brings its communicators along.
             sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
-            topology = self._placement.topology(self.num_nodes, self.num_processes)
-            self._mesh = Mesh(topology, device, self._timeout) if sharded is None else sharded.mesh
+            topology = self.placement.topology(self.num_nodes, self.num_processes)
+            self._mesh = Mesh(topology, device, self.timeout) if sharded is None else sharded.mesh
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""
@@ -219,10 +220,10 @@ class ShardedDP(ParallelStrategy):
                 self._layer_sync.apply(module)
             self.precision_plugin.convert_module(module)
             runtime = self._shard(module)
-        elif runtime.placement != self._placement:
+        elif runtime.placement != self.placement:
             raise ConfigurationError(
                 f"this {type(module).__name__} is already sharded by another strategy ({runtime.placement}) and cannot "
-                f"change to {self._placement}. Use the same options, or build the module anew and load a checkpoint"
+                f"change to {self.placement}. Use the same options, or build the module anew and load a checkpoint"
             )
         self._runtime, self._mesh = runtime, runtime.mesh
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -233,8 +234,8 @@ class ShardedDP(ParallelStrategy):
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> Runtime:
-        specs = together("finding units", lambda: build_units(module, self._policy), self.mesh.control)
-        runtime = shard_model(specs, self.mesh, self._placement, self._prefetch)
+        specs = together("finding units", lambda: build_units(module, self.policy), self.mesh.control)
+        runtime = shard_model(specs, self.mesh, self.placement, self.prefetch)
         place_module(module, self.root_device)
         if self.is_global_zero:
             report_units(self._sharding_strategy, runtime)
@@ -258,6 +259,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """Let Lightning's parts go; shards and process group stay, so that saving and another run still work."""
+        let_go(self._runtime)
         self._environment.teardown()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
@@ -291,19 +293,19 @@ class ShardedDP(ParallelStrategy):
     def on_validation_start(self) -> None:
         self.runtime.sync_buffers()
 
-    @override
-    def on_test_start(self) -> None:
-        self.runtime.sync_buffers()
+    on_test_start = on_validation_start
 
     @override
     def on_predict_start(self) -> None:
         self.runtime.sync_buffers()
+        if self.lightning_module is not None:
+            hold_if_uneven(self.runtime, self.lightning_module.trainer.predict_loop.max_batches)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
         """Surround a micro-batch whose gradients need not be communicated yet."""
-        self.runtime.sync_gradients = self._placement.reduce_every_backward
+        self.runtime.sync_gradients = self.placement.reduce_every_backward
         try:
             yield
         finally:
@@ -337,16 +339,8 @@ class ShardedDP(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write one ordinary Lightning checkpoint; sharded tensors anywhere in it are gathered, one at a time."""
-        full = gather_full(checkpoint, keep=self.is_global_zero)
-
-        def write() -> None:
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(full, filepath, storage_options=storage_options)
-
-        if self._mesh is None:  # the process that spawned the ranks: it holds the full weights
-            write()
-        else:
-            together(f"writing {filepath}", write, self._mesh.control)
+        write = partial(self.checkpoint_io.save_checkpoint, path=filepath, storage_options=storage_options)
+        save_full(checkpoint, str(filepath), write, self._mesh)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -52,8 +52,8 @@ def test_a_plan_of_root_and_blocks_agrees_with_the_figures_worked_out_by_hand() 
         main_shard_nbytes=320,
         gradient_shard_nbytes=320,
         optimizer_nbytes=2 * 320,
-        # The root unit, the two largest of the others, and the largest gradients twice.
-        in_flight_nbytes=64 + 256 + 192 + 2 * 256,
+        # The root unit and its gradients, the two largest of the others with theirs, and half of 256 that arrive.
+        in_flight_nbytes=2 * 64 + 2 * (256 + 192) + 128,
     )
 
 
@@ -67,7 +67,7 @@ def test_frozen_parameters_are_gathered_but_have_neither_gradients_nor_optimizer
     # A unit of 128 trainable and 512 frozen bytes, behind a frozen root unit of 64.
     units = [[group(16, trainable=False)], [group(32), group(128, trainable=False)]]
     assert plan_memory(units, prefetch=0) == MemoryPlan(
-        main_shard_nbytes=352, gradient_shard_nbytes=64, optimizer_nbytes=128, in_flight_nbytes=64 + 640 + 2 * 128
+        main_shard_nbytes=352, gradient_shard_nbytes=64, optimizer_nbytes=128, in_flight_nbytes=64 + 640 + 128
     )
 
 
@@ -75,7 +75,7 @@ def test_a_unit_of_two_dtypes_counts_both_by_their_own_element_sizes() -> None:
     # 32 float32 elements are 128 bytes, 32 bfloat16 elements 64.
     plan = plan_memory([[group(32), group(32, itemsize=2)]], prefetch=1)
     assert (plan.main_shard_nbytes, plan.gradient_shard_nbytes) == (96, 96)
-    assert plan.in_flight_nbytes == 192 + 2 * 192
+    assert plan.in_flight_nbytes == 192 + 2 * 192  # unsharded, and its gradients twice while they are packed
 
 
 def test_a_root_unit_alone_is_in_flight_once_whatever_the_prefetch() -> None:
@@ -84,7 +84,7 @@ def test_a_root_unit_alone_is_in_flight_once_whatever_the_prefetch() -> None:
 
 def test_a_large_root_unit_counts_its_gradients_and_is_never_prefetched_twice() -> None:
     plan = plan_memory([[group(256)], [group(16)]], prefetch=1)
-    assert plan.in_flight_nbytes == 1024 + 64 + 2 * 1024
+    assert plan.in_flight_nbytes == 1024 + 2 * 1024 + 64  # its gradients are packed while the other's still wait
 
 
 def test_one_rank_has_everything_at_rest_and_nothing_in_flight() -> None:
@@ -110,8 +110,20 @@ def test_a_deeper_prefetch_never_costs_less_and_ends_with_every_unit_in_flight(u
     peaks = [plan_memory(units, prefetch=depth).in_flight_nbytes for depth in range(len(units) + 2)]
     assert peaks == sorted(peaks)
     parameters = sum(cost.full_nbytes for unit in units for cost in unit)
-    gradients = [sum(cost.full_nbytes for cost in unit if cost.trainable) for unit in units]
-    assert peaks[-1] == parameters + 2 * max(gradients, default=0)
+    gradients = sum(cost.gradient_nbytes for unit in units for cost in unit)
+    assert parameters <= peaks[-1] <= parameters + 2 * gradients
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_contributions_arrive_beside_the_packed_gradients_unless_the_transport_adds_them_up(ranks: int) -> None:
+    units = [[group(64, shard_size=ranks)] for _ in range(4)]
+    staged, added = (plan_memory(units, prefetch=1, staged=staged).in_flight_nbytes for staged in (True, False))
+    assert staged - added == 256 * (ranks - 1) // ranks
+
+
+def test_gradients_of_one_inner_unit_have_none_of_another_in_flight() -> None:
+    plan = plan_memory([[group(16)], [group(64)]], prefetch=1)
+    assert plan.in_flight_nbytes == 2 * 64 + 2 * 256
 
 
 @bounded

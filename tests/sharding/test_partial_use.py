@@ -1,14 +1,10 @@
 """Parameters that a step does not use: on all ranks, on some of them, in turns, without any flag."""
 
-import warnings
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn, optim
+from torch import nn
 
-from training import STRATEGIES, Sharding, Trial, batch
+from training import STRATEGIES, Loss, Sharding, Trial, batch
 from world import on_ranks
 
 WIDTH = 6
@@ -74,6 +70,6 @@ def used_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("loss", [used_by_some, used_in_turns])
 @on_ranks(2, timeout_s=10)
-def test_what_some_ranks_use_gets_the_mean_over_all_ranks(strategy: str, prefetch: int, loss) -> None:
+def test_what_some_ranks_use_gets_the_mean_over_all_ranks(strategy: str, prefetch: int, loss: Loss) -> None:
     trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",), prefetch=prefetch))
     trial.train(loss, steps=5)

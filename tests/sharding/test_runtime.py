@@ -5,15 +5,13 @@ Each test trains the sharded model beside the same model in one process, see ``t
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from training import STRATEGIES, Sharding, Trial, batch, full, unit_of
+from training import STRATEGIES, Sharding, Trial, another_order, batch, full, unit_of
 from world import on_ranks
 
 WIDTH = 6
@@ -47,14 +45,6 @@ def chain(strategy: str, order: tuple[int, ...] = (0, 1, 2), prefetch: int = 1) 
     model = Chain()
     model.order = list(order)
     return Trial(model, Sharding(strategy=strategy, units=("blocks.*",), prefetch=prefetch))
-
-
-@contextmanager
-def another_order() -> Iterator[None]:
-    """The units may run in another order than in the first pass, without a warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "units run in another order")
-        yield
 
 
 @every_strategy
@@ -247,7 +237,8 @@ def test_inputs_are_made_worse_by_their_gradient_before_the_step(strategy: str) 
 def test_a_backward_that_keeps_its_graph_for_another_one(strategy: str) -> None:
     trial = chain(strategy)
     for loss in (trial.forward(square), trial.reference_loss(square)):
-        loss.backward(create_graph=True)
+        with pytest.warns(UserWarning, match="create_graph=True"):
+            loss.backward(create_graph=True)
     trial.check_gradients()
     trial.step()
     trial.train(square)
@@ -319,6 +310,17 @@ def test_a_changed_order_warns_once_with_both_names_and_stays_right(strategy: st
             assert re.search(r"expected blocks\.0, found blocks\.2", messages[0])
         else:
             assert messages == []
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 1, 0, 1, 2, 1), (2, 0, 1, 1, 0)])
+@on_ranks(2)
+def test_each_unit_is_reduced_once_in_a_backward(strategy: str, order: tuple[int, ...]) -> None:
+    trial = chain(strategy, order)
+    for step in range(3):
+        trial.runtime.mesh.traffic.reset()
+        trial.forward(square, step).backward()
+        assert trial.runtime.mesh.traffic.calls["reduce_scatter"] == len(trial.runtime.tracks)
 
 
 def train_with_prefetch(strategy: str, prefetch: int) -> dict[str, torch.Tensor]:

@@ -92,6 +92,17 @@ def test_its_text_names_the_parameter_the_shape_and_the_rank_s_elements() -> Non
     assert str(nn.ParameterList([cube])) and not calls
 
 
+@on_ranks(2)
+def test_memory_of_the_whole_is_refused_instead_of_that_of_a_temporary_copy() -> None:
+    mesh = make_mesh()
+    matrix = make_pairs(mesh)["matrix"].sharded
+    with counted(mesh) as calls:
+        for ask in (matrix.data_ptr, matrix.untyped_storage):
+            with pytest.raises(RuntimeError, match=r"matrix is sharded.*to_local\(\)"):
+                ask()
+    assert not calls
+
+
 # -- copies
 
 

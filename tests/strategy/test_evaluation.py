@@ -1,5 +1,7 @@
 """Fit, validate, test and predict in any order, on one and several Trainers; what hooks, samplers and callbacks see."""
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from shardeddp import ShardedDP, ShardTensor
 from support.tasks import Block, EvaluatedGpt, TinyConvNet, TinyGpt, image_loader, token_loader
@@ -101,13 +104,55 @@ def test_evaluation_never_runs_under_inference_mode(world: Worlds) -> None:
     assert world(2).run(validate_as_on_cuda, sharded) == [False] * 2
 
 
-def predict_unevenly() -> list[int]:
-    predictions = make_trainer(sharded()).predict(EvaluatedGpt(), token_loader(6, batch_size=1))
-    return [len(batch) for batch in predictions or []]
+class Tokens(IterableDataset[Tensor]):
+    """As many samples as a rank's number says, and no length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(6).expand(2 + 2 * dist.get_rank(), 6)
 
 
-def test_predictions_come_in_batches_of_each_rank(world: Worlds) -> None:
-    assert world(2).run(predict_unevenly) == [[1, 1, 1]] * 2
+def predict_and_train(strategy: str, loader: Any) -> dict[str, Any]:
+    seed_everything(1, verbose=False)
+    model = EvaluatedGpt()
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(ShardedDP(strategy, auto_wrap_policy={Block}))
+        predictions = trainer.predict(model, loader)
+    assert predictions is not None
+    batches = list(trainer.predict_dataloaders)
+    sharded_again = all(isinstance(parameter, ShardTensor) for parameter in model.parameters())
+    make_trainer(ShardedDP(strategy, auto_wrap_policy={Block}), max_steps=1).fit(model, token_loader(8))
+    with torch.no_grad():
+        right = all(torch.allclose(p, plain(b), atol=1e-5) for p, b in zip(predictions, batches, strict=True))
+    return {
+        "sizes": [len(prediction) for prediction in predictions],
+        "right": right,
+        "told": [str(each.message)[:66] for each in caught if "different numbers" in str(each.message)],
+        "sharded again": sharded_again,
+    }
+
+
+# Five samples are three and two; a loader without a length may hold anything.
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(
+    ("loader", "sizes", "told"),
+    [
+        (token_loader(8, batch_size=2), [[2, 2], [2, 2]], None),
+        (token_loader(5, batch_size=2), [[2, 1], [2]], "[2, 1]"),
+        (DataLoader(Tokens(), batch_size=2), [[2], [2, 2]], "[inf, inf]"),
+    ],
+    ids=["even", "uneven", "unknown"],
+)
+def test_prediction_ends_on_all_ranks_however_many_batches_each_has(
+    world: Worlds, strategy: str, loader: Any, sizes: list[list[int]], told: str | None
+) -> None:
+    answers = world(2).run(predict_and_train, strategy, loader)
+    assert [each["sizes"] for each in answers] == sizes
+    assert [(each["right"], each["sharded again"]) for each in answers] == [(True, True)] * 2
+    gathers = strategy != "no_shard" and told is not None
+    warning = [f"ranks have different numbers of batches to predict ({told}): the whole"[:66]] if gathers else []
+    assert [each["told"] for each in answers] == [warning, []]
 
 
 # -- training is left alone

@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parents[1]
 SCRIPT = str(TESTS / "support" / "script.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Finished:
         return sorted((json.loads(line) for line in lines), key=lambda said: said["rank"])
 
 
-def run_script(*arguments: str, launcher: Sequence[str] = (), timeout_s: float = 60) -> Finished:
+def run_script(*arguments: str, launcher: Sequence[str] = (), timeout_s: float = 100) -> Finished:
     """Run the script in a process group of its own, of which nothing may be left."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -149,7 +149,7 @@ def test_forked_and_spawned_ranks_bring_the_full_weights_back(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_one_rank_ends_the_script_on_all(tmp_path: Path, rank: int) -> None:
-    finished = run_script(str(tmp_path), "sharded_dp", "--fail-on", str(rank), timeout_s=30)
+    finished = run_script(str(tmp_path), "sharded_dp", "--fail-on", str(rank), timeout_s=60)
     assert finished.code != 0
     assert f"LookupError: rank {rank} lost its data" in finished.stderr
     assert finished.said == []

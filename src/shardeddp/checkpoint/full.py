@@ -1,10 +1,11 @@
 """Full state: every sharded tensor of a nested state gathered, one at a time, to ordinary tensors on the host."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from shardeddp.comm import Mesh, together
 from shardeddp.sharding.shard_tensor import ShardTensor
 
 
@@ -37,6 +38,23 @@ def gather_full(state: Any, keep: bool) -> Any:
     if isinstance(state, list):
         return [gather_full(item, keep) for item in state]
     return state
+
+
+def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | None) -> None:
+    """Gather a state and let rank 0 write it; every rank raises if that fails.
+
+    Args:
+        state: As for :func:`gather_full`.
+        name: Of what is written, for the message.
+        write: Called on rank 0 with the full state.
+        mesh: All ranks; None in the process that spawned the ranks, which holds full states and writes by itself.
+    """
+    keep = mesh is None or mesh.rank == 0
+    full = gather_full(state, keep)
+    if mesh is None:
+        write(full)
+    else:
+        together(f"writing {name}", lambda: write(full) if keep else None, mesh.control)
 
 
 def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shardeddp.comm import Mesh, Pending, Ticket
-from shardeddp.errors import ReleasedParameterError
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.sharding.identity import swap_bodies
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.sharding.spec import ParameterSpec
-
-
-class ReleasedParameter(nn.Parameter):
-    """The class of an unsharded parameter while its memory is released: everything that touches it raises.
-
-    Without it, whoever kept a reference would read freed memory. Changing an object's class is invisible to autograd,
-    which holds the implementation and not the Python object.
-    """
-
-    fqn: str
-
-    @classmethod
-    def __torch_function__(  # noqa: D105
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        released = next((arg for arg in args if isinstance(arg, cls)), None)
-        name = "a parameter" if released is None else f"parameter {released.__dict__['fqn']}"
-        raise ReleasedParameterError(
-            f"{name} was kept from inside its unit's forward and used ({getattr(func, '__name__', func)}) after the "
-            f"unit was resharded, when its memory is gone. Read it again from its module (module.weight) where you need "
-            f"it, or keep a copy (module.weight.detach().clone())"
-        )
+from shardeddp.sharding.unsharded import ReleasedParameter, UnshardedParameter
 
 
 class FlatGroup:
@@ -57,13 +34,19 @@ class FlatGroup:
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = retain or self._resident
 
-        self.main_shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=mesh.device)  # 1D, shard_numel; lives as long as the model
+        self.main_shard = torch.zeros(
+            layout.shard_numel, dtype=first.dtype, device=mesh.device
+        )  # 1D, shard_numel; lives as long as the model
         self._gathered = self.main_shard if self._resident else self.main_shard.new_empty(layout.padded_numel)
         self._own_slice = self._gathered.view(layout.shard_size, -1)[mesh.shard_rank]
-        self.unsharded = [self._view_parameter(spec, slot.offset) for spec, slot in zip(specs, layout.slots, strict=True)]
+        self.unsharded = [
+            self._view_parameter(spec, slot.offset) for spec, slot in zip(specs, layout.slots, strict=True)
+        ]
         self.local = [self._local_view(self.main_shard, i) for i in range(len(specs))]  # each 1D
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
         self._gathered_version = -1
+        self._seen_writes = self._writes()
+        self._kept_writes = 0  # versions of the main shard that only brought it up to what was known
         if not self._resident:
             self._release_memory()
 
@@ -83,13 +66,19 @@ class FlatGroup:
         return self.main_shard._version != self._gathered_version
 
     @property
+    def version(self) -> int:
+        """Grows with every change of the parameters that is not the engine's own."""
+        return self.main_shard._version + self._writes() - self._kept_writes
+
+    @property
     def trainable(self) -> bool:
         """Whether any of the parameters requires a gradient now."""
         with torch._C.DisableTorchFunctionSubclass():
-            return any(sharded.requires_grad for sharded in self.sharded)
+            return any(unsharded.requires_grad for unsharded in self.unsharded)
 
     def unshard(self) -> Ticket:
         """Allocate the gathered buffer if need be, and issue the all-gather into it."""
+        self._keep_writes()
         if self._resident or (self._retain and not self.stale):
             ticket = Ticket(Pending(), None)
         else:
@@ -104,13 +93,14 @@ class FlatGroup:
         return self._mesh.gather.all_gather_(self._gathered)
 
     def activate(self) -> None:
-        """Make the unsharded parameters usable, with the ``requires_grad`` that the sharded ones have now."""
-        for unsharded, sharded in zip(self.unsharded, self.sharded, strict=True):
-            unsharded.__class__ = nn.Parameter
-            unsharded.requires_grad_(sharded.requires_grad)
+        """Make the unsharded parameters usable."""
+        for unsharded in self.unsharded:
+            unsharded.__class__ = UnshardedParameter
 
     def release(self) -> None:
         """Give the gathered buffer's memory back; the unsharded parameters raise from here on."""
+        self._keep_writes()
+        self._keep_requires_grad()
         if not self._retain:
             self._release_memory()
 
@@ -118,6 +108,40 @@ class FlatGroup:
         self._gathered.untyped_storage().resize_(0)
         for unsharded in self.unsharded:
             unsharded.__class__ = ReleasedParameter
+
+    def renew(self) -> None:
+        """Note that the gathered values have changed: a graph that needs the former ones must fail, as always."""
+        torch.autograd.graph.increment_version(self.unsharded)
+        self._seen_writes = self._writes()
+
+    def _writes(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(unsharded._version for unsharded in self.unsharded)
+
+    @torch.no_grad()
+    def _keep_writes(self) -> None:
+        """Bring what was written in place to unsharded parameters, in a forward or a step, to the main shard."""
+        writes = self._writes()
+        if writes == self._seen_writes:
+            return
+        if not self._resident:
+            if self.stale:
+                raise RuntimeError(
+                    f"parameters around {self.layout.slots[0].fqn} were written to in place inside a step, and their "
+                    f"shards were changed in the same step (by an optimizer): one of the two would be lost. Write to "
+                    f"parameters before the forward or after the optimizer's step"
+                )
+            before = self.main_shard._version
+            self.main_shard.copy_(self._own_slice)
+            self._kept_writes += self.main_shard._version - before
+        self._seen_writes = writes
+
+    def _keep_requires_grad(self) -> None:
+        """Freeze or unfreeze sharded parameters whose unsharded ones were frozen or unfrozen inside a step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
+                if torch.Tensor.requires_grad.__get__(sharded) != unsharded.requires_grad:  # type: ignore[attr-defined]
+                    sharded.requires_grad_(unsharded.requires_grad)
 
     def invalidate(self) -> None:
         """Note that something wrote to the main shard that does not bump version counters (fused optimizers)."""
@@ -139,7 +163,8 @@ class FlatGroup:
             direct = self._resident and not accumulate
             buffer, slots = (shard, self._shard_slots) if direct else self._open_buffer()
             self._pack(slots)
-        output = torch.empty_like(shard) if accumulate else shard
+        # Where it is to be added to the shard, the average waits for that in this rank's slice of the buffer.
+        output = buffer.view(self.layout.shard_size, -1)[self._mesh.shard_rank] if accumulate else shard
 
         def action() -> Pending:
             scattered = self._mesh.reduce.reduce_scatter(output, buffer)
@@ -250,7 +275,7 @@ class FlatGroup:
         stride = torch.empty(shape, device="meta").stride()
         # set_ and not a slice: each parameter has a version counter of its own, as in an unsharded model.
         view = self._gathered.new_empty(0).set_(self._gathered.untyped_storage(), offset, shape, stride)
-        unsharded = nn.Parameter(view, requires_grad=spec.parameter.requires_grad)
+        unsharded = UnshardedParameter(view, requires_grad=spec.parameter.requires_grad)
         unsharded.__dict__.update(spec.parameter.__dict__, fqn=spec.fqn)
         for hook in (spec.parameter._backward_hooks or {}).values():
             unsharded.register_hook(hook)
@@ -268,7 +293,9 @@ class FlatGroup:
         local.copy_(shard_spec.localize(parameter.detach()))
         gradient, parameter.grad = parameter.grad, None
         sharded = ShardTensor(local, shard_spec, parameter.requires_grad)
-        sharded.__dict__.update(parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True)  # isinstance(p, nn.Parameter) holds
+        sharded.__dict__.update(
+            parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True
+        )  # isinstance(p, nn.Parameter) holds
         try:
             swap_bodies(parameter, sharded)
             sharded = parameter

@@ -19,10 +19,10 @@ class Reducer:
 
     Ranks may use different parameters, so the arrival of gradients must not decide when a unit is reduced: one rank
     would wait for a reduction that another has put off, which itself waits for the first one's part in a gather. What
-    decides has to happen alike on all ranks. Autograd runs the nodes of a unit before those of any unit that was entered
-    before it, so a unit is over when the backward has reached all its uses and then reaches a unit outside of it. There
-    it is reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that arrives later
-    than that is reduced with the leftovers, on which all ranks agree at the end.
+    decides has to happen alike on all ranks. Autograd runs the nodes of a unit before those of any unit that was
+    entered before it, so a unit is over when the backward has reached all its uses and then reaches a unit outside of
+    it. There it is reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that
+    arrives later than that is reduced with the leftovers, on which all ranks agree at the end.
 
     Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even reach different units.
     Then all units are reduced in one order, that of rank 0's first backward, also those that this rank does not reach.

@@ -211,7 +211,7 @@ class Runtime:
             self.sync_buffers()
 
     def _reshards_after_forward(self, track: UnitTrack) -> bool:
-        if track.pinned or track.unit.state is not UnitState.UNSHARDED:
+        if track.pinned or track.held or track.unit.state is not UnitState.UNSHARDED:
             return False
         if not track.awaiting_backward:
             return True
@@ -323,7 +323,7 @@ class Runtime:
             if unit.state is UnitState.UNSHARDING:
                 unit.wait()
             busy = track.awaiting_backward or (track.active and not (also_root and track is self._root))
-            if unit.state is UnitState.UNSHARDED and not busy and not track.pinned:
+            if unit.state is UnitState.UNSHARDED and not (busy or track.pinned or track.held):
                 unit.reshard()
 
     def _warn_once(self, change: OrderChange | None) -> None:

@@ -144,6 +144,18 @@ class ShardTensor(torch.Tensor):
         array.flags.writeable = False  # what is written to an array could not be seen
         return array
 
+    def data_ptr(self) -> int:  # noqa: D102
+        raise self._no_memory("data_ptr")
+
+    def untyped_storage(self) -> torch.UntypedStorage:  # noqa: D102
+        raise self._no_memory("untyped_storage")
+
+    def _no_memory(self, asked: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._spec.fqn} is sharded: there is no memory with all of its elements to ask for {asked}(). Ask "
+            f"to_local() for this rank's elements, or full_tensor() for a copy of all of them"
+        )
+
     def to_local(self) -> torch.Tensor:
         """This rank's elements, 1D; shares memory, so writing to it changes the shard."""
         return self._local

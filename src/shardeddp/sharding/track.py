@@ -38,6 +38,9 @@ class UnitTrack:
     pinned: bool = False
     """Never resharded: some output cannot be seen, so its backward could come unannounced."""
 
+    held: bool = False
+    """Not resharded for the time being: once it is unsharded, its forwards need no other rank."""
+
     expected: set[int] = field(default_factory=set[int])
     """Parameters that some rank used in the last backward through the unit; all, before the first."""
 

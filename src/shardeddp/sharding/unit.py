@@ -51,9 +51,7 @@ class Unit:
         self.spec = spec
         self.state = UnitState.SHARDED
         members = _by_buffer(spec.parameters)
-        self.groups = [
-            FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, retain) for specs in members
-        ]
+        self.groups = [FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, retain) for specs in members]
         self._slots = [
             (owner, attribute, sharded, unsharded)
             for group, specs in zip(self.groups, members, strict=True)
@@ -76,8 +74,8 @@ class Unit:
 
     @property
     def version(self) -> int:
-        """Grows with every change of the main shards."""
-        return sum(group.main_shard._version for group in self.groups)
+        """Grows with every change of the parameters that is not the engine's own."""
+        return sum(group.version for group in self.groups)
 
     def costs(self) -> list[GroupCost]:
         """The unit's flat buffers, for the cost model."""
@@ -97,8 +95,8 @@ class Unit:
         for owner, attribute, sharded, unsharded in self._slots:
             if owner._parameters.get(attribute) is not sharded:
                 raise ConfigurationError(
-                    f"{type(owner).__name__}.{attribute} of unit {self.label} was replaced after sharding: expected the "
-                    f"parameter that was there at setup. Change a parameter's values in place (copy_) instead of "
+                    f"{type(owner).__name__}.{attribute} of unit {self.label} was replaced after sharding: expected "
+                    f"the parameter that was there at setup. Change a parameter's values in place (copy_) instead of "
                     f"assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
                 )
             _register(owner, attribute, unsharded)
@@ -109,8 +107,7 @@ class Unit:
         self._ticket = [group.unshard() for group in self.groups]
         self._finish_gather()
         for group in self.groups:
-            # A graph that still needs the former values must fail, as it does for plain parameters.
-            torch.autograd.graph.increment_version(group.unsharded)
+            group.renew()
 
     def reshard(self) -> None:
         """Give the sharded parameters back to the modules and release the gathered buffers."""

@@ -1,0 +1,235 @@
+"""What a rank holds is what the cost model says: at rest to the byte, and at the worst moment of a step.
+
+Neither is taken from the engine's own accounting. At rest every living tensor's memory is added up; during a step the
+profiler's record of each allocation and release of the CPU allocator is. The models have so few rows that activations
+do not count. Adam steps one parameter at a time (``foreach=False``): stepping all at once takes temporaries of the size
+of the shards, which are the optimizer's and not the engine's.
+"""
+
+import gc
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.profiler import ProfilerActivity, profile
+
+from shardeddp.plan.memory import MemoryPlan, plan_memory
+from shardeddp.sharding.optimizer import attach_optimizer
+from shardeddp.sharding.runtime import Runtime
+from shardeddp.sharding.shard_tensor import ShardTensor
+from training import Sharding, batch
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+WIDTH = 128
+DEPTH = 5
+TOLERANCE = 0.05
+ACTIVATIONS = 0.02
+"""What activations, gradients of activations and small things may add to what is in flight."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    """Blocks between an input and an output layer that belong to the root unit."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.output = nn.Linear(WIDTH, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x)
+
+
+class Training:
+    """Sharded training of a model, without a reference beside it that would take memory.
+
+    Args:
+        sharding: How it is sharded.
+        outputs: Width of the output layer.
+        frozen: Names of modules whose parameters are not trained.
+    """
+
+    def __init__(self, sharding: Sharding, outputs: int = 8, frozen: Sequence[str] = ()) -> None:
+        torch.manual_seed(0)
+        self.model = Model(outputs)
+        for name in frozen:
+            self.model.get_submodule(name).requires_grad_(False)
+        self.runtime: Runtime = sharding.apply(self.model)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = optim.AdamW(trained, lr=1e-3, foreach=False)
+        attach_optimizer(self.optimizer, self.runtime.parameters_changed)
+        self.depth = sharding.prefetch
+
+    def plan(self) -> MemoryPlan:
+        """What the cost model predicts."""
+        return plan_memory([track.unit.costs() for track in self.runtime.tracks], prefetch=self.depth)
+
+    def step(self, micro_batches: int = 1) -> None:
+        """One step of the optimizer."""
+        for micro_batch in range(micro_batches):
+            with self.runtime.step("training_step") as outputs:
+                outputs.append(self.model(batch(dist.get_rank(), micro_batch, 2, 8)).square().mean())
+            outputs.pop().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def added_at_worst(training: Training, micro_batches: int = 1) -> int:
+    """Most bytes that a step holds at a time beside what is there before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        training.step(micro_batches)
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert abs(sum(sizes)) < 1024, "the step has kept memory"
+    return max(accumulate(sizes))
+
+
+def living_nbytes() -> int:
+    """Bytes of all tensors that exist, each memory counted once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.Tensor) and not issubclass(type(candidate), ShardTensor):
+                storage = torch.Tensor.untyped_storage(candidate)
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+# -- the worst moment
+
+
+def check_peak(sharding: Sharding, outputs: int = 8, micro_batches: int = 1, frozen: Sequence[str] = ()) -> None:
+    training = Training(sharding, outputs, frozen)
+    for _ in range(2):
+        training.step(micro_batches)
+    plan, added = training.plan(), added_at_worst(training, micro_batches)
+    peak = plan.resting_nbytes + added
+    about = f"{added:,} bytes in flight, {plan.in_flight_nbytes:,} planned, {plan.resting_nbytes:,} at rest"
+    assert abs(peak - plan.peak_nbytes) <= TOLERANCE * plan.peak_nbytes, about
+    assert abs(added - plan.in_flight_nbytes) <= ACTIVATIONS * plan.in_flight_nbytes, about
+
+
+BLOCKS = ("blocks.*",)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_peak_of_a_step_is_what_was_planned(world: Worlds, size: int, micro_batches: int) -> None:
+    world(size).run(check_peak, Sharding(units=BLOCKS), 8, micro_batches)
+
+
+@pytest.mark.parametrize("outputs", [1024, 4096])
+def test_it_is_with_a_large_output_layer_in_the_root_unit(world: Worlds, outputs: int) -> None:
+    world(2).run(check_peak, Sharding(units=BLOCKS), outputs)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_it_is_at_other_depths_of_prefetch(world: Worlds, prefetch: int) -> None:
+    world(2).run(check_peak, Sharding(units=BLOCKS, prefetch=prefetch))
+
+
+def test_it_is_in_one_shard_group_of_several(world: Worlds) -> None:
+    world(4).run(check_peak, Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS))
+
+
+@pytest.mark.parametrize("units", [(), ("blocks.1",)])
+def test_it_is_with_hardly_any_units(world: Worlds, units: tuple[str, ...]) -> None:
+    world(2).run(check_peak, Sharding(units=units))
+
+
+def test_it_is_with_frozen_blocks(world: Worlds) -> None:
+    world(2).run(check_peak, Sharding(units=BLOCKS), 8, 1, ("input", *(f"blocks.{index}" for index in range(DEPTH))))
+
+
+@on_ranks(2)
+def test_an_evaluation_holds_the_root_and_the_units_at_work() -> None:
+    training = Training(Sharding(units=BLOCKS))
+    training.step()
+    x = batch(0, 0, 2, 8)
+
+    def evaluate() -> None:
+        with torch.no_grad(), training.runtime.step("validation_step"):
+            training.model(x)
+
+    evaluate()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        evaluate()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    added = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    root, *blocks = (sum(cost.full_nbytes for cost in track.unit.costs()) for track in training.runtime.tracks)
+    assert abs(added - (root + 2 * blocks[0])) <= ACTIVATIONS * added
+
+
+# -- at rest
+
+
+def check_equal(found: int, expected: int) -> None:
+    assert found == expected, f"found {found:,} bytes, expected {expected:,}"
+
+
+def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
+    before = living_nbytes()
+    training = Training(sharding, frozen=frozen)
+    training.step(2)
+    training.step()
+    found = living_nbytes() - before
+    groups = [group for track in training.runtime.tracks for group in track.unit.groups]
+    # Adam's states are as long as this rank's elements, without the padding; and it counts its steps per parameter.
+    states = sum(
+        2 * 4 * parameter.to_local().numel() + 4 for group in training.optimizer.param_groups for parameter in group["params"]
+    )
+    plan = training.plan()
+    check_equal(found, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states)
+    padding = sum(2 * 4 * group.layout.padding_numel for group in groups)
+    assert 0 <= plan.resting_nbytes - found <= padding
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_between_steps_a_rank_holds_its_shards_and_the_states_of_the_optimizer(
+    world: Worlds, size: int, strategy: str
+) -> None:
+    world(size).run(check_rest, Sharding(strategy=strategy, units=BLOCKS), ())
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states(world: Worlds) -> None:
+    world(2).run(check_rest, Sharding(units=BLOCKS), ("blocks.0", "blocks.3.up", "output"))
+
+
+@on_ranks(2)
+def test_evaluation_leaves_nothing_behind() -> None:
+    before = living_nbytes()
+    training = Training(Sharding(units=BLOCKS))
+    with torch.no_grad(), training.runtime.step("validation_step"):
+        training.model(torch.ones(2, 8))
+    check_equal(living_nbytes() - before, training.plan().main_shard_nbytes)
+
+
+@on_ranks(2)
+def test_retained_parameters_are_held_between_steps() -> None:
+    before = living_nbytes()
+    training = Training(Sharding(strategy="shard_optimizer", units=BLOCKS))
+    with torch.no_grad(), training.runtime.step("validation_step"):
+        training.model(torch.ones(2, 8))
+    full = sum(cost.full_nbytes for track in training.runtime.tracks for cost in track.unit.costs())
+    check_equal(living_nbytes() - before, training.plan().main_shard_nbytes + full)
