@@ -4,6 +4,7 @@ Everything here runs on a rank. The shapes are small enough that, on any number 
 alone and others are cut in odd places.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,3 +85,46 @@ def counted(mesh: Mesh) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
     yield calls
     calls.update(mesh.traffic.calls)
+
+
+def plain_operand(pair: Pair) -> torch.Tensor:
+    """A plain tensor of the parameter's shape, the same on all ranks and at every call."""
+    return torch.randn(pair.plain.shape, generator=torch.Generator().manual_seed(2))
+
+
+Case = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+@torch.no_grad()
+def compare(cases: dict[str, Case], *, sharded: bool | None, calls: str | None = None, empty: bool = True) -> None:
+    """Run every case on every shape, with the sharded parameter and with the plain one; a collective.
+
+    Args:
+        cases: By name, functions of a parameter and a plain tensor of its shape.
+        sharded: Whether results are sharded tensors; None: some are.
+        calls: The kinds of collectives that each case issues; None: any.
+        empty: Whether the cases make sense for a parameter without elements.
+    """
+    mesh = make_mesh()
+    for case, function in cases.items():
+        for name, pair in make_pairs(mesh).items():
+            if not (pair.plain.numel() or empty):
+                continue
+            about = f"{case} of {name}"
+            with counted(mesh) as issued:
+                found = function(pair.sharded, plain_operand(pair))
+            if calls is not None and mesh.topology.shard_size > 1:
+                assert [*issued.elements()] == calls.split(), f"{about} issued {dict(issued)}"
+            if sharded is not None:
+                assert isinstance(found, ShardTensor) == sharded, f"{about} is a {type(found).__name__}"
+            check_same(found, function(pair.plain, plain_operand(pair)), about)
+            check_same(pair.sharded, pair.plain, f"{name} after {case}")
+
+
+@contextmanager
+def warned(times: int | None = None) -> Iterator[list[warnings.WarningMessage]]:
+    """Collects the warnings about uses outside a unit; anything else stays an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message="parameter .* is used outside the forward")
+        yield caught
+    assert times is None or len(caught) == times

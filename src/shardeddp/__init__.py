@@ -1,9 +1,7 @@
 """shardeddp: sharded training for PyTorch Lightning, of unmodified LightningModules."""
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError, ReleasedParameterError
-from shardeddp.plan.placement import PLACEMENTS
+from shardeddp.plugins.registry import register_names
 from shardeddp.sharding.gradients import clip_grad_norm_, clip_grad_value_
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.strategy import ShardedDP
@@ -28,19 +26,4 @@ __all__ = [
     "clip_grad_value_",
 ]
 
-
-def _register_strategies() -> None:
-    """Make ``Trainer(strategy="sharded_dp")`` and its variants known."""
-    register = StrategyRegistry.register
-    # The last two are what the command line makes of a bare class path.
-    for name in ("sharded_dp", "shardeddp", "shardeddp.shardeddp"):
-        register(name, ShardedDP, description="ShardedDP, full_shard", override=True)
-    for placement in PLACEMENTS:
-        register(
-            f"sharded_dp_{placement}", ShardedDP, f"ShardedDP, {placement}", override=True, sharding_strategy=placement
-        )
-    for name, start_method in (("spawn", "spawn"), ("fork", "fork"), ("notebook", "fork")):
-        register(f"sharded_dp_{name}", ShardedDP, f"ShardedDP by {start_method}", True, start_method=start_method)
-
-
-_register_strategies()
+register_names(ShardedDP)

@@ -1,7 +1,7 @@
 """The errors that shardeddp raises on purpose, and what each of them means.
 
-A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong moment a ``RuntimeError``, and a stated limit
-a ``NotImplementedError``; the classes below refine those where a caller may want to catch one thing alone.
+A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong moment a ``RuntimeError``, and a stated
+limit a ``NotImplementedError``; the classes below refine those where a caller may want to catch one thing alone.
 """
 
 

@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.checkpoint.full import save_full, whole
+from shardeddp.checkpoint.full import gather_full, save_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor, together
 from shardeddp.errors import ConfigurationError
 from shardeddp.monitor.units import report_units
@@ -65,7 +65,7 @@ class ShardedDP(ParallelStrategy):
             gradients (less memory), False accumulates unsharded ones and reduces once per step (less communication).
             None: what the strategy says.
         process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
-        timeout: After how long a collective gives up, in seconds or as a timedelta.
+        timeout: After how long a collective gives up: seconds, or a duration (a timedelta; ``0:10:00`` in YAML).
         start_method: How this strategy starts ranks where the cluster environment does not: ``popen`` runs the script
             again, ``spawn`` and ``fork`` start functions (notebooks, tests).
         accelerator: Set by the Trainer.
@@ -179,7 +179,7 @@ class ShardedDP(ParallelStrategy):
         if self._start_method == "popen":
             self._launcher = _SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = ShardedMultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = ShardedMultiProcessingLauncher(self, self._start_method, gather_full)
 
     @override
     def setup_environment(self) -> None:

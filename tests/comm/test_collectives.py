@@ -1,4 +1,4 @@
-"""Collectives equal their definition computed in one process, whatever the number of ranks, the sizes and the dtypes."""
+"""Collectives equal their definition, computed in one process, for any number of ranks, any sizes and dtypes."""
 
 import math
 from collections.abc import Callable

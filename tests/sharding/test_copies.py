@@ -1,4 +1,4 @@
-"""What the engine copies in a training step: a shard per gather, at most one full-size copy per reduction, nothing else.
+"""What the engine copies in a training step: a shard per gather, one full-size copy per reduction, nothing else.
 
 Every operation of a step is watched, and the elements that it writes are counted by its name; what the same model
 writes in one process is subtracted. What is left is the engine's work, and all of it is accounted for.

@@ -7,6 +7,7 @@ of the shards, which are the optimizer's and not the engine's.
 """
 
 import gc
+import time
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -103,6 +104,16 @@ def added_at_worst(training: Training, micro_batches: int = 1) -> int:
     return max(accumulate(sizes))
 
 
+def check_held(training: Training, before: int, expected: int) -> None:
+    """What has been taken since is as expected, beside the table of ranks that torch keeps in its device mesh."""
+    for patience in (True, True, True, False):
+        found = living_nbytes() - before - training.runtime.mesh.device_mesh.mesh.nbytes
+        if found == expected or not patience:
+            break
+        time.sleep(0.05)  # the transport's threads may still let go of the last agreement
+    assert found == expected, f"found {found:,} bytes, expected {expected:,}"
+
+
 def living_nbytes() -> int:
     """Bytes of all tensors that exist, each memory counted once."""
     gc.collect()
@@ -183,25 +194,18 @@ def test_an_evaluation_holds_the_root_and_the_units_at_work() -> None:
 # -- at rest
 
 
-def check_equal(found: int, expected: int) -> None:
-    assert found == expected, f"found {found:,} bytes, expected {expected:,}"
-
-
 def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
     before = living_nbytes()
     training = Training(sharding, frozen=frozen)
     training.step(2)
     training.step()
-    found = living_nbytes() - before
-    groups = [group for track in training.runtime.tracks for group in track.unit.groups]
+    plan, trained = training.plan(), training.optimizer.param_groups[0]["params"]
     # Adam's states are as long as this rank's elements, without the padding; and it counts its steps per parameter.
-    states = sum(
-        2 * 4 * parameter.to_local().numel() + 4 for group in training.optimizer.param_groups for parameter in group["params"]
-    )
-    plan = training.plan()
-    check_equal(found, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states)
+    states = sum(2 * parameter.to_local().nbytes for parameter in trained)
+    check_held(training, before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained))
+    groups = [group for track in training.runtime.tracks for group in track.unit.groups]
     padding = sum(2 * 4 * group.layout.padding_numel for group in groups)
-    assert 0 <= plan.resting_nbytes - found <= padding
+    assert 0 <= plan.optimizer_nbytes - states <= padding
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -222,7 +226,7 @@ def test_evaluation_leaves_nothing_behind() -> None:
     training = Training(Sharding(units=BLOCKS))
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))
-    check_equal(living_nbytes() - before, training.plan().main_shard_nbytes)
+    check_held(training, before, training.plan().main_shard_nbytes)
 
 
 @on_ranks(2)
@@ -232,4 +236,4 @@ def test_retained_parameters_are_held_between_steps() -> None:
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))
     full = sum(cost.full_nbytes for track in training.runtime.tracks for cost in track.unit.costs())
-    check_equal(living_nbytes() - before, training.plan().main_shard_nbytes + full)
+    check_held(training, before, training.plan().main_shard_nbytes + full)

@@ -15,11 +15,11 @@ from torch.nn.utils import parametrizations, parametrize
 
 from shardeddp.errors import ConfigurationError, ReleasedParameterError
 from shardeddp.sharding.shard_tensor import ShardTensor
-from training import STRATEGIES, Sharding, Trial, another_order, batch, full, unit_of
+from training import RUNTIMES, Sharding, Trial, another_order, batch, full, unit_of
 from world import on_ranks
 
 WIDTH = 6
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_strategy = pytest.mark.parametrize("strategy", RUNTIMES)
 
 
 def square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def states_seen_at(module: nn.Module, trial: Trial, name: str) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(2)
 def test_a_frozen_unit_is_resharded_during_the_backward_and_not_at_its_end(strategy: str) -> None:
     model = linears(5)
@@ -427,7 +427,7 @@ def test_a_parameter_that_is_replaced_after_setup_is_refused(strategy: str) -> N
     trial.train(square, steps=2)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(2)
 def test_an_unsharded_parameter_that_was_kept_cannot_be_used_after_its_release(strategy: str) -> None:
     kept: list[torch.Tensor] = []

@@ -129,7 +129,6 @@ def sharding_of(strategy: str, size: int) -> Sharding:
     return Sharding(strategy=strategy, shard_size=shard_size, units=("blocks.*",))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -145,7 +144,6 @@ def test_training_equals_one_process(
             assert error < RELATIVE_TOLERANCE, f"{name} is off by {error:.1e}"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("strategy", "size"), [(strategy, 3) for strategy in STRATEGIES] + [("hybrid_shard", 4)])
 def test_two_runs_on_the_same_ranks_are_bit_identical_on_all_ranks(world: Worlds, strategy: str, size: int) -> None:
     results = world(size).run(train_twice, sharding_of(strategy, size))

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from training import STRATEGIES, Loss, Sharding, Trial, batch
+from training import RUNTIMES, Loss, Sharding, Trial, batch
 from world import on_ranks
 
 WIDTH = 6
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_strategy = pytest.mark.parametrize("strategy", RUNTIMES)
 
 
 class Optional(nn.Module):

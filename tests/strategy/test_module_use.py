@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from shardeddp import ShardedDP, ShardTensor
 from support.parity import Run, Trained, assert_same_training
-from support.tasks import VOCABULARY, Block, Recorded, TinyGpt, token_loader
+from support.tasks import VOCABULARY, Block, HasAnOptimizerOfItsOwn, Recorded, TinyGpt, token_loader
 from support.trainers import make_trainer
 from world import World, Worlds
 
@@ -57,6 +57,36 @@ def test_frozen_parameters_stay_as_they_are_and_cost_no_gradient_and_no_state(wo
         *(f"blocks.1.{name}" for name in ("norm.weight", "norm.bias", "down.weight", "down.bias")),
         *(name for name in fresh if name.startswith("blocks.2.")),
     }
+
+
+class BuildsInConfigureModel(Recorded):
+    """Has no parameters before the hook that Lightning calls for it, again in every fit."""
+
+    def configure_model(self) -> None:
+        if not self._modules:
+            self.inner = TinyGpt()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.inner.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class MakesItsOptimizerEarly(TinyGpt):
+    """Holds parameters from before they were sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.early
+
+
+@pytest.mark.parametrize("model", [BuildsInConfigureModel, MakesItsOptimizerEarly, HasAnOptimizerOfItsOwn])
+def test_where_the_model_and_its_optimizer_come_from_makes_no_difference(world: Worlds, model: type[Recorded]) -> None:
+    assert_equals_ddp(world(2), Run(model=model, loader=token_loader, options={"gradient_clip_val": 0.5}))
 
 
 class UsesParametersAnywhere(Recorded):

@@ -6,6 +6,7 @@ Usage: script.py OUT STRATEGY [--fail-on RANK] [--only-fit]
 import argparse
 import json
 import logging
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ class FailsOnOneRank(EvaluatedGpt):
 
 
 def say(**what: Any) -> None:
-    """Print a line that the test can tell from others."""
-    print("said " + json.dumps(what), flush=True)
+    """Print a line that the test can tell from others, in one piece: ranks write to one pipe."""
+    sys.stdout.write("said " + json.dumps(what) + "\n")
+    sys.stdout.flush()
 
 
 def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool) -> None:

@@ -1,6 +1,6 @@
 """Small LightningModules that train in milliseconds, and their data; they know nothing about sharding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,32 @@ class EvaluatedGpt(TinyGpt):
     def predict_step(self, batch: Tensor, batch_index: int) -> Tensor:
         """Logits."""
         return self(batch)
+
+
+class NormalizedDescent(torch.optim.Optimizer):
+    """Steps of one length per parameter, with momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As any optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                average.mul_(0.5).add_(parameter.grad)
+                parameter.add_(average / (average.norm() + 1e-6), alpha=-group["lr"])
+        return loss
+
+
+class HasAnOptimizerOfItsOwn(TinyGpt):
+    """An optimizer class that nobody knows to be element-wise; in fact it is not."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One group."""
+        return NormalizedDescent(self.parameters(), {"lr": 0.05})
 
 
 class ConvBlock(nn.Module):

@@ -23,9 +23,7 @@ def exchange(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
     padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
     arrived = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(arrived, padded, group=group)
-    return [
-        bytes(tensor[: int(length)].tolist()) for tensor, length in zip(arrived, lengths, strict=True)
-    ]
+    return [bytes(tensor[: int(length)].tolist()) for tensor, length in zip(arrived, lengths, strict=True)]
 
 
 def together(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:

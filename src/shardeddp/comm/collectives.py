@@ -97,7 +97,7 @@ class Collectives(ABC):
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
         """Average slice ``rank`` of every rank's ``buffer`` (1D, ``size`` equal slices) into ``output`` (one slice).
 
-        ``buffer`` must not be touched before the collective is complete. ``output`` may be slice ``rank`` of ``buffer``.
+        ``buffer`` must not be touched before the collective is complete. ``output`` may be slice ``rank`` of it.
         """
 
     @abstractmethod

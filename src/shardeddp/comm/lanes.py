@@ -34,11 +34,10 @@ class Lane(ABC):
     def issue(self, action: Callable[[], Pending]) -> Ticket:
         """Run ``action`` on the lane, behind everything that compute has enqueued so far.
 
-        That order is what makes memory safe without ``record_stream``: a buffer that compute has released is filled again
-        on the lane only after compute's last use of it, and a buffer that compute allocated is waited for by compute
-        before it is released.
+        That order is what makes memory safe without ``record_stream``: a buffer that compute has released is filled
+        again on the lane only after compute's last use of it, and a buffer that compute allocated is waited for by
+        compute before it is released.
         """
-
 
 
 class HostLane(Lane):
@@ -63,7 +62,9 @@ class CudaLane(Lane):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             pending = action()
-            return Ticket(pending, self._stream.record_event())
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return Ticket(pending, done)
 
 
 def make_lane(device: torch.device) -> Lane:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class Mesh:
         """Among the ranks that hold equal shards: all-reduces."""
         self.world = self._collectives(dist.group.WORLD, [list(range(topology.world_size))])
         """Among all ranks: buffers, and everything outside the steady state."""
-        self.control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        self.control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
         """All ranks, on the host: agreement, never tensors of the model."""
         self.failures = Failures(self.rank)
         """Where errors are left for the other ranks."""
@@ -76,4 +77,5 @@ class Mesh:
 def _own_group(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
     """Create every group, as ``new_group`` wants of every rank, and return the one that this rank is in."""
     created = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
-    return next(group for group, ranks in zip(created, groups, strict=True) if rank in ranks)
+    own = next(group for group, ranks in zip(created, groups, strict=True) if rank in ranks)
+    return cast(dist.ProcessGroup, own)  # what is no group stands for those of other ranks

@@ -9,8 +9,9 @@ from shardeddp.comm.collectives import REDUCE_OPS, Collectives, Pending, ReduceK
 from shardeddp.comm.traffic import Traffic
 
 # torch 2.13 renamed both and deprecated the names that 2.11 knows.
-_all_gather: Callable[..., Work | None] = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Work | None] = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
+_NAMES = vars(dist)
+_all_gather: Callable[..., Work | None] = _NAMES.get("all_gather_single") or _NAMES["all_gather_into_tensor"]
+_reduce_scatter: Callable[..., Work | None] = _NAMES.get("reduce_scatter_single") or _NAMES["reduce_scatter_tensor"]
 
 
 class NativeCollectives(Collectives):

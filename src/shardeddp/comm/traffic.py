@@ -7,8 +7,8 @@ class Traffic:
     """Bytes and calls that this rank has issued since the last reset.
 
     Bytes are those that the rank has to send when the collective is done as well as a ring does it, whatever the
-    backend does: ``(n - 1) / n`` of the whole buffer for an all-gather or a reduce-scatter among ``n`` ranks, twice that
-    for an all-reduce. A group of one rank counts nothing.
+    backend does: ``(n - 1) / n`` of the whole buffer for an all-gather, a reduce-scatter or a broadcast among ``n``
+    ranks, twice that for an all-reduce. A group of one rank counts nothing.
     """
 
     def __init__(self) -> None:

@@ -1,23 +1,38 @@
-"""The launchers of a sharded run: Lightning's own, with full weights brought back from spawned processes."""
+"""The launcher of spawned and forked ranks: Lightning's own, with full weights brought back to the main process."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer import Trainer
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.checkpoint.full import gather_full
-
 
 class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
-    """Spawns or forks the ranks; at the end the main process gets the full weights, as it does under DDP."""
+    """Spawns or forks the ranks; at the end the main process gets the full weights, as it does under DDP.
+
+    Args:
+        strategy: Whose ranks.
+        start_method: How they start.
+        gather: Makes a state full on the ranks that pass True; it is sent to spawned ranks, so it can be imported.
+    """
+
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        start_method: Literal["spawn", "fork", "forkserver"],
+        gather: Callable[[Any, bool], Any],
+    ) -> None:
+        super().__init__(strategy, start_method)
+        self._gather = gather
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         def gather(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
             # All ranks pass here; only rank 0 keeps what it gathers and sends it to the main process.
-            state_dict.update(gather_full(dict(state_dict), keep=self._strategy.is_global_zero))
+            state_dict.update(self._gather(dict(state_dict), self._strategy.is_global_zero))
 
         handle = trainer.lightning_module.register_state_dict_post_hook(gather)
         try:

@@ -128,8 +128,8 @@ def _common_spec(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwarg
     """The spec that an element-wise operation can work in; None when its result is not a shard like its operands."""
     targets = written(func, args, kwargs)
     outputs = {id(target) for target in targets if any(target is value for value in kwargs.values())}
-    leaves = pytree.tree_leaves((args, kwargs))
-    return _spec_of(cls, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in outputs], targets)
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return _spec_of(cls, [leaf for leaf in leaves if id(leaf) not in outputs], targets)
 
 
 def _spec_of(
@@ -173,17 +173,16 @@ def _operand(cls: type[ShardTensor], tensor: torch.Tensor, spec: ShardSpec) -> t
 
 
 def _run_foreach(cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = args[0] if args else ()
     if func is aten._foreach_norm.Scalar and not (kwargs.get("dtype") or len(args) > 2):
-        return _foreach_norm(cls, args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
+        return _foreach_norm(cls, tensors, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
     if name == "_foreach_max":
-        return [tensor.max() for tensor in args[0]]
+        return [tensor.max() for tensor in tensors]
     if name in ("_foreach_norm", "_foreach_powsum", "_foreach_mm"):
         return _run_gathered(cls, func, args, kwargs)
     lists = [argument for argument in (*args, *kwargs.values()) if _holds_tensors(argument)]
     targets = written(func, args, kwargs)
-    specs = [
-        _spec_of(cls, operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))
-    ]
+    specs = [_spec_of(cls, operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))]
 
     def localize(argument: Any) -> Any:
         if not _holds_tensors(argument):
@@ -208,9 +207,7 @@ def _holds_tensors(argument: Any) -> bool:
 
 def _foreach_norm(cls: type[ShardTensor], tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
     sharded = iter(norms([tensor for tensor in tensors if isinstance(tensor, cls)], order))
-    return [
-        next(sharded) if isinstance(tensor, cls) else torch.linalg.vector_norm(tensor, order) for tensor in tensors
-    ]
+    return [next(sharded) if isinstance(tensor, cls) else torch.linalg.vector_norm(tensor, order) for tensor in tensors]
 
 
 def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -255,9 +252,9 @@ def _reshape_in_place(func: Any, sharded: ShardTensor) -> ShardTensor:
     if func is aten.detach_.default:
         return sharded
     raise NotImplementedError(
-        f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded: expected operations that "
-        f"leave both as they are. Use the one that returns a new tensor, or change the parameter before the model is "
-        f"sharded"
+        f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded: expected operations "
+        f"that leave both as they are. Use the one that returns a new tensor, or change the parameter before the model "
+        f"is sharded"
     )
 
 
@@ -272,7 +269,7 @@ def _partial_norms(locals_: Sequence[torch.Tensor], order: float) -> list[torch.
     for dtype in {local.dtype for local in locals_}:
         held = [i for i, local in enumerate(locals_) if local.dtype is dtype and local.numel()]
         if held:
-            norms_held = torch._foreach_norm([locals_[i] for i in held], order, dtype=_wide(dtype))
+            norms_held = aten._foreach_norm.Scalar([locals_[i] for i in held], order, dtype=_wide(dtype))
             for i, norm in zip(held, norms_held, strict=True):
                 found[i] = norm
     return found

@@ -97,6 +97,10 @@ class FlatGroup:
         for unsharded in self.unsharded:
             unsharded.__class__ = UnshardedParameter
 
+    def retain(self) -> None:
+        """Keep the gathered buffer's memory and content from now on when the unit is resharded."""
+        self._retain = True
+
     def release(self) -> None:
         """Give the gathered buffer's memory back; the unsharded parameters raise from here on."""
         self._keep_writes()

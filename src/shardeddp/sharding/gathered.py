@@ -34,8 +34,8 @@ def mark_written(local: torch.Tensor) -> None:
 def refuse_recorded_write(sharded: ShardTensor, operation: str) -> None:
     """Raise for a write that autograd would have to record."""
     raise RuntimeError(
-        f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while gradients are recorded; "
-        f"it is unchanged. Write to it under torch.no_grad(), or to a copy of it (clone())"
+        f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while gradients are "
+        f"recorded; it is unchanged. Write to it under torch.no_grad(), or to a copy of it (clone())"
     )
 
 
@@ -68,7 +68,7 @@ class Gathered:
 
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor shares memory with the full elements."""
-        return tensor.layout is torch.strided and torch._C._is_alias_of(tensor, self.full)
+        return tensor.layout is torch.strided and torch._C._is_alias_of(tensor, self.full)  # type: ignore[attr-defined]
 
     def _shard_version(self) -> int:
         local = self.sharded.to_local()
@@ -85,7 +85,6 @@ class GatheredView(torch.Tensor):
     _plain: torch.Tensor
     _gathered: Gathered
 
-    @staticmethod
     def __new__(cls, plain: torch.Tensor, gathered: Gathered) -> GatheredView:  # noqa: D102
         made = torch.Tensor._make_subclass(cls, plain)
         made._plain, made._gathered = plain, gathered
@@ -106,7 +105,8 @@ class GatheredView(torch.Tensor):
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
-        raise NotImplementedError(f"a view of {self._gathered.sharded.spec.fqn} cannot be given other memory: use copy_()")
+        fqn = self._gathered.sharded.spec.fqn
+        raise NotImplementedError(f"a view of {fqn} cannot be given other memory: use copy_()")
 
     def plain(self) -> torch.Tensor:
         """The elements now, as a plain tensor that is not to be written to."""
@@ -121,19 +121,19 @@ class GatheredView(torch.Tensor):
         array.flags.writeable = False  # what is written to an array could not be seen
         return array
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: D105
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return repr(self._plain)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:  # noqa: D105
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return memo.setdefault(id(self), self.plain().detach().clone())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: D105
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().detach().clone().__reduce_ex__(protocol)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # noqa: D105
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

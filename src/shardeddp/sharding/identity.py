@@ -1,19 +1,26 @@
 """Give a parameter another body and keep its identity, so that references taken before sharding stay valid."""
 
+from typing import Any
+
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 
 def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchange class, attributes and implementation of two tensors; ``id()`` of each stays.
 
     ``torch.utils.swap_tensors`` does the same and refuses objects with weak references, which every ``nn.LSTM`` has on
-    its weights; those references are to the object and stay true.
+    its weights; those references are to the object and stay true. A graph that was recorded before leads to the
+    former body: it refuses to run backward.
 
     Raises:
-        RuntimeError: Something else holds the implementation of one of them, for example an autograd graph that is
-            still alive.
+        RuntimeError: Native code holds a weak reference to one of them; nothing has changed.
     """
-    torch._C._swap_tensor_impl(first, second)  # raises before anything has changed
+    others = first._use_count() - 1  # type: ignore[attr-defined]  # torch.utils.swap_tensors asks the same
+    recorded = get_gradient_edge(first).node if first.requires_grad and others else None
+    torch._C._swap_tensor_impl(first, second)
+    if recorded is not None:
+        recorded.register_prehook(_refuse_backward)
     first_class, second_class = type(first), type(second)
     first_attributes, second_attributes = dict(first.__dict__), dict(second.__dict__)
     first.__class__, second.__class__ = second_class, first_class
@@ -21,3 +28,10 @@ def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
     first.__dict__.update(second_attributes)
     second.__dict__.clear()
     second.__dict__.update(first_attributes)
+
+
+def _refuse_backward(gradients: tuple[Any, ...]) -> None:
+    raise RuntimeError(
+        "this graph was recorded before its model was sharded, and its gradients would reach nobody: expected a "
+        "forward of the model as the Trainer has set it up. Compute what the loss needs anew, inside training_step"
+    )

@@ -144,7 +144,7 @@ class ShardedStates(MutableMapping[torch.Tensor, State]):
 
 
 class _StateView(dict[str, Any]):
-    """One parameter's states as sharded tensors; what is assigned here reaches the optimizer."""
+    """One parameter's states as sharded tensors; what is assigned or removed here reaches the optimizer."""
 
     def __init__(self, state: Mapping[str, Any], parameter: torch.Tensor | None = None) -> None:
         self._state = state
@@ -155,6 +155,18 @@ class _StateView(dict[str, Any]):
         super().__setitem__(name, value)
         if isinstance(self._state, dict):
             self._state[name] = localize_state(name, value, self._parameter)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        if isinstance(self._state, dict):
+            del self._state[name]
+
+    # A dict's own versions of these go past the two above.
+    clear = MutableMapping.clear
+    pop = MutableMapping.pop  # type: ignore[assignment]
+    popitem = MutableMapping.popitem
+    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
+    update = MutableMapping.update  # type: ignore[assignment]
 
 
 def globalize_state(value: Any, parameter: torch.Tensor | None) -> Any:

@@ -46,9 +46,7 @@ _NAMES = {
 }
 
 # Attributes that are operations.
-_COMPUTED_ATTRIBUTES = {
-    vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
-}
+_COMPUTED_ATTRIBUTES = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
 
 def asks_only_about(func: Any) -> bool:
@@ -58,7 +56,7 @@ def asks_only_about(func: Any) -> bool:
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among its arguments that an ATen operation writes to."""
-    found: list[torch.Tensor] = []
+    found: list[Any] = []
     for position, name in _written_places(func):
         argument = args[position] if position < len(args) else kwargs.get(name)
         found += argument if isinstance(argument, (list, tuple)) else [argument]

@@ -39,7 +39,10 @@ class Reducer:
         self._gathers = placement.reshard is not Reshard.NEVER
         self._order = list(reversed(tracks))  # for when nothing is gathered; inner units before outer ones
         self._order_is_agreed = self._gathers
-        self._active = False
+        self.leaves_gradients = False
+        """Whether the backward that is running leaves gradients on parameters; `autograd.grad` does not."""
+
+        self._sync = True
         self._reached: list[UnitTrack] = []  # in this backward, in order
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
 
@@ -50,16 +53,16 @@ class Reducer:
             sync_gradients: False if gradients stay on their ranks this time.
         """
         self._reached = []
-        # `autograd.grad` leaves no gradients on parameters: there is nothing to reduce.
-        self._active = sync_gradients and any(track.gets_gradients() for track in self._tracks)
+        self._sync = sync_gradients
+        self.leaves_gradients = any(track.gets_gradients() for track in self._tracks)
 
-    def note_gradient(self, sync_gradients: bool) -> None:
+    def note_gradient(self) -> None:
         """A gradient is there: this backward leaves some, even if its graph (of reentrant checkpointing) hid that."""
-        self._active = sync_gradients
+        self.leaves_gradients = True
 
     def reach(self, track: UnitTrack) -> None:
         """The backward reaches a use of a unit, which is not gathered for it yet."""
-        waiting = self._waiting() if self._active else []
+        waiting = self._waiting()
         over = [other for other in waiting if other.is_over_at(track)]
         # One order for all ranks: an unfinished unit holds back those behind it.
         for due in over if self._gathers else list(takewhile(lambda other: other in over, waiting)):
@@ -70,19 +73,19 @@ class Reducer:
 
     def end(self) -> None:
         """The backward ends: reduce what remains, and give the parameters their gradients."""
-        if self._active:
+        if self._sync and self.leaves_gradients:
             for track in self._waiting():
                 self._issue(track)
             self._settle()
-            self._active = False
 
     def abort(self) -> None:
-        """Forget a backward that has failed."""
-        self._active = False
+        """Finish what a backward that has failed has issued."""
         self._finish()
 
     def _waiting(self) -> list[UnitTrack]:
         """Units still to be reduced, in order."""
+        if not (self._sync and self.leaves_gradients):
+            return []
         candidates = self._reached if self._gathers else self._order
         return [track for track in candidates if track.gradients_expected and not track.issued]
 

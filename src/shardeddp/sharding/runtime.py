@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -166,7 +167,7 @@ class Runtime:
                 # A frozen parameter takes no hook, and may be unfrozen later.
                 trainable = parameter.requires_grad
                 parameter.requires_grad_(True)
-                parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, track, index))
+                parameter.register_post_accumulate_grad_hook(self._gradient_hook(track.index, index))
                 track.accumulators.append(get_gradient_edge(parameter).node)
                 parameter.requires_grad_(trainable)
 
@@ -211,7 +212,7 @@ class Runtime:
             self.sync_buffers()
 
     def _reshards_after_forward(self, track: UnitTrack) -> bool:
-        if track.pinned or track.held or track.unit.state is not UnitState.UNSHARDED:
+        if track.held or track.unit.state is not UnitState.UNSHARDED:
             return False
         if not track.awaiting_backward:
             return True
@@ -223,9 +224,11 @@ class Runtime:
         differentiable = [tensor for tensor in found.tensors if tensor.requires_grad]
         if found.opaque is not None and track is not self._root and not track.pinned:
             track.pinned = True
+            track.unit.retain()
             warnings.warn(
                 f"unit {track.unit.label} returns a {type(found.opaque).__qualname__}, whose tensors cannot be seen: "
-                f"the unit stays unsharded from now on. Return tensors, mappings, sequences or dataclasses to avoid it",
+                f"its unsharded parameters stay in memory from now on, because their backward may come unannounced. "
+                f"Return tensors, mappings, sequences or dataclasses to avoid it",
                 stacklevel=2,
             )
         if not differentiable:
@@ -271,9 +274,20 @@ class Runtime:
             track.begin_backward()
         self._reducer.begin(self.sync_gradients)
 
+    def _gradient_hook(self, unit: int, index: int) -> Callable[[torch.Tensor], None]:
+        # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the model for ever.
+        reference = weakref.ref(self)
+
+        def ready(parameter: torch.Tensor) -> None:
+            runtime = reference()
+            if runtime is not None:
+                runtime._gradient_ready(runtime.tracks[unit], index, parameter)
+
+        return ready
+
     def _gradient_ready(self, track: UnitTrack, index: int, parameter: torch.Tensor) -> None:
         self._begin_backward()
-        self._reducer.note_gradient(self.sync_gradients)
+        self._reducer.note_gradient()
         track.missing.discard(index)
         self._reshard_after_backward(track)
 
@@ -282,7 +296,7 @@ class Runtime:
         self._reshard_after_backward(track)
 
     def _reshard_after_backward(self, track: UnitTrack) -> None:
-        if track is self._root or track.active or track.pinned or self._keeps_graph:
+        if track is self._root or track.active or self._keeps_graph:
             return
         if track.unit.state is UnitState.UNSHARDED and track.backward_is_over():
             track.unit.reshard()
@@ -290,8 +304,8 @@ class Runtime:
     def _end_backward(self) -> None:
         self._reducer.end()
         self.phase = Phase.FORWARD if self._root.active else Phase.IDLE
-        if self._keeps_graph:
-            return  # the parameters are part of a graph that is still to be run backward
+        if self._keeps_graph and not self._reducer.leaves_gradients:
+            return  # `autograd.grad` for another backward: the parameters are part of its graph
         for track in self.tracks:
             track.forget_forwards()
         self._reshard_idle(also_root=True)
@@ -323,7 +337,7 @@ class Runtime:
             if unit.state is UnitState.UNSHARDING:
                 unit.wait()
             busy = track.awaiting_backward or (track.active and not (also_root and track is self._root))
-            if unit.state is UnitState.UNSHARDED and not (busy or track.pinned or track.held):
+            if unit.state is UnitState.UNSHARDED and not (busy or track.held):
                 unit.reshard()
 
     def _warn_once(self, change: OrderChange | None) -> None:

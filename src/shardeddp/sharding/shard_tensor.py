@@ -8,7 +8,8 @@ One parameter of the user's model is, in the engine, up to five tensors:
 - the *unsharded parameter*: a plain ``nn.Parameter``, a view of the unit's gathered flat buffer. The module computes
   with it, and autograd leaves the unsharded gradient on it. It is usable only while its unit is unsharded.
 - the *local parameter*: a plain 1D view of the main shard, this rank's interval. Element-wise optimizers step on it.
-- the *sharded gradient*: a ``ShardTensor`` over a view of the unit's gradient shard; ``.grad`` of the sharded parameter.
+- the *sharded gradient*: a ``ShardTensor`` over a view of the unit's gradient shard; ``.grad`` of the sharded
+  parameter.
 - the *local gradient*: that view itself; ``.grad`` of the local parameter.
 """
 
@@ -80,7 +81,6 @@ class ShardTensor(torch.Tensor):
     _spec: ShardSpec
     _unsharded: torch.Tensor | None  # of a sharded parameter: its unsharded one
 
-    @staticmethod
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
@@ -114,7 +114,7 @@ class ShardTensor(torch.Tensor):
     def requires_grad(self, requires_grad: bool) -> None:
         self.requires_grad_(requires_grad)
 
-    def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:  # noqa: D102
+    def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:  # type: ignore[override]  # noqa: D102
         with torch._C.DisableTorchFunctionSubclass():
             super().requires_grad_(requires_grad)
             if self._unsharded is not None:
@@ -132,8 +132,9 @@ class ShardTensor(torch.Tensor):
             return  # module.to() with the dtype and the device that the module has
         raise RuntimeError(
             f"{self._spec.fqn} is sharded and cannot be given other memory (.data = ..., module.half(), module.to()): "
-            f"expected it to stay {self._local.dtype} on {self._local.device}, found {data.dtype} on {data.device}. Change "
-            f"values in place (with torch.no_grad(): parameter.copy_(...)), dtype or device before the model is sharded"
+            f"expected it to stay {self._local.dtype} on {self._local.device}, found {data.dtype} on {data.device}. "
+            f"Change values in place (with torch.no_grad(): parameter.copy_(...)), dtype or device before the model is "
+            f"sharded"
         )
 
     def tolist(self) -> Any:  # noqa: D102
@@ -164,7 +165,7 @@ class ShardTensor(torch.Tensor):
         """The whole tensor, gathered; a collective of all ranks of the shard group. No gradient flows through it."""
         return gather(self)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: D105
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         interval = self._spec.interval
         return (
             f"ShardTensor({self._spec.fqn}, shape={tuple(self._spec.shape)}, dtype={self._local.dtype}, "
@@ -172,16 +173,15 @@ class ShardTensor(torch.Tensor):
             f"{self._spec.mesh.shard_rank}, local={self._local!r})"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:  # noqa: D105
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) not in memo:
             copied = ShardTensor(self._local.detach().clone(), self._spec, self.requires_grad)
-            copied.__dict__.update(
-                {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_local", "_spec", "_unsharded")}
-            )
+            own = ("_local", "_spec", "_unsharded")
+            vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
             memo[id(self)] = copied
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: D105
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
             f"{self._spec.fqn} is sharded and cannot be pickled: only this rank's elements "
             f"{self._spec.interval} would be saved. Save a checkpoint through the Trainer, or call full_tensor() "
@@ -189,7 +189,7 @@ class ShardTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_function__(  # noqa: D105
+    def __torch_function__(
         cls, func: Dispatch, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -199,7 +199,7 @@ class ShardTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # noqa: D105
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch.run(cls, func, args, kwargs or {})
@@ -215,7 +215,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> ShardTensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> ShardTensor:  # type: ignore[override]
         spec: ShardSpec = ctx.spec
         total = gradient.contiguous().clone()
         spec.mesh.world.all_reduce_(total).wait()
@@ -231,7 +231,7 @@ class _View(torch.autograd.Function):
         return GatheredView(view, gathered)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return gradient, None
 
 

@@ -36,7 +36,7 @@ class UnitTrack:
     """Version of the unit's parameters that its last forward with gradients used."""
 
     pinned: bool = False
-    """Never resharded: some output cannot be seen, so its backward could come unannounced."""
+    """Unsharded memory is retained: some output cannot be seen, so its backward could come unannounced."""
 
     held: bool = False
     """Not resharded for the time being: once it is unsharded, its forwards need no other rank."""

@@ -118,6 +118,11 @@ class Unit:
         for group in self.groups:
             group.release()
 
+    def retain(self) -> None:
+        """Keep gathered buffers from now on when the unit is resharded."""
+        for group in self.groups:
+            group.retain()
+
     def reduce_gradients(self) -> list[Reduction]:
         """Pack the unsharded gradients and issue their reduction; possible in any state."""
         return [group.reduce_gradients() for group in self.groups if group.trainable]

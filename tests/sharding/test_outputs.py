@@ -1,0 +1,109 @@
+"""What units take and return: tensors anywhere in plain containers are found, what hides them is warned about."""
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardeddp.sharding.outputs import find_tensors
+from training import RUNTIMES, Sharding, Trial, batch, unit_of
+from world import on_ranks
+
+WIDTH = 6
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Record:
+    """A plain dataclass."""
+
+    tensor: torch.Tensor
+    note: str = "note"
+
+
+class Envelope:
+    """Holds a tensor where nobody looks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Wrapped(nn.Module):
+    """A linear layer whose output is handed on in something."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(self.linear(x).tanh() + 0.5)
+
+
+class Unwrapping(nn.Module):
+    """Two wrapped layers and what takes their outputs out again."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Wrapped(wrap), Wrapped(wrap)])
+        self.unwrap = unwrap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.unwrap(layer(x))
+        return x
+
+
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "tuple": (lambda x: (None, x), lambda out: out[1]),
+    "nested": (lambda x: {"a": [1, {"b": (x, "text")}]}, lambda out: out["a"][1]["b"][0]),
+    "namedtuple": (lambda x: Pair(1.0, x), lambda out: out.right),
+    "ordered": (lambda x: OrderedDict(logits=x), lambda out: out["logits"]),
+    "dataclass": (lambda x: Record(x), lambda out: out.tensor),
+    "two views": (lambda x: (x[:, :2], x[:, 2:]), lambda out: torch.cat(out, dim=1)),
+    "in place": (lambda x: x, lambda out: out.add_(1.0)),
+}
+
+
+def square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
+
+
+@pytest.mark.parametrize("strategy", RUNTIMES)
+@pytest.mark.parametrize("container", CONTAINERS)
+@on_ranks(2)
+def test_outputs_in_containers_are_found(strategy: str, container: str) -> None:
+    trial = Trial(Unwrapping(*CONTAINERS[container]), Sharding(strategy=strategy, units=("layers.*",)))
+    trial.train(square)
+    assert not any(track.pinned for track in trial.runtime.tracks)
+
+
+@pytest.mark.parametrize("strategy", RUNTIMES)
+@on_ranks(2)
+def test_a_unit_whose_outputs_are_hidden_stays_in_memory_with_one_warning(strategy: str) -> None:
+    trial = Trial(Unwrapping(Envelope, lambda out: out.tensor), Sharding(strategy=strategy, units=("layers.*",)))
+    with pytest.warns(UserWarning, match=r"returns a Envelope, whose tensors cannot be seen") as caught:
+        trial.train(square)
+    assert sorted(str(warning.message).split()[1] for warning in caught) == ["layers.0", "layers.1"]
+    assert unit_of(trial.runtime, "layers.0").groups[0].unsharded[0].detach().abs().sum() > 0
+
+
+def test_tensors_are_found_in_containers_and_other_objects_are_named() -> None:
+    tensors = [torch.tensor(float(index)) for index in range(5)]
+    value = {"a": tensors[0], "b": [tensors[1], (tensors[2], Record(tensors[3])), "text", 1, None], "c": {1, 2}}
+    found = find_tensors(value)
+    assert [float(tensor) for tensor in found.tensors] == [0.0, 1.0, 2.0, 3.0]
+    assert found.opaque is None
+    envelope = Envelope(tensors[4])
+    assert find_tensors([tensors[0], envelope]).opaque is envelope
+
+
+def test_plain_values_hold_no_tensors() -> None:
+    found = find_tensors([1, 2.0, True, "text", b"bytes", None, torch.float32, torch.Size([1]), {"k": {1.0}}])
+    assert (found.tensors, found.opaque) == ((), None)

@@ -1,0 +1,173 @@
+"""Checkpoints are ordinary Lightning files that resume exactly, in any world and under any strategy."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from support.resuming import (
+    Make,
+    fit,
+    full_shard,
+    hybrid_shard,
+    losses_and_weights,
+    no_shard,
+    one_unit,
+    same_batches,
+    shard_grad_op,
+    train,
+)
+from support.tasks import EvaluatedGpt, HasAnOptimizerOfItsOwn, TinyGpt, token_loader
+from support.trainers import assert_same_weights, full_weights, make_trainer
+from world import Worlds
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# -- the file
+
+
+@pytest.fixture(scope="module")
+def after_two_epochs(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint that two ranks wrote after training, and the weights that they had."""
+    path = tmp_path_factory.mktemp("checkpoints") / "two.ckpt"
+    return path, world(2).run(train, full_shard, 2, None, str(path))[0]["weights"]
+
+
+def test_a_file_loads_without_this_package_and_has_the_keys_of_the_plain_module(
+    after_two_epochs: tuple[Path, dict[str, Tensor]],
+) -> None:
+    path, weights = after_two_epochs
+    checkpoint = torch.load(path, weights_only=True)
+    assert list(checkpoint["state_dict"]) == list(TinyGpt().state_dict())
+    assert all(type(tensor) is Tensor for tensor in checkpoint["state_dict"].values())
+    assert all(torch.equal(checkpoint["state_dict"][name], weights[name]) for name in weights)
+    states = checkpoint["optimizer_states"][0]["state"]
+    assert all(type(tensor) is Tensor for state in states.values() for tensor in state.values())
+    shapes = {tuple(state["exp_avg"].shape) for state in states.values()}
+    assert shapes == {tuple(p.shape) for p in TinyGpt().parameters()}
+
+
+def test_a_file_loads_as_lightning_loads_any(after_two_epochs: tuple[Path, dict[str, Tensor]]) -> None:
+    path, weights = after_two_epochs
+    model = TinyGpt.load_from_checkpoint(path)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_file_has_the_contents_of_one_that_ddp_writes(
+    world: Worlds, tmp_path: Path, after_two_epochs: tuple[Path, dict[str, Tensor]]
+) -> None:
+    world(2).run(train, DDPStrategy, 2, None, str(tmp_path / "ddp.ckpt"))
+    ours, theirs = (torch.load(path, weights_only=True) for path in (after_two_epochs[0], tmp_path / "ddp.ckpt"))
+    assert ours.keys() == theirs.keys()
+    assert_same_weights(ours["state_dict"], theirs["state_dict"])
+    assert ours["loops"] == theirs["loops"]
+    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+    assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+    for index, expected in theirs["optimizer_states"][0]["state"].items():
+        assert_same_weights(ours["optimizer_states"][0]["state"][index], expected)
+
+
+# -- resuming
+
+
+@pytest.fixture(scope="module")
+def four_epochs(world: Worlds) -> Callable[[Make], list[dict[str, Any]]]:
+    """An uninterrupted run over two ranks."""
+    done: dict[Make, list[dict[str, Any]]] = {}
+
+    def run(make: Make) -> list[dict[str, Any]]:
+        if make not in done:
+            done[make] = world(2).run(train, make, 4)
+        return done[make]
+
+    return run
+
+
+@pytest.mark.parametrize("make", [full_shard, no_shard])
+def test_resuming_is_exact(
+    world: Worlds, tmp_path: Path, four_epochs: Callable[[Make], list[dict[str, Any]]], make: Make
+) -> None:
+    path = str(tmp_path / "half.ckpt")
+    first = world(2).run(train, make, 2, None, path)
+    second = world(2).run(train, make, 4, path)
+    for straight, before, after in zip(four_epochs(make), first, second, strict=True):
+        assert straight["losses"] == before["losses"] + after["losses"]
+        assert all(torch.equal(straight["weights"][name], after["weights"][name]) for name in straight["weights"])
+
+
+def test_an_optimizer_that_is_not_elementwise_resumes_as_well(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    straight = world(2).run(train, full_shard, 2, None, None, HasAnOptimizerOfItsOwn)
+    world(2).run(train, full_shard, 1, None, path, HasAnOptimizerOfItsOwn)
+    resumed = world(2).run(train, full_shard, 2, path, None, HasAnOptimizerOfItsOwn)
+    for rank in range(2):
+        assert_same_weights(resumed[rank]["weights"], straight[rank]["weights"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "make"),
+    [(1, full_shard), (3, full_shard), (2, one_unit), (2, shard_grad_op), (2, hybrid_shard), (2, DDPStrategy)],
+)
+def test_a_run_resumes_in_another_world_and_under_another_strategy(
+    world: Worlds,
+    after_two_epochs: tuple[Path, dict[str, Tensor]],
+    four_epochs: Callable[[Make], list[dict[str, Any]]],
+    size: int,
+    make: Make,
+) -> None:
+    resumed = world(size).run(train, make, 4, str(after_two_epochs[0]))
+    for rank in range(size):
+        assert_same_weights(resumed[rank]["weights"], four_epochs(full_shard)[0]["weights"])
+
+
+def test_a_run_resumes_from_a_checkpoint_of_ddp(
+    world: Worlds, tmp_path: Path, four_epochs: Callable[[Make], list[dict[str, Any]]]
+) -> None:
+    path = str(tmp_path / "ddp.ckpt")
+    world(2).run(train, DDPStrategy, 2, None, path)
+    resumed = world(2).run(train, full_shard, 4, path)
+    assert_same_weights(resumed[0]["weights"], four_epochs(full_shard)[0]["weights"])
+
+
+class NotesRestoredWeights(EvaluatedGpt):
+    def on_fit_start(self) -> None:
+        self.at_fit_start = full_weights(self)
+
+
+def weights_at_fit_start(path: str) -> dict[str, Tensor]:
+    model = NotesRestoredWeights()
+    make_trainer(full_shard(), max_epochs=3).fit(model, token_loader(8), ckpt_path=path)
+    return model.at_fit_start
+
+
+def test_on_fit_start_sees_the_restored_weights(
+    world: Worlds, after_two_epochs: tuple[Path, dict[str, Tensor]]
+) -> None:
+    path, weights = after_two_epochs
+    for found in world(2).run(weights_at_fit_start, str(path)):
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def resume_a_module_that_is_sharded(path: str) -> dict[str, Any]:
+    model = fit(full_shard(), 1)
+    model.losses.clear()
+    trainer = make_trainer(full_shard(), max_epochs=4, gradient_clip_val=0.5)
+    trainer.fit(model, same_batches(), ckpt_path=path)
+    return losses_and_weights(model)
+
+
+def test_a_checkpoint_loads_into_a_module_that_has_been_trained_before(
+    world: Worlds,
+    after_two_epochs: tuple[Path, dict[str, Tensor]],
+    four_epochs: Callable[[Make], list[dict[str, Any]]],
+) -> None:
+    for rank, resumed in enumerate(world(2).run(resume_a_module_that_is_sharded, str(after_two_epochs[0]))):
+        straight = four_epochs(full_shard)[rank]
+        assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :]
+        assert all(torch.equal(straight["weights"][name], resumed["weights"][name]) for name in straight["weights"])
