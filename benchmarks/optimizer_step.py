@@ -1,7 +1,7 @@
 """What an optimizer step on many small sharded parameters costs, against the same step on plain tensors.
 
-Each of two ranks holds half of the elements of every unit; the plain tensors to compare with are of the sizes that a rank
-holds, so both sides do the same arithmetic, and the difference is what sharding adds.
+Each of two ranks holds half of the elements of every unit; the plain tensors to compare with are of the sizes that a
+rank holds, so both sides do the same arithmetic, and the difference is what sharding adds.
 
     python benchmarks/optimizer_step.py --parameters 1000
 """
@@ -84,7 +84,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         port = 20000 + os.getpid() % 20000
         mp.spawn(
-            measure, (options.ranks, options.parameters, options.numel, options.steps, port, folder), nprocs=options.ranks
+            measure,
+            (options.ranks, options.parameters, options.numel, options.steps, port, folder),
+            nprocs=options.ranks,
         )
         results = json.loads(Path(folder, "results.json").read_text())
     shown = Table(

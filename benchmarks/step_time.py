@@ -1,7 +1,8 @@
 """Step time and peak memory of ShardedDP against no synchronisation, DDP, torch FSDP1 and torch FSDP2, in one run.
 
-All of them train one GPT behind the same Lightning Trainer on the same CPU ranks (gloo), in turn and several rounds over,
-so that a drift of the machine meets each of them. Every measurement has fresh processes, so that peak memory is its own.
+All of them train one GPT behind the same Lightning Trainer on the same CPU ranks (gloo), in turn and several rounds
+over, so that a drift of the machine meets each of them. Every measurement has fresh processes, so that peak memory is
+its own.
 
     python benchmarks/step_time.py                                  # d=512, 8 blocks, batch 8 x 128 per rank, 2 ranks
     python benchmarks/step_time.py --rounds 5 --only ddp full_shard
@@ -40,7 +41,6 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from gpt.model import GPT, Block  # noqa: E402
-
 from shardeddp import ShardedDP  # noqa: E402
 
 
@@ -142,12 +142,14 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // setting.ranks))
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    sys.stdout = open(os.devnull, "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # rank 0 prints a table of units that would tear the progress bar
     torch.manual_seed(0)
     strategy: Strategy = STRATEGIES[name]()
     clock = Clock()
     module = Language(setting)
-    data = torch.randint(0, 256, (setting.ranks * setting.batch * (setting.steps + setting.warmup + 1), setting.length + 1))
+    data = torch.randint(
+        0, 256, (setting.ranks * setting.batch * (setting.steps + setting.warmup + 1), setting.length + 1)
+    )
     trainer = L.Trainer(
         accelerator="cpu", devices=setting.ranks, strategy=strategy, max_steps=setting.steps + setting.warmup + 1,
         callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -224,7 +226,9 @@ def main() -> None:
         results = run(names, setting, Path(folder))
     Console().print(table(results, setting))
     if save is not None:
-        save.write_text(json.dumps({name: [asdict(item) for item in items] for name, items in results.items()}, indent=1))
+        save.write_text(
+            json.dumps({name: [asdict(item) for item in items] for name, items in results.items()}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -165,3 +165,45 @@ def another_order() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "units run in another order")
         yield
+
+
+# -- a model and a loss for tests that need no special one
+
+WIDTH = 6
+
+
+def linears(count: int = 3) -> nn.Sequential:
+    """Linear layers, one behind the other."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+class Chain(nn.Module):
+    """Blocks that run in the order given by ``order``, which a test may change."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(blocks)]
+        )
+        self.order = list(range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for index in self.order:
+            x = x + self.blocks[index](x)
+        return x
+
+
+def square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The mean square of the output."""
+    return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
+
+
+def chain(strategy: str, order: tuple[int, ...] = (0, 1, 2), prefetch: int = 1) -> Trial:
+    """A chain whose blocks are units."""
+    model = Chain()
+    model.order = list(order)
+    return Trial(model, Sharding(strategy=strategy, units=("blocks.*",), prefetch=prefetch))

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from shardeddp.comm import agree_on_any, agree_on_layout, exchange, together
-from shardeddp.errors import LayoutMismatchError, RankError
+from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -74,6 +74,19 @@ def test_the_failure_of_one_rank_is_raised_on_every_rank_with_its_traceback() ->
 def test_several_failures_are_listed_by_rank() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0, 2;.*--- rank 0 ---.*on rank 0.*--- rank 2 ---.*on rank 2"):
         together("cutting", lambda: fail(2, 0), control())
+
+
+def misconfigure(*ranks: int) -> None:
+    if dist.get_rank() in ranks:
+        raise ConfigurationError("expected another model")
+
+
+@on_ranks(2)
+def test_a_configuration_that_every_rank_refuses_needs_no_traceback_of_each() -> None:
+    with pytest.raises(ConfigurationError, match=r"^expected another model$"):
+        together("cutting", lambda: misconfigure(0, 1), control())
+    with pytest.raises(RankError, match="ConfigurationError: expected another model"):
+        together("cutting", lambda: misconfigure(1), control())
 
 
 def fail_with(text: str) -> None:

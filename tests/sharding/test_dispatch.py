@@ -1,5 +1,6 @@
 """Operations on sharded tensors without gradients: local, reduced or gathered, and equal to those on plain tensors."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,16 @@ def test_inference_mode_changes_nothing() -> None:
             pair.sharded.mul_(2), pair.plain.mul_(2)
     for name, pair in pairs.items():
         check_same(pair.sharded, pair.plain, name)
+
+
+@on_ranks(2)
+def test_a_result_of_another_shape_is_not_written() -> None:
+    pairs = make_pairs(make_mesh())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="An output with one or more elements was resized")
+        with pytest.raises(RuntimeError, match=r"expected a result of shape \(3, 5\) to write to matrix, found \(\)"):
+            torch.mul(torch.tensor(2.0), torch.tensor(3.0), out=pairs["matrix"].sharded)
+    check_same(pairs["matrix"].sharded, pairs["matrix"].plain, "after the error")
 
 
 @on_ranks(2)

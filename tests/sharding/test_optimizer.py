@@ -12,10 +12,9 @@ from torch import nn, optim
 
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.shard_tensor import ShardTensor
-from training import Sharding, Trial, batch, close, full
+from training import WIDTH, Sharding, Trial, batch, close, full
 from world import Worlds, on_ranks
 
-WIDTH = 6
 SAMPLES = 12  # of a step, over all ranks
 every_strategy = pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 

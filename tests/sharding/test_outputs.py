@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from shardeddp.sharding.outputs import find_tensors
-from training import RUNTIMES, Sharding, Trial, batch, unit_of
+from training import RUNTIMES, WIDTH, Sharding, Trial, square, unit_of
 from world import on_ranks
-
-WIDTH = 6
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -69,10 +67,6 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
     "two views": (lambda x: (x[:, :2], x[:, 2:]), lambda out: torch.cat(out, dim=1)),
     "in place": (lambda x: x, lambda out: out.add_(1.0)),
 }
-
-
-def square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
 
 
 @pytest.mark.parametrize("strategy", RUNTIMES)

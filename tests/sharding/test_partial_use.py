@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from training import RUNTIMES, Loss, Sharding, Trial, batch
+from training import RUNTIMES, WIDTH, Loss, Sharding, Trial, square
 from world import on_ranks
 
-WIDTH = 6
 every_strategy = pytest.mark.parametrize("strategy", RUNTIMES)
 
 
@@ -40,10 +39,6 @@ class Layers(nn.Module):
             layer.use = index in layers
 
 
-def square(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
-
-
 @every_strategy
 @on_ranks(2)
 def test_what_no_rank_uses_has_no_gradient_and_is_not_decayed(strategy: str) -> None:
@@ -73,3 +68,22 @@ def used_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 def test_what_some_ranks_use_gets_the_mean_over_all_ranks(strategy: str, prefetch: int, loss: Loss) -> None:
     trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",), prefetch=prefetch))
     trial.train(loss, steps=5)
+
+
+@pytest.mark.parametrize("loss", [used_by_some, used_in_turns])
+@on_ranks(4)
+def test_replicas_use_different_parameters(loss: Loss) -> None:
+    Trial(Layers(), Sharding(strategy="hybrid_shard", shard_size=2, units=("layers.*",))).train(loss, steps=5)
+
+
+@every_strategy
+@on_ranks(2)
+def test_what_a_micro_batch_has_used_is_reduced_by_a_later_one(strategy: str) -> None:
+    trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",)))
+    for step in range(4):
+        trial.runtime.sync_gradients = step % 2 == 1
+        trial.backward(used_in_turns, step)
+        if step % 2:
+            trial.check_gradients()
+            trial.step()
+            trial.check_parameters()

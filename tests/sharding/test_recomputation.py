@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from training import RUNTIMES, Sharding, Trial, batch
+from training import RUNTIMES, WIDTH, Sharding, Trial, batch
 from world import on_ranks
 
-WIDTH = 6
 every_strategy = pytest.mark.parametrize("strategy", RUNTIMES)
 
 

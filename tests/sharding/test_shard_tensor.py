@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shards import SIZES, Pair, check_same, counted, make_mesh, make_pairs, warned
+from training import Sharding
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -199,6 +201,15 @@ def test_a_module_cannot_be_converted_once_it_is_sharded() -> None:
         with pytest.raises(RuntimeError, match=r"matrix is sharded .* expected it to stay torch.float32 on cpu"):
             convert()
     check_same(module[0], pairs["matrix"].plain, "after all")
+
+
+@on_ranks(2)
+def test_a_module_that_was_moved_elsewhere_is_noticed_in_its_next_forward() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    runtime = Sharding().apply(model)
+    model.to("meta")
+    with pytest.raises(ConfigurationError, match=r"Linear.weight .* was replaced after sharding"), runtime.step("step"):
+        model(torch.ones(1, 3))
 
 
 # -- loading

@@ -138,3 +138,65 @@ def test_an_optimizer_that_is_given_a_closure_equals_ddp(world: Worlds, model: t
     run = Run(model=model, loader=token_loader)
     found = world(2).run(run.sharded_by, {"auto_wrap_policy": {Block}})
     assert_same_training(found, world(2).run(run.under_ddp), rtol=1e-4 if model is StepsWithLbfgs else 1e-5)
+
+
+# -- parameters that the user writes to
+
+
+class Momentum(TinyGpt):
+    """A key encoder that follows the query encoder, written to at the start of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.key.requires_grad_(False)
+
+    def follow(self, key: nn.Parameter, query: nn.Parameter) -> None:
+        key.mul_(0.5).add_(query, alpha=0.5)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        with torch.no_grad():
+            for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                self.follow(key, query)
+        return super().training_step(batch, batch_index)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        return super().loss(batch) + (self.query(x) - self.key(x)).square().mean()
+
+
+class MomentumByData(Momentum):
+    def follow(self, key: nn.Parameter, query: nn.Parameter) -> None:
+        key.data.mul_(0.5).add_(query.data, alpha=0.5)
+
+
+class MomentumByAssignment(Momentum):
+    def follow(self, key: nn.Parameter, query: nn.Parameter) -> None:
+        key.data = key.data * 0.5 + query.data * 0.5
+
+
+class ClampsWeights(TinyGpt):
+    """Keeps every weight small, as a critic of a Wasserstein GAN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
+        self.losses.append(loss.item())
+
+
+@pytest.mark.parametrize("units", [{Block}, None])
+@pytest.mark.parametrize("model", [Momentum, MomentumByData, MomentumByAssignment, ClampsWeights])
+def test_what_a_step_writes_to_parameters_stays(world: Worlds, model: type[TinyGpt], units: Any) -> None:
+    run = Run(model=model, loader=token_loader)
+    assert_same_training(world(2).run(run.sharded_by, {"auto_wrap_policy": units}), world(2).run(run.under_ddp))

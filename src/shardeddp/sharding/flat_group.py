@@ -280,7 +280,7 @@ class FlatGroup:
         # set_ and not a slice: each parameter has a version counter of its own, as in an unsharded model.
         view = self._gathered.new_empty(0).set_(self._gathered.untyped_storage(), offset, shape, stride)
         unsharded = UnshardedParameter(view, requires_grad=spec.parameter.requires_grad)
-        unsharded.__dict__.update(spec.parameter.__dict__, fqn=spec.fqn)
+        vars(unsharded).update(spec.parameter.__dict__, fqn=spec.fqn)
         for hook in (spec.parameter._backward_hooks or {}).values():
             unsharded.register_hook(hook)
         return unsharded
@@ -297,7 +297,7 @@ class FlatGroup:
         local.copy_(shard_spec.localize(parameter.detach()))
         gradient, parameter.grad = parameter.grad, None
         sharded = ShardTensor(local, shard_spec, parameter.requires_grad)
-        sharded.__dict__.update(
+        vars(sharded).update(
             parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True
         )  # isinstance(p, nn.Parameter) holds
         try:

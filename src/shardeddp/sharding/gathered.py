@@ -61,8 +61,13 @@ class Gathered:
 
     def write_back(self) -> None:
         """Bring what was written to the full elements to the shard; every rank keeps its own interval."""
-        local = self.sharded.to_local()
-        local.copy_(self.sharded.spec.localize(self.full))
+        local, spec = self.sharded.to_local(), self.sharded.spec
+        if self.full.shape != spec.shape:
+            raise RuntimeError(
+                f"expected a result of shape {tuple(spec.shape)} to write to {spec.fqn}, "
+                f"found {tuple(self.full.shape)}; the parameter is unchanged"
+            )
+        local.copy_(spec.localize(self.full))
         mark_written(local)
         self._version = self._shard_version()
 

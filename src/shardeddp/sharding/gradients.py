@@ -44,8 +44,8 @@ def clip_grad_norm_(
     norm = total_norm(gradients, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"the global gradient norm of order {norm_type} is {norm.item()}; no gradient has been clipped. Look for the "
-            f"batch or the layer that overflows, or pass error_if_nonfinite=False to go on"
+            f"the global gradient norm of order {norm_type} is {norm.item()}; no gradient has been clipped. Look for "
+            f"the batch or the layer that overflows, or pass error_if_nonfinite=False to go on"
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     locals_ = [_local(gradient) for gradient in gradients]

@@ -24,10 +24,10 @@ def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
     first_class, second_class = type(first), type(second)
     first_attributes, second_attributes = dict(first.__dict__), dict(second.__dict__)
     first.__class__, second.__class__ = second_class, first_class
-    first.__dict__.clear()
-    first.__dict__.update(second_attributes)
-    second.__dict__.clear()
-    second.__dict__.update(first_attributes)
+    vars(first).clear()
+    vars(first).update(second_attributes)
+    vars(second).clear()
+    vars(second).update(first_attributes)
 
 
 def _refuse_backward(gradients: tuple[Any, ...]) -> None:

@@ -69,7 +69,7 @@ class LocalStep:
             with torch.enable_grad():
                 loss = closure()
         self._enter()
-        return None if closure is None else ((args[0], lambda: loss, *args[2:]), kwargs)
+        return None if closure is None else ((optimizer, lambda: loss), kwargs)
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._leave()
@@ -171,10 +171,10 @@ class _StateView(dict[str, Any]):
 
 def globalize_state(value: Any, parameter: torch.Tensor | None) -> Any:
     """A state of a local parameter as a state of the sharded one."""
-    if isinstance(parameter, ShardTensor) and isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor):
-        if value.dim() == 1 and value.numel() == parameter.spec.interval.numel:
-            return ShardTensor(value, parameter.spec)
-    return value
+    if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or isinstance(value, ShardTensor):
+        return value
+    is_local = value.dim() == 1 and value.numel() == parameter.spec.interval.numel
+    return ShardTensor(value, parameter.spec) if is_local else value
 
 
 def localize_state(name: str, value: Any, parameter: torch.Tensor | None) -> Any:

@@ -7,7 +7,20 @@ from typing import Any
 
 import torch
 
-_WITHOUT_TENSORS = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, Enum, type)
+_WITHOUT_TENSORS = (
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    Enum,
+    type,
+)
 
 
 @dataclasses.dataclass(frozen=True)

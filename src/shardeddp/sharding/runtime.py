@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -93,10 +93,7 @@ class Runtime:
         self._step_name = "forward"
         self._buffers = BufferSync(self.root_module, mesh)
         for track in self.tracks:
-            inside = {id(module) for module in track.unit.spec.module.modules()}
-            track.inner = frozenset(
-                other.index for other in self.tracks if other is not track and id(other.unit.spec.module) in inside
-            )
+            track.find_inner(self.tracks)
             self._attach(track)
 
     @property
@@ -107,7 +104,7 @@ class Runtime:
     # -- what the strategy calls
 
     @contextmanager
-    def step(self, name: str = "step") -> Iterator[list[Any]]:
+    def step(self, name: str = "step") -> Generator[list[Any]]:
         """Surround a user's step: parameters of the root unit are usable, whatever method reads them.
 
         Args:

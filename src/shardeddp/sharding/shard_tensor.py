@@ -73,8 +73,9 @@ class ShardTensor(torch.Tensor):
     With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the gathered full tensor, and
     the gradient is averaged over all ranks in backward: right wherever a parameter is used, at the cost of a gather per
     use, which one warning per parameter points out. Without gradients, element-wise operations work on the local
-    interval, reductions over all elements give the global value, and everything else gathers. All of these need every
-    rank to take part, but for the element-wise ones.
+    interval, reductions over all elements give the global value, and everything else gathers. A view of it
+    (``weight[0]``) is a view of gathered elements; what is written to the view reaches the shard. All of these need
+    every rank to take part, but for the element-wise ones.
     """
 
     _local: torch.Tensor  # 1D, spec.interval.numel

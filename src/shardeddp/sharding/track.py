@@ -1,5 +1,7 @@
 """UnitTrack: what the runtime counts about one unit between two steps."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -59,6 +61,13 @@ class UnitTrack:
     open_uses: int = 0
     """Forwards whose backward has not reached the unit's inputs yet; counted for units with frozen parameters."""
 
+    def find_inner(self, tracks: Sequence[UnitTrack]) -> None:
+        """Note which of all units lie inside this one."""
+        inside = {id(module) for module in self.unit.spec.module.modules()}
+        self.inner = frozenset(
+            other.index for other in tracks if other is not self and id(other.unit.spec.module) in inside
+        )
+
     def begin_backward(self) -> None:
         """Start counting a backward."""
         self.missing = self.expected & self.unit.trainable()
@@ -87,7 +96,7 @@ class UnitTrack:
         """Whether the backward that is running leaves gradients on the unit, as far as its graph shows."""
         return any(_is_to_run(node) for node in self.accumulators)
 
-    def is_over_at(self, entering: "UnitTrack") -> bool:
+    def is_over_at(self, entering: UnitTrack) -> bool:
         """Whether a backward that reaches another unit is done with this one."""
         inside = entering is self or entering.index in self.inner
         return self.entered and not self.unreached_uses and not inside
