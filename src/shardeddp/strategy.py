@@ -162,7 +162,8 @@ class ShardedDP(ParallelStrategy):
     @property
     def memory_plan(self) -> MemoryPlan:
         """Predicted bytes of this rank, without activations, for an optimizer with two states per element."""
-        return plan_memory([track.unit.costs() for track in self.runtime.tracks], prefetch=self.prefetch.backward)
+        units = [track.unit.costs() for track in self.runtime.tracks]
+        return plan_memory(units, prefetch=self.prefetch.backward, staged=self.root_device.type == "cpu")
 
     # -- processes
 
