@@ -44,7 +44,7 @@ COLLECTIVE_HOMES = ("torch.distributed", "torch.ops.c10d", "torch.ops._c10d")
 # Methods of a ProcessGroup, whatever the variable is called; the others have names that anybody may use.
 GROUP_METHOD = re.compile(r"_?(allreduce|allgather|alltoall|reduce_scatter_base)\w*")
 FOREIGN_ENGINE = re.compile(r"torch\.distributed\.(fsdp|_composable)")
-MACHINE_PATH = re.compile(r"(?<![\w.}~*])/(work|farm|root|home|Users|tmp)/\w")
+MACHINE_PATH = re.compile(r"(?<![\w.}~*])/(work|root|home|Users|tmp)/\w")
 
 
 @dataclass(frozen=True, kw_only=True)

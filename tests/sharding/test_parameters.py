@@ -182,7 +182,7 @@ PARAMETRIZATIONS: list[Callable[[nn.Linear], nn.Module]] = [
 ]
 
 
-@every_strategy
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("parametrization", range(len(PARAMETRIZATIONS)))
 @on_ranks(2)
 def test_parametrized_modules(strategy: str, parametrization: int) -> None:

@@ -62,9 +62,9 @@ def used_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 @every_strategy
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("loss", [used_by_some, used_in_turns])
-@on_ranks(2, timeout_s=10)
+@on_ranks(2, timeout_s=30)
 def test_what_some_ranks_use_gets_the_mean_over_all_ranks(strategy: str, prefetch: int, loss: Loss) -> None:
     trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",), prefetch=prefetch))
     trial.train(loss, steps=5)
