@@ -101,6 +101,25 @@ def test_prefetch_gathers_what_comes_next_in_both_directions() -> None:
 
 
 @every_strategy
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+@on_ranks(2)
+def test_units_are_reduced_while_the_backward_goes_on(strategy: str, order: tuple[int, ...]) -> None:
+    trial = chain(strategy, order)
+    seen: list[set[str]] = []
+
+    def watch(*_: object) -> None:
+        seen.append({track.unit.label[-1] for track in trial.runtime.tracks if track.issued})
+
+    trial.train(square, steps=2)
+    for index in order:
+        trial.model.blocks[index][1].register_full_backward_hook(watch)
+    trial.forward(square).backward()
+    _, second, third = (str(index) for index in order)
+    assert seen == [set(), {third}, {second, third}]
+    assert all(track.issued for track in trial.runtime.tracks)
+
+
+@every_strategy
 @on_ranks(2)
 def test_a_whole_unit_is_left_out_of_some_steps(strategy: str) -> None:
     def sometimes(model: nn.Module, rank: int, step: int) -> torch.Tensor:
