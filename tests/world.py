@@ -26,7 +26,7 @@ Where a test has nothing to do but to run a function, it can be that function::
 Exceptions: the first rank that fails decides what is raised in the test, with the tracebacks of all of them as its
 cause. A call that takes longer than ``timeout_s`` raises :class:`WorldTimeout` with the stacks of the ranks that have
 not answered. After either, the pool's processes are killed and the next call gets new ones (about 0.2 s: they are
-forked by a server that has torch loaded).
+forked by a server that has torch loaded, which ends with the session).
 """
 
 import contextlib

@@ -152,6 +152,21 @@ def test_values_that_are_written_between_steps_are_used_in_the_next(strategy: st
         trial.check_parameters()
 
 
+@every_strategy
+@on_ranks(2)
+def test_a_step_after_a_forward_without_backward_is_seen_by_the_next_forward(strategy: str) -> None:
+    trial = Trial(linears(), Sharding(strategy=strategy, units=("0", "1")))
+    trial.train(square, steps=1)
+    trial.backward(square, 1)
+    unused = trial.forward(square, 2)
+    trial.step()
+    trial.backward(square, 3)
+    trial.check_gradients()
+    trial.step()
+    trial.check_parameters()
+    del unused
+
+
 def write_in_place(weight: torch.Tensor) -> None:
     weight.mul_(0.9)
 

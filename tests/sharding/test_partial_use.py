@@ -20,7 +20,9 @@ class Optional(nn.Module):
         self.use = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.always(x).tanh() + (self.sometimes(x) if self.use else 0)
+        if self.use:
+            x = x + self.sometimes(x)  # so its backward is the unit's last
+        return x + self.always(x).tanh()
 
 
 class Layers(nn.Module):
@@ -77,11 +79,12 @@ def test_replicas_use_different_parameters(loss: Loss) -> None:
 
 
 @every_strategy
+@pytest.mark.parametrize("reduce_each_time", [True, False])
 @on_ranks(2)
-def test_what_a_micro_batch_has_used_is_reduced_by_a_later_one(strategy: str) -> None:
+def test_micro_batches_use_different_parameters(strategy: str, reduce_each_time: bool) -> None:
     trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",)))
-    for step in range(4):
-        trial.runtime.sync_gradients = step % 2 == 1
+    for step in range(6):
+        trial.runtime.sync_gradients = reduce_each_time or step % 2 == 1
         trial.backward(used_in_turns, step)
         if step % 2:
             trial.check_gradients()

@@ -135,6 +135,18 @@ def test_gradients_accumulate_until_they_are_zeroed(strategy: str) -> None:
     trial.check_parameters()
 
 
+@every_strategy
+@on_ranks(2)
+def test_one_gradient_is_dropped_and_the_others_accumulate(strategy: str) -> None:
+    trial = chain(strategy)
+    for step in range(3):
+        trial.backward(square, step)
+        for model in (trial.model, trial.reference):
+            model.blocks[0][0].weight.grad = model.stem.bias.grad = None
+    trial.backward(square, 3)
+    trial.check_gradients()
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @every_strategy
 @on_ranks(2)
@@ -251,7 +263,8 @@ def test_training_goes_on_after_an_error_in_a_backward(strategy: str) -> None:
 
     trial = chain(strategy)
     trial.train(square, steps=1)
-    sabotaged = trial.model.blocks[1].register_forward_hook(sabotage)
+    # In the middle of a unit, where some of its gradients are there already.
+    sabotaged = trial.model.blocks[1][1].register_forward_hook(sabotage)
     with pytest.raises(LookupError):
         trial.forward(square).backward()
     sabotaged.remove()
