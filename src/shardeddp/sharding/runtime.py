@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from shardeddp.comm import Mesh
 from shardeddp.plan.order import ExecutionOrder, OrderChange
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.buffers import BufferSync
-from shardeddp.sharding.hooks import UnitHook
+from shardeddp.sharding.hooks import attach_hooks
 from shardeddp.sharding.outputs import find_tensors
 from shardeddp.sharding.reducer import Reducer
 from shardeddp.sharding.track import UnitTrack
@@ -48,15 +45,6 @@ class Prefetch:
         for name in ("forward", "backward"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}_prefetch={getattr(self, name)}: expected 0 (none) or a number of units")
-
-
-def runtime_of(module: nn.Module) -> Runtime | None:
-    """The runtime in charge of a module that has been sharded as a root; None for any other module."""
-    for hook in module._forward_pre_hooks.values():
-        owner = hook.__self__ if isinstance(hook, MethodType) else None
-        if isinstance(owner, UnitHook) and owner.belongs_to(module) and owner.runtime.root_module is module:
-            return owner.runtime
-    return None
 
 
 class Runtime:
@@ -94,7 +82,7 @@ class Runtime:
         self._buffers = BufferSync(self.root_module, mesh)
         for track in self.tracks:
             track.find_inner(self.tracks)
-            self._attach(track)
+            attach_hooks(self, track)
 
     @property
     def root_module(self) -> nn.Module:
@@ -149,24 +137,6 @@ class Runtime:
         self._reshard_idle()
 
     # -- forward
-
-    def _attach(self, track: UnitTrack) -> None:
-        hook = UnitHook(self, track)
-        module = track.unit.spec.module
-        module.register_forward_pre_hook(hook.enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
-        parameters = track.unit.unsharded_parameters()
-        track.expected = set(range(len(parameters)))
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, parameter in enumerate(parameters):
-                if not (parameter.is_floating_point() or parameter.is_complex()):
-                    continue
-                # A frozen parameter takes no hook, and may be unfrozen later.
-                trainable = parameter.requires_grad
-                parameter.requires_grad_(True)
-                parameter.register_post_accumulate_grad_hook(self._gradient_hook(track.index, index))
-                track.accumulators.append(get_gradient_edge(parameter).node)
-                parameter.requires_grad_(trainable)
 
     def enter(self, track: UnitTrack) -> None:
         """A forward of the unit begins: gather it, and what comes next."""
@@ -271,18 +241,8 @@ class Runtime:
             track.begin_backward()
         self._reducer.begin(self.sync_gradients)
 
-    def _gradient_hook(self, unit: int, index: int) -> Callable[[torch.Tensor], None]:
-        # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the model for ever.
-        reference = weakref.ref(self)
-
-        def ready(parameter: torch.Tensor) -> None:
-            runtime = reference()
-            if runtime is not None:
-                runtime._gradient_ready(runtime.tracks[unit], index, parameter)
-
-        return ready
-
-    def _gradient_ready(self, track: UnitTrack, index: int, parameter: torch.Tensor) -> None:
+    def gradient_ready(self, track: UnitTrack, index: int) -> None:
+        """Autograd has left a gradient on a parameter of the unit."""
         self._begin_backward()
         self._reducer.note_gradient()
         track.missing.discard(index)

@@ -7,46 +7,35 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.checkpoint.full import gather_full, save_full, whole
-from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor, together
+from shardeddp.checkpoint.full import save_full
+from shardeddp.comm import together
 from shardeddp.errors import ConfigurationError
 from shardeddp.monitor.units import report_units
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.placement import choose_placement
-from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
 from shardeddp.plugins.placing import place_module
 from shardeddp.plugins.precision import shard_precision
-from shardeddp.plugins.timeout import collective_timeout
 from shardeddp.plugins.uneven import hold_if_uneven, let_go
+from shardeddp.sharding.hooks import runtime_of
 from shardeddp.sharding.optimizer import attach_optimizer
-from shardeddp.sharding.runtime import Prefetch, Runtime, runtime_of
+from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
+from shardeddp.strategy.processes import ProcessStrategy, StartMethod
 from shardeddp.wrap import PolicyLike, build_units, resolve_policy
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-
-class ShardedDP(ParallelStrategy):
+class ShardedDP(ProcessStrategy):
     """Trains an unmodified LightningModule with parameters, gradients and optimizer states sharded over ranks.
 
     Runs on CPU (gloo) exactly as on CUDA (NCCL), and gives the result that one process would give on the whole batch.
@@ -93,41 +82,21 @@ class ShardedDP(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self.placement = choose_placement(sharding_strategy, shard_size, reduce_every_backward)
+        super().__init__(
+            choose_placement(sharding_strategy, shard_size, reduce_every_backward),
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
         self._sharding_strategy = sharding_strategy.lower()
         self.policy = resolve_policy(auto_wrap_policy)
         self.prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
-        self._process_group_backend = process_group_backend
-        self.timeout = collective_timeout(timeout)
-        self._start_method: StartMethod = start_method
-        self.num_nodes = 1  # set by the Trainer
-        self._mesh: Mesh | None = None
         self._runtime: Runtime | None = None
-
-    # -- what this strategy is
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is more than one rank; Lightning then injects samplers and syncs logged values."""
-        return self.num_nodes * self.num_processes > 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        if not self.parallel_devices:
-            raise RuntimeError("ShardedDP has no devices yet: the Trainer assigns them when it is made")
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks per machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     @property
     @override
@@ -141,13 +110,6 @@ class ShardedDP(ParallelStrategy):
         self._precision_plugin = None if precision_plugin is None else shard_precision(precision_plugin)
 
     @property
-    def mesh(self) -> Mesh:
-        """The communicators of this rank; exists from ``setup_environment`` on."""
-        if self._mesh is None:
-            raise RuntimeError("ShardedDP has no process group yet: it is set up when the Trainer starts to run")
-        return self._mesh
-
-    @property
     def runtime(self) -> Runtime:
         """The engine of the model; exists from ``setup`` on."""
         if self._runtime is None:
@@ -155,56 +117,10 @@ class ShardedDP(ParallelStrategy):
         return self._runtime
 
     @property
-    def traffic(self) -> Traffic:
-        """Bytes that this rank has communicated for the engine, by kind."""
-        return self.mesh.traffic
-
-    @property
     def memory_plan(self) -> MemoryPlan:
         """Predicted bytes of this rank, without activations, for an optimizer with two states per element."""
         units = [track.unit.costs() for track in self.runtime.tracks]
         return plan_memory(units, prefetch=self.prefetch.backward, staged=self.root_device.type == "cpu")
-
-    # -- processes
-
-    @property
-    def _environment(self) -> ClusterEnvironment:
-        if self.cluster_environment is None:
-            raise RuntimeError("ShardedDP has no cluster environment: the Trainer finds one when it is made")
-        return self.cluster_environment
-
-    @override
-    def _configure_launcher(self) -> None:
-        # A shard_size that does not fit fails here, before any process is started.
-        self.placement.topology(self.num_nodes, self.num_processes)
-        if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = ShardedMultiProcessingLauncher(self, self._start_method, gather_full)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        device = self.root_device
-        _init_dist_connection(
-            self._environment,
-            self._process_group_backend or _get_default_process_group_backend_for_device(device),
-            timeout=self.timeout,
-            device_id=None if device.type == "cpu" else device,
-        )
-        if self._mesh is None:
-            # A module that another Trainer has sharded brings its communicators along.
-            sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
-            topology = self.placement.topology(self.num_nodes, self.num_processes)
-            self._mesh = Mesh(topology, device, self.timeout) if sharded is None else sharded.mesh
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""
-        self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self._environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
 
     # -- setup and teardown
 
@@ -311,29 +227,6 @@ class ShardedDP(ParallelStrategy):
             yield
         finally:
             self.runtime.sync_gradients = True
-
-    # -- communication for users
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self._mesh is not None:
-            barrier(self._mesh)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._mesh is None else broadcast_object(self._mesh, obj, src)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, torch.Tensor) or self._mesh is None:
-            return tensor
-        if group is not None and group is not torch.distributed.group.WORLD:
-            raise NotImplementedError("reduce() is over all ranks; for other groups use torch.distributed")
-        return reduce_tensor(self._mesh, whole(tensor), "sum" if reduce_op is None else reduce_op)
-
-    @override
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        return _all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
 
     # -- checkpoints
 

@@ -1,0 +1,165 @@
+"""ProcessStrategy: ranks, process group and the communication that users ask a strategy for, whatever it trains."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from typing_extensions import override
+
+from shardeddp.checkpoint.full import gather_full, whole
+from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor
+from shardeddp.plan.placement import Placement
+from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
+from shardeddp.plugins.timeout import collective_timeout
+from shardeddp.sharding.hooks import runtime_of
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class ProcessStrategy(ParallelStrategy):
+    """Starts ranks, sets up their process group and mesh, and communicates for users.
+
+    Args:
+        placement: Which ranks share a model.
+        process_group_backend: Of the default process group; None: the device's own.
+        timeout: After how long a collective gives up.
+        start_method: How ranks are started where the cluster environment does not.
+        accelerator: Set by the Trainer, as all that follow may be.
+        parallel_devices: One per rank of this machine.
+        cluster_environment: Where ranks and addresses come from.
+        checkpoint_io: How files are written and read.
+        precision_plugin: In which dtypes to compute.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        process_group_backend: str | None,
+        timeout: float | timedelta,
+        start_method: StartMethod,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.placement = placement
+        self._process_group_backend = process_group_backend
+        self.timeout = collective_timeout(timeout)
+        self._start_method: StartMethod = start_method
+        self.num_nodes = 1  # set by the Trainer
+        self._mesh: Mesh | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one rank; Lightning then injects samplers and syncs logged values."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if not self.parallel_devices:
+            raise RuntimeError("ShardedDP has no devices yet: the Trainer assigns them when it is made")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks per machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The communicators of this rank; exists from ``setup_environment`` on."""
+        if self._mesh is None:
+            raise RuntimeError("ShardedDP has no process group yet: it is set up when the Trainer starts to run")
+        return self._mesh
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this rank has communicated for the engine, by kind."""
+        return self.mesh.traffic
+
+    # -- processes
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        if self.cluster_environment is None:
+            raise RuntimeError("ShardedDP has no cluster environment: the Trainer finds one when it is made")
+        return self.cluster_environment
+
+    @override
+    def _configure_launcher(self) -> None:
+        # A shard_size that does not fit fails here, before any process is started.
+        self.placement.topology(self.num_nodes, self.num_processes)
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = ShardedMultiProcessingLauncher(self, self._start_method, gather_full)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        device = self.root_device
+        _init_dist_connection(
+            self._environment,
+            self._process_group_backend or _get_default_process_group_backend_for_device(device),
+            timeout=self.timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+        if self._mesh is None:
+            # A module that another Trainer has sharded brings its communicators along.
+            sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
+            topology = self.placement.topology(self.num_nodes, self.num_processes)
+            self._mesh = Mesh(topology, device, self.timeout) if sharded is None else sharded.mesh
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""
+        self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self._environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
+
+    # -- communication for users
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._mesh is not None:
+            barrier(self._mesh)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._mesh is None else broadcast_object(self._mesh, obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, torch.Tensor) or self._mesh is None:
+            return tensor
+        if group is not None and group is not torch.distributed.group.WORLD:
+            raise NotImplementedError("reduce() is over all ranks; for other groups use torch.distributed")
+        return reduce_tensor(self._mesh, whole(tensor), "sum" if reduce_op is None else reduce_op)
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return _all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
