@@ -6,6 +6,7 @@ its own.
 
     python benchmarks/step_time.py                                  # d=512, 8 blocks, batch 8 x 128 per rank, 2 ranks
     python benchmarks/step_time.py --rounds 5 --only ddp full_shard
+    python benchmarks/step_time.py --ranks 4 --only hsdp hybrid_shard
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -95,6 +97,21 @@ class TorchFSDP2(DDPStrategy):
         fully_shard(gpt)
 
 
+class TorchHSDP(DDPStrategy):
+    """torch's fully_shard on a mesh of replicas, two ranks to a shard group."""
+
+    def configure_ddp(self) -> None:
+        """Shard in place."""
+        shape = (self.world_size // HYBRID_SHARD_SIZE, HYBRID_SHARD_SIZE)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        gpt = self.lightning_module.gpt
+        for block in gpt.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(gpt, mesh=mesh)
+
+
+HYBRID_SHARD_SIZE = 2
+
 STRATEGIES: dict[str, Any] = {
     "floor": Unsynchronised,
     "ddp": DDPStrategy,
@@ -104,7 +121,11 @@ STRATEGIES: dict[str, Any] = {
     "shard_optimizer": lambda: ShardedDP("shard_optimizer"),
     "shard_grad_op": lambda: ShardedDP("shard_grad_op"),
     "full_shard": lambda: ShardedDP("full_shard"),
+    "hsdp": TorchHSDP,
+    "hybrid_shard": lambda: ShardedDP("hybrid_shard", shard_size=HYBRID_SHARD_SIZE),
 }
+HYBRIDS = ("hsdp", "hybrid_shard")
+"""Compared only where they are asked for: on as many ranks as a shard group has they are the fully sharded ones."""
 
 
 class Language(L.LightningModule):
@@ -194,7 +215,7 @@ def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
         name: statistics.median(step for measured in rounds for step in measured.step_s)
         for name, rounds in results.items()
     }
-    anchors = [name for name in ("floor", "ddp", "fsdp1", "fsdp2") if name in results]
+    anchors = [name for name in ("floor", "ddp", "fsdp1", "fsdp2", "hsdp") if name in results]
     shown = Table(
         title=f"GPT d={setting.dim}, {setting.blocks} blocks, batch {setting.batch} x {setting.length}, "
         f"{setting.ranks} gloo ranks, torch {torch.__version__}, {platform.machine()}, {date.today()}"
@@ -214,7 +235,13 @@ def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
 def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES), help="what to compare")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(STRATEGIES),
+        default=[name for name in STRATEGIES if name not in HYBRIDS],
+        help="what to compare",
+    )
     sizes = {"ranks": 2, "dim": 512, "blocks": 8, "batch": 8, "length": 128, "steps": 12, "warmup": 3, "rounds": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")

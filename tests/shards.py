@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Mesh
+from shardeddp.plan.placement import PLACEMENTS
 from shardeddp.plan.topology import Topology
 from shardeddp.sharding.flat_group import FlatGroup
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -56,7 +57,7 @@ def shard(mesh: Mesh, values: dict[str, torch.Tensor], requires_grad: bool = Tru
     parameters = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
     twins = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
     specs = [ParameterSpec(fqn=name, parameter=parameter, owners=()) for name, parameter in parameters.items()]
-    FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, retain=False)
+    FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, PLACEMENTS["full_shard"])
     pairs: dict[str, Pair] = {}
     for name, parameter in parameters.items():
         assert isinstance(parameter, ShardTensor)

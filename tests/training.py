@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from shardeddp.comm import Mesh
-from shardeddp.plan.placement import PLACEMENTS, ShardSize
+from shardeddp.config import MixedPrecision
+from shardeddp.plan.placement import PLACEMENTS, Placement, ShardSize
 from shardeddp.plan.topology import Topology
+from shardeddp.plugins.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
@@ -53,13 +55,31 @@ class Sharding:
         given = PLACEMENTS[self.strategy].shard_size
         size = self.shard_size or (world_size if isinstance(given, ShardSize) else given)
         topology = Topology(world_size=world_size, shard_size=size)
-        return Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
+        return Mesh(topology, torch.device("cpu"), timedelta(seconds=20), self.regather)
 
-    def apply(self, model: nn.Module) -> Runtime:
-        """Shard a model in place; a collective."""
+    reduce_every_backward: bool | None = None
+    """None: what the strategy says."""
+
+    regather: int | None = None
+    """Ranks that gather for the backward what they have kept of the forward's gather."""
+
+    def apply(
+        self, model: nn.Module, autocast: torch.dtype | None = None, options: MixedPrecision | None = None
+    ) -> Runtime:
+        """Shard a model in place, for a precision; a collective."""
         policy = NamePolicy(self.units) if self.units else SingleUnitPolicy()
         prefetch = Prefetch(forward=self.prefetch, backward=self.prefetch)
-        return shard_model(build_units(model, policy), self.mesh(), PLACEMENTS[self.strategy], prefetch)
+        dtypes = resolve_dtypes(options, autocast)
+        units = assign_dtypes(model, build_units(model, policy), dtypes)
+        cast_at_boundaries(model, units, dtypes)
+        return shard_model(units, self.mesh(), self.placement, prefetch)
+
+    @property
+    def placement(self) -> Placement:
+        """What the strategy is to the engine."""
+        given = PLACEMENTS[self.strategy]
+        every = given.reduce_every_backward if self.reduce_every_backward is None else self.reduce_every_backward
+        return replace(given, regather_size=self.regather, reduce_every_backward=every)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:

@@ -1,5 +1,6 @@
 """shardeddp: sharded training for PyTorch Lightning, of unmodified LightningModules."""
 
+from shardeddp.config import ActivationCheckpointing, CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError, ReleasedParameterError
 from shardeddp.plugins.registry import register_names
 from shardeddp.sharding.gradients import clip_grad_norm_, clip_grad_value_
@@ -10,10 +11,13 @@ from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, Policy, Predicat
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationCheckpointing",
     "AutoPolicy",
+    "CPUOffload",
     "ClassPolicy",
     "ConfigurationError",
     "LayoutMismatchError",
+    "MixedPrecision",
     "NamePolicy",
     "Policy",
     "PredicatePolicy",

@@ -20,7 +20,7 @@ some_shape = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 def build(*shapes: tuple[int, ...], itemsize: int = 4, shard_size: int = 2) -> FlatLayout:
     """A layout of parameters ``p0``, ``p1``, ..."""
     names = [f"p{index}" for index in range(len(shapes))]
-    return FlatLayout.build(names, shapes, dtype="float32", itemsize=itemsize, shard_size=shard_size)
+    return FlatLayout.build(names, shapes, itemsize=itemsize, shard_size=shard_size)
 
 
 @st.composite
@@ -209,7 +209,7 @@ def test_a_shard_size_below_one_is_refused(shard_size: int) -> None:
 
 def test_names_without_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        FlatLayout.build(["weight", "bias"], [(2, 2)], dtype="float32", itemsize=4, shard_size=2)
+        FlatLayout.build(["weight", "bias"], [(2, 2)], itemsize=4, shard_size=2)
 
 
 @pytest.mark.parametrize(
@@ -224,4 +224,4 @@ def test_names_without_shapes_are_refused() -> None:
 def test_a_layout_that_contradicts_itself_is_refused(offsets: tuple[int, int], padded_numel: int, message: str) -> None:
     slots = tuple(ParameterSlot(fqn=f"p{index}", shape=(4,), offset=offset) for index, offset in enumerate(offsets))
     with pytest.raises(ValueError, match=message):
-        FlatLayout(dtype="float32", itemsize=4, shard_size=2, slots=slots, padded_numel=padded_numel)
+        FlatLayout(itemsize=4, shard_size=2, slots=slots, padded_numel=padded_numel)

@@ -1,5 +1,8 @@
 """Every precision of the Trainer trains as under DDP, in the dtypes that its name says, with global clipping."""
 
+import math
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,12 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from shardeddp import ShardedDP, ShardTensor
-from shardeddp.plugins.precision import ShardedPrecision, shard_precision
+from shardeddp import ConfigurationError, ShardedDP, ShardTensor
+from shardeddp.plan.placement import PLACEMENTS
+from shardeddp.plugins.precision import ShardedMixedPrecision, ShardedPrecision, shard_precision
 from support.parity import Run, assert_same_training
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -23,7 +28,7 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(60)
 
 UNITS = {"auto_wrap_policy": {Block}}
-STRATEGIES = [{"sharding_strategy": name, **UNITS} for name in ("full_shard", "no_shard")]
+STRATEGIES = [{"sharding_strategy": name, **UNITS} for name in PLACEMENTS]
 
 
 def trainer_of(**options: Any) -> Trainer:
@@ -31,7 +36,7 @@ def trainer_of(**options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("strategy", ["an object", "sharded_dp"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
 def test_the_trainers_precision_reaches_the_strategy(strategy: str, precision: Any) -> None:
     trainer = trainer_of(strategy=ShardedDP() if strategy == "an object" else strategy, precision=precision)
     assert trainer.precision == precision
@@ -85,6 +90,56 @@ def test_training_equals_ddp(world: Worlds, precision: str, rtol: float, argumen
     assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), rtol)
 
 
+SKIPPED_FIRST = "Detected call of `lr_scheduler.step"
+"""What torch says when the scaler skips the very first step."""
+
+
+def scaled(precision: str = "16-mixed") -> dict[str, Any]:
+    """The Trainer turns 16-mixed into bf16-mixed on CPUs, but for a plugin of the user's."""
+    return {"plugins": [MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24))]}
+
+
+@pytest.mark.parametrize("arguments", STRATEGIES, ids=lambda arguments: arguments["sharding_strategy"])
+def test_training_with_a_loss_scaler_equals_ddp_with_the_steps_that_it_skips(
+    world: Worlds, arguments: dict[str, Any]
+) -> None:
+    options = {**scaled(), "gradient_clip_val": 0.5}
+    run = Run(model=TinyGpt, loader=token_loader, steps=12, options=options, warns=SKIPPED_FIRST)
+    expected = world(2).run(run.under_ddp)
+    assert_same_training(world(2).run(run.sharded_by, arguments), expected, rtol=1e-5)
+    losses = expected[0].losses
+    assert losses[0] != losses[-1] and all(map(math.isfinite, losses))
+
+
+def scaler_states(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """What a run under DDP saves of its scaler, what a sharded one that resumes it saves, and its scale meanwhile."""
+    path = tmp_path / "ddp.ckpt"
+    warnings.filterwarnings("ignore", SKIPPED_FIRST)
+    trainer = make_trainer(DDPStrategy(), max_steps=4, **scaled())
+    trainer.fit(TinyGpt(), token_loader(32))
+    trainer.save_checkpoint(path)
+    trainer = make_trainer(ShardedDP(**UNITS), max_steps=5, **scaled())
+    trainer.fit(TinyGpt(), token_loader(32), ckpt_path=path)
+    trainer.save_checkpoint(tmp_path / "sharded.ckpt")
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None
+    states = [torch.load(file, weights_only=True)["MixedPrecision"] for file in (path, tmp_path / "sharded.ckpt")]
+    return states[0], states[1], plugin.scaler.get_scale()
+
+
+def test_the_loss_scale_goes_on_where_a_run_under_ddp_has_left_it(world: Worlds, tmp_path: Path) -> None:
+    for under_ddp, sharded, scale in world(2).run(scaler_states, tmp_path):
+        assert under_ddp["scale"] < 2.0**23  # further than one step from the scale that a run begins with
+        assert sharded["scale"] == scale and under_ddp["scale"] / scale in (1, 2)
+
+
+def test_a_fused_optimizer_cannot_be_clipped_under_a_loss_scaler() -> None:
+    plugin = shard_precision(scaled()["plugins"][0])
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
+    with pytest.raises(ConfigurationError, match=r"gradient_clip_val=0\.5 .*AdamW\(fused=True\)"):
+        plugin.clip_gradients(optimizer, 0.5)
+
+
 class NotesDtypes(TinyGpt):
     """What each kind of tensor is made of, when an optimizer is about to step and in the middle of a step."""
 
@@ -122,6 +177,7 @@ def note_dtypes(precision: str) -> dict[str, str]:
         ("32-true", "float32", "float32"),
         ("bf16-mixed", "float32", "bfloat16"),
         ("bf16-true", "bfloat16", "bfloat16"),
+        ("16-true", "float16", "float16"),
         ("64-true", "float64", "float64"),
     ],
 )

@@ -15,7 +15,6 @@ from torch import nn, optim
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardeddp.plan.layout import FlatLayout
 from shardeddp.sharding.questions import written
 from shardeddp.sharding.runtime import Runtime
 from training import Sharding, Trial, batch
@@ -131,19 +130,12 @@ def test_a_gather_copies_a_shard_and_a_reduction_packs_each_gradient_once(world:
 
 def write_unsharded() -> None:
     engine, group = Engine("no_shard"), dist.get_world_size()
-    own = sum(len(range(layout.padded_numel)[rank_slice(layout, group)]) for layout in engine.layouts)
-    averaging = nonzero(add=own, add_=(group - 2) * own, mul_=own) if group > 1 else Counter()
+    padded = sum(layout.padded_numel for layout in engine.layouts)
+    averaging = nonzero(mul_=padded) if group > 1 else Counter()  # gloo adds up, and has no average
     packing = nonzero(_foreach_copy_=engine.numel, zero_=engine.padding)
     check(engine.write(), packing + averaging)
     # Gradients accumulate where autograd leaves them, as in one process; they are packed once per step.
     check(engine.write(micro_batches=2), packing + averaging)
-
-
-def rank_slice(layout: FlatLayout, size: int) -> slice:
-    """The part of a flat buffer that this rank averages: the first ones get what does not divide."""
-    part, more = divmod(layout.padded_numel, size)
-    start = dist.get_rank() * part + min(dist.get_rank(), more)
-    return slice(start, start + part + (dist.get_rank() < more))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -41,7 +41,7 @@ def test_frozen_and_trainable_parameters_share_a_unit(strategy: str, adapter_fir
     trial.train(square)
     for track in trial.runtime.tracks[1:]:
         for group in track.unit.groups:
-            assert (group.gradient_shard is not None) == group.trainable
+            assert (group.gradients.shard is not None) == group.trainable
 
 
 def states_seen_at(module: nn.Module, trial: Trial, name: str) -> list[str]:

@@ -30,7 +30,10 @@ WIDTH = 128
 DEPTH = 5
 TOLERANCE = 0.05
 ACTIVATIONS = 0.02
-"""What activations, gradients of activations and small things may add to what is in flight."""
+"""What activations, gradients of activations and small things may add to what is in flight, and at least this much:"""
+ACTIVATIONS_NBYTES = 40_000
+SCRATCH_NBYTES = 100_000
+"""The library that multiplies bfloat16 matrices on CPUs keeps a copy of a weight in its own order meanwhile."""
 
 
 class Block(nn.Module):
@@ -67,27 +70,40 @@ class Training:
         sharding: How it is sharded.
         outputs: Width of the output layer.
         frozen: Names of modules whose parameters are not trained.
+        autocast: Dtype of the autocast around every forward.
     """
 
-    def __init__(self, sharding: Sharding, outputs: int = 8, frozen: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        sharding: Sharding,
+        outputs: int = 8,
+        frozen: Sequence[str] = (),
+        autocast: torch.dtype | None = None,
+    ) -> None:
         torch.manual_seed(0)
         self.model = Model(outputs)
         for name in frozen:
             self.model.get_submodule(name).requires_grad_(False)
-        self.runtime: Runtime = sharding.apply(self.model)
+        self.runtime: Runtime = sharding.apply(self.model, autocast)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = optim.AdamW(trained, lr=1e-3, foreach=False)
         attach_optimizer(self.optimizer, self.runtime.parameters_changed)
-        self.depth = sharding.prefetch
+        self.sharding, self.autocast = sharding, autocast
 
-    def plan(self) -> MemoryPlan:
+    def plan(self, micro_batches: int = 1) -> MemoryPlan:
         """What the cost model predicts."""
-        return plan_memory([track.unit.costs() for track in self.runtime.tracks], prefetch=self.depth)
+        units = [track.unit.costs() for track in self.runtime.tracks]
+        return plan_memory(
+            units, self.sharding.placement, prefetch=self.sharding.prefetch, accumulates=micro_batches > 1
+        )
 
     def step(self, micro_batches: int = 1) -> None:
         """One step of the optimizer."""
         for micro_batch in range(micro_batches):
-            with self.runtime.step("training_step") as outputs:
+            self.runtime.sync_gradients = micro_batch == micro_batches - 1
+            dtype = self.autocast or torch.bfloat16
+            autocast = torch.autocast("cpu", dtype, enabled=self.autocast is not None, cache_enabled=False)
+            with autocast, self.runtime.step("training_step") as outputs:
                 outputs.append(self.model(batch(dist.get_rank(), micro_batch, 2, 8)).square().mean())
             outputs.pop().backward()
         self.optimizer.step()
@@ -100,7 +116,7 @@ def added_at_worst(training: Training, micro_batches: int = 1) -> int:
         training.step(micro_batches)
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    assert abs(sum(sizes)) < 1024, "the step has kept memory"
+    assert abs(sum(sizes)) < 1024, f"the step has kept {sum(sizes):,} bytes"
     return max(accumulate(sizes))
 
 
@@ -129,15 +145,22 @@ def living_nbytes() -> int:
 # -- the worst moment
 
 
-def check_peak(sharding: Sharding, outputs: int = 8, micro_batches: int = 1, frozen: Sequence[str] = ()) -> None:
-    training = Training(sharding, outputs, frozen)
+def check_peak(
+    sharding: Sharding,
+    outputs: int = 8,
+    micro_batches: int = 1,
+    frozen: Sequence[str] = (),
+    autocast: torch.dtype | None = None,
+) -> None:
+    training = Training(sharding, outputs, frozen, autocast)
     for _ in range(2):
         training.step(micro_batches)
-    plan, added = training.plan(), added_at_worst(training, micro_batches)
+    plan, added = training.plan(micro_batches), added_at_worst(training, micro_batches)
     peak = plan.resting_nbytes + added
     about = f"{added:,} bytes in flight, {plan.in_flight_nbytes:,} planned, {plan.resting_nbytes:,} at rest"
     assert abs(peak - plan.peak_nbytes) <= TOLERANCE * plan.peak_nbytes, about
-    assert abs(added - plan.in_flight_nbytes) <= ACTIVATIONS * plan.in_flight_nbytes, about
+    allowed = max(ACTIVATIONS * plan.in_flight_nbytes, ACTIVATIONS_NBYTES) + (SCRATCH_NBYTES if autocast else 0)
+    assert abs(added - plan.in_flight_nbytes) <= allowed, about
 
 
 BLOCKS = ("blocks.*",)
@@ -157,6 +180,16 @@ def test_it_is_with_a_large_output_layer_in_the_root_unit(world: Worlds, outputs
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_it_is_at_other_depths_of_prefetch(world: Worlds, prefetch: int) -> None:
     world(2).run(check_peak, Sharding(units=BLOCKS, prefetch=prefetch))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "shard_optimizer", "no_shard"])
+def test_it_is_under_the_other_strategies(world: Worlds, strategy: str, micro_batches: int) -> None:
+    world(2).run(check_peak, Sharding(strategy=strategy, units=BLOCKS), 8, micro_batches)
+
+
+def test_it_is_where_parameters_are_gathered_in_half_the_bytes(world: Worlds) -> None:
+    world(2).run(check_peak, Sharding(units=BLOCKS), 8, 1, (), torch.bfloat16)
 
 
 def test_it_is_in_one_shard_group_of_several(world: Worlds) -> None:

@@ -84,7 +84,8 @@ class Mixed(nn.Module):
 def test_dtypes_are_mixed_in_one_unit(strategy: str) -> None:
     trial = Trial(nn.Sequential(Mixed(), Mixed()), Sharding(strategy=strategy, units=("0", "1")))
     trial.train(square)
-    assert {group.layout.dtype for group in unit_of(trial.runtime, "0").groups} == {"float32", "float64", "int64"}
+    dtypes = {group.main_shard.dtype for group in unit_of(trial.runtime, "0").groups}
+    assert dtypes == {torch.float32, torch.float64, torch.int64}
     assert trial.model[0].second.weight.dtype == torch.float64
 
 

@@ -1,10 +1,17 @@
-"""Sharded training equals one process on the whole batch: strategies x ranks x accumulation.
+"""Sharded training equals one process on the whole batch.
 
-20 AdamW steps with clipping by norm, two decay groups picked by ``ndim``, a scheduler and tied embeddings, on a
-transformer in miniature.
+Strategies x ranks x precision x activation checkpointing x accumulation: 20 AdamW steps with clipping by norm, two
+decay groups picked by ``ndim``, a scheduler and tied embeddings, on a transformer in miniature. All cases of a strategy
+and a number of ranks share their processes.
+
+In float32 weights agree within 1e-5. Under bf16-mixed each rank rounds the products of its part of a batch, where one
+process rounds those of the whole, so no two numbers of ranks give the same bits; the error that this adds must stay
+below the one that bfloat16 itself makes: the distance between one process in bf16-mixed and one in float32.
 """
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,12 +19,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, optim
 
-from shardeddp.plan.placement import PLACEMENTS
+from shardeddp.config import ActivationCheckpointing
+from shardeddp.plugins.activation_checkpointing import checkpoint_activations
 from shardeddp.sharding.gradients import clip_grad_norm_
 from shardeddp.sharding.optimizer import attach_optimizer
 from training import STRATEGIES, Sharding, full
 from world import Worlds
 
+PRECISIONS: dict[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
+ACCUMULATIONS = (1, 3)
 STEPS = 20
 BATCH = 12  # divides among 1, 2, 3 and 4 ranks
 LENGTH, VOCABULARY, WIDTH = 7, 11, 16
@@ -78,13 +88,35 @@ def tokens_of(step: int, micro_batch: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
 
 
-def one_process(accumulation: int) -> tuple[State, list[float]]:
-    """Weights after training, and the gradient norm of every step."""
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    precision: str = "32-true"
+    recomputes: bool = False
+    accumulation: int = 1
+
+    def autocast(self) -> torch.autocast:
+        """What Lightning's precision plugin puts around a step."""
+        dtype = PRECISIONS[self.precision]
+        return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+
+
+CASES = [Case(*options) for options in itertools.product(PRECISIONS, (False, True), ACCUMULATIONS)]
+
+Trained = tuple[State, list[float]]
+"""Weights after training, and the gradient norm of every step."""
+
+
+def one_process(case: Case) -> Trained:
+    """The reference; activation checkpointing changes nothing there."""
     model, norms = make_model(), []
     optimizer, scheduler = make_optimizer(model.parameters())
     for step in range(STEPS):
-        for micro_batch in range(accumulation):
-            (model.loss(tokens_of(step, micro_batch)) / accumulation).backward()
+        for micro_batch in range(case.accumulation):
+            with case.autocast():
+                loss = model.loss(tokens_of(step, micro_batch)) / case.accumulation
+            loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
@@ -93,25 +125,27 @@ def one_process(accumulation: int) -> tuple[State, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def expected(world: Worlds) -> dict[int, tuple[State, list[float]]]:
-    """What one process gets, by accumulation."""
-    return {accumulation: world(1).run(one_process, accumulation)[0] for accumulation in (1, 2)}
+def expected(world: Worlds) -> dict[Case, Trained]:
+    """What one process gets."""
+    cases = [Case(precision, False, accumulation) for precision in PRECISIONS for accumulation in ACCUMULATIONS]
+    return {case: world(1).run(one_process, case)[0] for case in cases}
 
 
-def train(sharding: Sharding, accumulation: int) -> tuple[State, list[float]]:
+def train(sharding: Sharding, case: Case) -> Trained:
     """The same on this rank's part of every batch; the weights are whole."""
     model, norms = make_model(), []
-    runtime = sharding.apply(model)
+    if case.recomputes:
+        checkpoint_activations(model, ActivationCheckpointing(modules={Block}))
+    runtime = sharding.apply(model, autocast=PRECISIONS[case.precision])
     optimizer, scheduler = make_optimizer(model.parameters())
     attach_optimizer(optimizer, runtime.parameters_changed)
-    each_time = PLACEMENTS[sharding.strategy].reduce_every_backward
     rank, part = dist.get_rank(), BATCH // dist.get_world_size()
     for step in range(STEPS):
-        for micro_batch in range(accumulation):
-            runtime.sync_gradients = each_time or micro_batch == accumulation - 1
+        for micro_batch in range(case.accumulation):
+            runtime.sync_gradients = micro_batch == case.accumulation - 1
             tokens = tokens_of(step, micro_batch)[rank * part : (rank + 1) * part]
-            with runtime.step("training_step") as outputs:
-                outputs.append(model.loss(tokens) / accumulation)
+            with case.autocast(), runtime.step("training_step") as outputs:
+                outputs.append(model.loss(tokens) / case.accumulation)
             outputs[0].backward()
         norms.append(float(clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
@@ -120,8 +154,13 @@ def train(sharding: Sharding, accumulation: int) -> tuple[State, list[float]]:
     return {name: full(parameter) for name, parameter in model.named_parameters()}, norms
 
 
+def train_all(sharding: Sharding) -> dict[Case, Trained]:
+    return {case: train(sharding, case) for case in CASES}
+
+
 def train_twice(sharding: Sharding) -> tuple[State, State]:
-    return train(sharding, 2)[0], train(sharding, 2)[0]
+    case = Case(accumulation=2)
+    return train(sharding, case)[0], train(sharding, case)[0]
 
 
 def sharding_of(strategy: str, size: int) -> Sharding:
@@ -129,19 +168,29 @@ def sharding_of(strategy: str, size: int) -> Sharding:
     return Sharding(strategy=strategy, shard_size=shard_size, units=("blocks.*",))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+def distance(found: State, expected: State) -> float:
+    """The largest relative error of a weight."""
+    return max(float((found[name] - weight).norm() / weight.norm()) for name, weight in expected.items())
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_equals_one_process(
-    world: Worlds, expected: dict[int, tuple[State, list[float]]], strategy: str, size: int, accumulation: int
-) -> None:
-    weights, expected_norms = expected[accumulation]
-    for found, norms in world(size).run(train, sharding_of(strategy, size), accumulation):
-        assert norms == pytest.approx(expected_norms, rel=1e-4)
-        assert max(expected_norms) > MAX_NORM
-        for name, weight in weights.items():
-            error = float((found[name] - weight).norm() / weight.norm())
-            assert error < RELATIVE_TOLERANCE, f"{name} is off by {error:.1e}"
+def test_training_equals_one_process(world: Worlds, expected: dict[Case, Trained], strategy: str, size: int) -> None:
+    for found in world(size).run(train_all, sharding_of(strategy, size), timeout_s=100):
+        for case, (weights, norms) in found.items():
+            expected_weights, expected_norms = expected[replace(case, recomputes=False)]
+            exact, _ = expected[replace(case, precision="32-true", recomputes=False)]
+            in_full = case.precision == "32-true"
+            tolerance = RELATIVE_TOLERANCE if in_full else distance(expected_weights, exact)
+            assert norms == pytest.approx(expected_norms, rel=1e-4 if in_full else 0.05), case
+            assert distance(weights, expected_weights) < tolerance, case
+
+
+def test_the_trainings_that_are_compared_clip_gradients_and_round_differently(expected: dict[Case, Trained]) -> None:
+    assert all(max(norms) > MAX_NORM for _, norms in expected.values())
+    rounded, exact = (expected[Case(precision)][0] for precision in ("bf16-mixed", "32-true"))
+    assert RELATIVE_TOLERANCE < distance(rounded, exact) < 0.05
 
 
 @pytest.mark.parametrize(("strategy", "size"), [(strategy, 3) for strategy in STRATEGIES] + [("hybrid_shard", 4)])

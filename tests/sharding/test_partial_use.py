@@ -82,11 +82,27 @@ def test_replicas_use_different_parameters(loss: Loss) -> None:
 @pytest.mark.parametrize("reduce_each_time", [True, False])
 @on_ranks(2)
 def test_micro_batches_use_different_parameters(strategy: str, reduce_each_time: bool) -> None:
-    trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",)))
-    for step in range(6):
-        trial.runtime.sync_gradients = reduce_each_time or step % 2 == 1
+    accumulate(Sharding(strategy=strategy, units=("layers.*",), reduce_every_backward=reduce_each_time))
+
+
+@pytest.mark.parametrize("reduce_each_time", [True, False])
+@pytest.mark.parametrize("shard_size", [1, 2])
+@on_ranks(4)
+def test_replicas_share_what_any_micro_batch_of_any_replica_has_used(shard_size: int, reduce_each_time: bool) -> None:
+    accumulate(
+        Sharding(
+            strategy="hybrid_shard", shard_size=shard_size, units=("layers.*",), reduce_every_backward=reduce_each_time
+        )
+    )
+
+
+def accumulate(sharding: Sharding) -> None:
+    """Steps of three micro-batches, in which ranks use different parameters."""
+    trial = Trial(Layers(), sharding)
+    for step in range(9):
+        trial.runtime.sync_gradients = step % 3 == 2
         trial.backward(used_in_turns, step)
-        if step % 2:
+        if step % 3 == 2:
             trial.check_gradients()
             trial.step()
             trial.check_parameters()

@@ -13,8 +13,17 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
-from shardeddp import AutoPolicy, ClassPolicy, NamePolicy, ShardedDP, SizePolicy
-from shardeddp.plan.placement import PLACEMENTS, find_placement
+from shardeddp import (
+    ActivationCheckpointing,
+    AutoPolicy,
+    ClassPolicy,
+    CPUOffload,
+    MixedPrecision,
+    NamePolicy,
+    ShardedDP,
+    SizePolicy,
+)
+from shardeddp.plan.placement import PLACEMENTS, choose_placement, find_placement
 from shardeddp.wrap.policy import PredicatePolicy, SingleUnitPolicy
 from support.tasks import Block, TinyGpt
 
@@ -135,6 +144,84 @@ def test_a_policy_that_chooses_nothing_would_be_noticed() -> None:
     assert len(ClassPolicy([Block]).select(TinyGpt())) == 3
 
 
+# -- what makes a model fit
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        ("bf16", MixedPrecision(param_dtype="bf16")),
+        (
+            {"param_dtype": "bfloat16", "reduce_dtype": "float32", "keep_fp32": ["LayerNorm"]},
+            MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32", keep_fp32=["LayerNorm"]),
+        ),
+        (
+            {"class_path": "shardeddp.MixedPrecision", "init_args": {"reduce_dtype": "bf16"}},
+            MixedPrecision(reduce_dtype="bf16"),
+        ),
+    ],
+)
+def test_mixed_precision_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: object) -> None:
+    assert strategy_of(write(tmp_path, {"mixed_precision": value})).mixed_precision == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (True, ActivationCheckpointing()),
+        ("auto", ActivationCheckpointing()),
+        ({"modules": "auto", "every": 2}, ActivationCheckpointing(every=2)),
+        (
+            {"class_path": "shardeddp.ActivationCheckpointing", "init_args": {"save_ops": ["matmul"]}},
+            ActivationCheckpointing(save_ops=["matmul"]),
+        ),
+    ],
+)
+def test_activation_checkpointing_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: Any) -> None:
+    found = strategy_of(write(tmp_path, {"activation_checkpointing": value})).activation_checkpointing
+    if expected is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.every, list(found.save_ops)) == (expected.every, list(expected.save_ops))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, CPUOffload(params=True, optimizer=True)),
+        (False, CPUOffload()),
+        ({"optimizer": True}, CPUOffload(optimizer=True)),
+        ({"class_path": "shardeddp.CPUOffload", "init_args": {"params": True}}, CPUOffload(params=True)),
+    ],
+)
+def test_offload_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: CPUOffload) -> None:
+    strategy = strategy_of(write(tmp_path, {"cpu_offload": value}))
+    assert strategy.offload == expected
+    assert strategy.placement.offload_params == expected.params
+
+
+@pytest.mark.parametrize("value", [True, False, 2, None])
+def test_resharding_is_a_choice_or_a_number_of_ranks(tmp_path: Path, value: Any) -> None:
+    found = strategy_of(write(tmp_path, {"reshard_after_forward": value})).placement
+    assert found == choose_placement("full_shard", reshard_after_forward=value)
+    assert found.regather_size == (2 if value == 2 else None)
+
+
+def test_options_of_a_group_follow_it_on_the_command_line() -> None:
+    strategy = strategy_of(
+        f"{STRATEGY}=shardeddp.ShardedDP",
+        f"{STRATEGY}.mixed_precision=bf16",
+        f"{STRATEGY}.cpu_offload.optimizer=true",
+        f"{STRATEGY}.activation_checkpointing=auto",
+    )
+    assert strategy.mixed_precision == MixedPrecision(param_dtype="bf16")
+    assert strategy.offload == CPUOffload(optimizer=True)
+    assert strategy.activation_checkpointing is not None
+
+
 # -- errors
 
 
@@ -193,6 +280,11 @@ def test_help_shows_every_argument_with_its_meaning(capsys: pytest.CaptureFixtur
         {"sharding_strategy": "shard_grad_op", "timeout": "0:10:00", "auto_wrap_policy": ["support.tasks.Block"]},
         {"auto_wrap_policy": None, "timeout": 30.0, "reduce_every_backward": True},
         {"auto_wrap_policy": {"class_path": "shardeddp.SizePolicy", "init_args": {"min_numel": 1000}}},
+        {
+            "mixed_precision": {"param_dtype": "bf16"},
+            "activation_checkpointing": {"every": 2},
+            "cpu_offload": {"optimizer": True},
+        },
     ],
 )
 def test_the_printed_configuration_makes_the_same_strategy(
@@ -205,6 +297,7 @@ def test_the_printed_configuration_makes_the_same_strategy(
     assert again == configuration
     before, after = strategy_of(first), strategy_of(f"--config={tmp_path / 'printed.yaml'}")
     assert (after.placement, after.prefetch, after.timeout) == (before.placement, before.prefetch, before.timeout)
+    assert (after.mixed_precision, after.offload) == (before.mixed_precision, before.offload)
     assert type(after.policy) is type(before.policy)
     assert after.policy.select(TinyGpt()) == before.policy.select(TinyGpt())
     assert set(init_args) <= set(yaml.safe_load(configuration)["trainer"]["strategy"]["init_args"])

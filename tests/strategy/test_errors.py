@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -79,10 +79,6 @@ def test_devices_that_are_not_there_are_refused() -> None:
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (
-            lambda: MixedPrecision("16-mixed", "cpu"),
-            "precision='16-mixed' needs a loss scaler .*; use 'bf16-mixed', 'bf16-true', '32-true' or '64-true'",
-        ),
         (lambda: FSDPPrecision("bf16-true"), "does not work with FSDPPrecision; use precision='32-true'"),
     ],
 )
@@ -107,9 +103,9 @@ class OnlyBuffers(Recorded):
         return None
 
 
-def with_meta_parameters() -> TinyGpt:
+def with_parameters_that_nothing_initialises() -> TinyGpt:
     model = TinyGpt()
-    model.blocks[1].to("meta")
+    model.blocks[1].gain = nn.Parameter(torch.empty(3, device="meta"))
     return model
 
 
@@ -186,10 +182,10 @@ BLOCKS = {"auto_wrap_policy": {Block}}
         (TinyGpt, {"auto_wrap_policy": "Blokc"}, "ConfigurationError", ["Blokc", "did you mean", "Block"]),
         (OnlyBuffers, {}, "ConfigurationError", ["Expected a model with parameters, found none in OnlyBuffers"]),
         (
-            with_meta_parameters,
+            with_parameters_that_nothing_initialises,
             {},
             "ConfigurationError",
-            ["found 6 on the meta device", "blocks.1.", "build the module"],
+            ["found 1 on the meta device", "blocks.1.gain", "Define reset_parameters() in Block"],
         ),
         (with_lazy_parameters, {}, "ConfigurationError", ["found 2 uninitialized: 'extra.weight'", "Run one forward"]),
         (with_ddp_inside, {}, "ConfigurationError", ["found 'blocks.0' wrapped by", "DistributedDataParallel", "bare"]),

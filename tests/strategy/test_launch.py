@@ -133,7 +133,15 @@ def test_torchrun_gives_the_same(by_script: tuple[Finished, dict[str, Tensor]], 
     assert_equal(weights(tmp_path / "sharded_dp.ckpt"), by_script[1])
 
 
-@pytest.mark.parametrize("options", [("sharded_dp_fork",), ("sharded_dp_spawn", "--only-fit")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("sharded_dp_fork",),
+        ("sharded_dp_fork", "--deferred"),
+        ("sharded_dp_spawn", "--only-fit"),
+        ("sharded_dp_spawn", "--only-fit", "--deferred"),
+    ],
+)
 def test_forked_and_spawned_ranks_bring_the_full_weights_back(
     by_script: tuple[Finished, dict[str, Tensor]], tmp_path: Path, options: tuple[str, ...]
 ) -> None:

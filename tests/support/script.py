@@ -1,6 +1,6 @@
 """A training script as users write them, for tests of how processes start and end; says what it did in JSON lines.
 
-Usage: script.py OUT STRATEGY [--fail-on RANK] [--only-fit]
+Usage: script.py OUT STRATEGY [--fail-on RANK] [--only-fit] [--deferred]
 """
 
 import argparse
@@ -40,10 +40,9 @@ def say(**what: Any) -> None:
     sys.stdout.flush()
 
 
-def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool) -> None:
+def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool, deferred: bool) -> None:
     """Train, test and predict on two ranks, save, and compare what the file holds with the module."""
     seed_everything(1, verbose=False)
-    model = FailsOnOneRank(fail_on)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -54,6 +53,8 @@ def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    with trainer.init_module(empty_init=deferred):
+        model = FailsOnOneRank(fail_on)
     loader = token_loader(16)
     trainer.fit(model, loader, loader)
     tested = predictions = None
@@ -85,12 +86,13 @@ def main() -> None:
     parser.add_argument("strategy")
     parser.add_argument("--fail-on", type=int, default=None)
     parser.add_argument("--only-fit", action="store_true")
+    parser.add_argument("--deferred", action="store_true")
     arguments = parser.parse_args()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for message, category in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
-    run(arguments.out, arguments.strategy, arguments.fail_on, arguments.only_fit)
+    run(arguments.out, arguments.strategy, arguments.fail_on, arguments.only_fit, arguments.deferred)
 
 
 if __name__ == "__main__":

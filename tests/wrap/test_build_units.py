@@ -273,19 +273,13 @@ def test_a_model_without_parameters_is_refused(model: nn.Module) -> None:
     assert f"found none in {type(model).__name__}" in refused(model)
 
 
-def test_parameters_on_the_meta_device_are_refused_by_name_up_to_ten() -> None:
+def test_parameters_on_the_meta_device_have_the_units_of_real_ones() -> None:
     with torch.device("meta"):
-        model = Toy(depth=4)
-    text = refused(model)
-    assert "found 14 on the meta device: 'scale', 'layers.0.first.weight'" in text
-    assert "and 4 more" in text
-    assert "build the module on the CPU" in text
-
-
-def test_a_single_meta_parameter_among_real_ones_is_found() -> None:
-    model = Toy()
-    model.head = nn.Linear(4, 4, bias=False, device="meta")
-    assert "found 1 on the meta device: 'head.weight'." in refused(model)
+        deferred = build_units(Toy(depth=4), NamePolicy(("layers.*",)))
+    real = build_units(Toy(depth=4), NamePolicy(("layers.*",)))
+    assert [(unit.name, [spec.fqn for spec in unit.parameters]) for unit in deferred] == [
+        (unit.name, [spec.fqn for spec in unit.parameters]) for unit in real
+    ]
 
 
 def test_lazy_modules_are_refused_until_they_have_run() -> None:

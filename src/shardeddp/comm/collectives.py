@@ -45,25 +45,38 @@ class Pending:
         self._works = tuple(works)
         self._finish = finish
         self._keep = tuple(keep)
+        self._following: list[Callable[[], Pending]] = []
+
+    def then(self, issue: Callable[[], "Pending"]) -> "Pending":
+        """Let something follow on this one's result: at once where streams keep the order, else when it has arrived."""
+        if self._is_complete():
+            return issue()
+        self._following.append(issue)
+        return self
+
+    def advance(self) -> bool:
+        """Complete what is under way and issue what follows; whether that is still to be waited for."""
+        self._complete()
+        while self._following and self._is_complete():
+            following = self._following.pop(0)()
+            self._works, self._finish, self._keep = following._works, following._finish, following._keep
+            self._following = following._following + self._following
+        return not self._is_complete()
 
     def wait(self) -> None:
-        """Complete the collective; calling it again does nothing."""
+        """Complete all of it; calling it again does nothing."""
+        while self.advance():
+            pass
+
+    def _is_complete(self) -> bool:
+        return not self._works and self._finish is None
+
+    def _complete(self) -> None:
         for work in self._works:
             work.wait()
         if self._finish is not None:
             self._finish()
         self._works, self._finish, self._keep = (), None, ()
-
-    def then(self, issue: Callable[[], "Pending"]) -> "Pending":
-        """Issue another collective on this one's result: at once where streams keep the order, else when waited for."""
-        if not self._works and self._finish is None:
-            return issue()
-
-        def finish() -> None:
-            self.wait()
-            issue().wait()
-
-        return Pending(finish=finish)
 
 
 class Collectives(ABC):

@@ -42,12 +42,14 @@ class GlooCollectives(Collectives):
 
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
-        if kind == "mean":
-            slices = tensor.view(-1).tensor_split(self.size)
-            averaged = self._scatter_mean(slices[self.rank], slices)
-            return averaged.then(lambda: Pending(self._exchange_own(slices), keep=(tensor,)))
-        work = dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group, async_op=True)
-        return Pending(_works(work), keep=(tensor,))
+        # gloo has no average.
+        op = REDUCE_OPS["sum" if kind == "mean" else kind]
+        work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
+
+        def divide() -> None:
+            tensor.mul_(1.0 / self.size)
+
+        return Pending(_works(work), divide if kind == "mean" else None, keep=(tensor,))
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
         self.count("broadcast", tensor.nbytes)

@@ -26,9 +26,23 @@ class Ticket:
             torch.cuda.current_stream().wait_event(self._done)
         self._pending.wait()
 
+    def advance(self) -> bool:
+        """Wait for the collective under way, and issue the one that follows it; whether there is one.
+
+        Where streams keep the order all of them have been issued: this waits for the last.
+        """
+        if self._pending.advance():
+            return True
+        self.wait()
+        return False
+
 
 class Lane(ABC):
     """An ordered queue for communication."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block the host until everything that was issued is done, for what it copied to host memory."""
 
     @abstractmethod
     def issue(self, action: Callable[[], Pending]) -> Ticket:
@@ -42,6 +56,9 @@ class Lane(ABC):
 
 class HostLane(Lane):
     """The lane of a CPU run: transfers run in the backend's threads, local work at once."""
+
+    def drain(self) -> None:  # noqa: D102
+        return
 
     def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102
         return Ticket(action(), None)
@@ -57,6 +74,9 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device) -> None:
         # High priority, so that a collective's few blocks are not queued behind the kernels it should overlap with.
         self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def drain(self) -> None:  # noqa: D102
+        self._stream.synchronize()
 
     def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -29,9 +29,12 @@ class Mesh:
         topology: Which ranks share a model.
         device: Where this rank computes.
         timeout: After how long a collective of these groups gives up.
+        regather_size: Neighbouring ranks of a shard group that gather for the backward; None: all of it.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, topology: Topology, device: torch.device, timeout: timedelta, regather_size: int | None = None
+    ) -> None:
         self.topology = topology
         self.device = device
         self.rank = dist.get_rank()
@@ -41,6 +44,8 @@ class Mesh:
         replicate_group = _own_group(replicate_groups, self.rank, timeout)
         self.gather = self._collectives(gather_group, shard_groups)
         """Among the ranks that share a model: all-gathers."""
+        self.regather = self.gather if regather_size is None else self._regather(regather_size, timeout)
+        """Among some of them: all-gathers for the backward of what the forward's have left."""
         self.reduce = self._collectives(_own_group(shard_groups, self.rank, timeout), shard_groups)
         """Among the same ranks: reduce-scatters."""
         self.replicate = self._collectives(replicate_group, replicate_groups)
@@ -64,6 +69,15 @@ class Mesh:
     def shard_rank(self) -> int:
         """Place of this rank among those that share a model."""
         return self.topology.shard_rank(self.rank)
+
+    def drain(self) -> None:
+        """Block the host until both lanes have done what they were given, for what they copied to host memory."""
+        self.gather_lane.drain()
+        self.reduce_lane.drain()
+
+    def _regather(self, size: int, timeout: timedelta) -> Collectives:
+        groups = self.topology.subgroups(size)
+        return self._collectives(_own_group(groups, self.rank, timeout), groups)
 
     def _collectives(self, group: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]) -> Collectives:
         ranks = next(ranks for ranks in groups if self.rank in ranks)

@@ -33,7 +33,7 @@ class ParameterSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """Places parameters of one dtype in a flat buffer that ``shard_size`` ranks divide evenly.
+    """Places parameters in flat buffers that ``shard_size`` ranks divide evenly.
 
     Parameters keep the order they come in; each starts on an aligned element; the end is padded so that every rank's
     slice is equally long and aligned as well. Two float32 parameters of 6 and 5 elements over 2 ranks (16 bytes are 4
@@ -45,9 +45,8 @@ class FlatLayout:
     Build it with :meth:`build`. The layout is arithmetic: it holds no tensor and knows no process group.
     """
 
-    dtype: str
     itemsize: int
-    """Bytes of one element."""
+    """Bytes of one element in the narrowest of the buffers; alignment is by it, so it holds in the wider ones too."""
 
     shard_size: int
     slots: tuple[ParameterSlot, ...]
@@ -70,15 +69,14 @@ class FlatLayout:
 
     @classmethod
     def build(
-        cls, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: str, itemsize: int, shard_size: int
+        cls, names: Sequence[str], shapes: Sequence[Sequence[int]], *, itemsize: int, shard_size: int
     ) -> "FlatLayout":
         """Lay parameters out one behind the other.
 
         Args:
             names: Fqn of each parameter, in module order.
             shapes: Shape of each parameter.
-            dtype: Name of their common dtype.
-            itemsize: Bytes of one element.
+            itemsize: Bytes of one element in the narrowest buffer.
             shard_size: Number of ranks that share the buffer.
         """
         alignment = ALIGNMENT_NBYTES // math.gcd(ALIGNMENT_NBYTES, itemsize)
@@ -90,7 +88,7 @@ class FlatLayout:
             end = slot.interval.stop
         # The constructor refuses a shard_size below 1; until then it must not divide.
         padded_numel = _round_up(end, alignment * max(1, shard_size))
-        return cls(dtype=dtype, itemsize=itemsize, shard_size=shard_size, slots=tuple(slots), padded_numel=padded_numel)
+        return cls(itemsize=itemsize, shard_size=shard_size, slots=tuple(slots), padded_numel=padded_numel)
 
     @cached_property
     def numel(self) -> int:

@@ -2,52 +2,81 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardeddp.plan.layout import FlatLayout
+from shardeddp.plan.placement import Placement, Reshard
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCost:
-    """One flat buffer of a unit, as the cost model sees it."""
+    """The flat buffers of one group of parameters, as the cost model sees them."""
 
     layout: FlatLayout
     trainable: bool
+    main_itemsize: int
+    """Bytes of an element of the main shard, the gradient shard and the optimizer's states."""
+
+    param_itemsize: int
+    """Bytes of an element of the gathered buffer, and of the gradients that autograd leaves."""
+
+    reduce_itemsize: int
+    """Bytes of an element of the gradient buffer."""
 
     @property
     def shard_nbytes(self) -> int:
-        """Bytes of this rank's slice."""
-        return self.layout.shard_numel * self.layout.itemsize
+        """Bytes of this rank's slice of the main shard."""
+        return self.layout.shard_numel * self.main_itemsize
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the whole flat buffer; zero when the slice is the buffer."""
-        return 0 if self.layout.shard_size == 1 else self.layout.padded_numel * self.layout.itemsize
+        """Bytes of the gathered buffer; zero when the main shard is the buffer."""
+        resident = self.layout.shard_size == 1 and self.param_itemsize == self.main_itemsize
+        return 0 if resident else self.layout.padded_numel * self.param_itemsize
 
     @property
     def gradient_nbytes(self) -> int:
-        """Bytes of the whole buffer's gradients; zero for frozen parameters, or when the slice is the buffer."""
-        return self.full_nbytes if self.trainable else 0
+        """Bytes of the gradients where autograd leaves them; zero for frozen parameters."""
+        return self.layout.padded_numel * self.param_itemsize if self.trainable else 0
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the gradient of the largest parameter; zero for frozen ones."""
+        numels = [slot.numel for slot in self.layout.slots if self.trainable]
+        return max(numels, default=0) * self.param_itemsize
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the gradient buffer; zero when gradients are packed straight into the gradient shard."""
+        direct = self.layout.shard_size == 1 and self.reduce_itemsize == self.main_itemsize
+        return 0 if direct or not self.trainable else self.layout.padded_numel * self.reduce_itemsize
 
     @property
     def arriving_nbytes(self) -> int:
         """Bytes of the other ranks' gradients for this rank's slice."""
-        return self.gradient_nbytes - self.gradient_nbytes // self.layout.shard_size
+        return self.buffer_nbytes - self.buffer_nbytes // self.layout.shard_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Predicted bytes of one rank; activations and the user's own tensors are not in it."""
+    """Predicted bytes of one rank's device; activations and the user's own tensors are not in it."""
 
     main_shard_nbytes: int
     gradient_shard_nbytes: int
     optimizer_nbytes: int
+    retained_nbytes: int = 0
+    """Gathered parameters that stay between steps."""
+
     in_flight_nbytes: int
     """Unsharded parameters and gradients of the units that are in flight at the worst moment."""
+
+    host_nbytes: int = 0
+    """What lives in host memory instead, between steps."""
 
     @property
     def resting_nbytes(self) -> int:
         """What stays between steps."""
-        return self.main_shard_nbytes + self.gradient_shard_nbytes + self.optimizer_nbytes
+        return self.main_shard_nbytes + self.gradient_shard_nbytes + self.optimizer_nbytes + self.retained_nbytes
 
     @property
     def peak_nbytes(self) -> int:
@@ -56,41 +85,100 @@ class MemoryPlan:
 
 
 def plan_memory(
-    units: Sequence[Sequence[GroupCost]], *, prefetch: int, states_per_element: int = 2, staged: bool = True
+    units: Sequence[Sequence[GroupCost]],
+    placement: Placement,
+    *,
+    prefetch: int,
+    states_per_element: int = 2,
+    staged: bool = True,
+    accumulates: bool = False,
+    offload_optimizer: bool = False,
 ) -> MemoryPlan:
-    """Predict what a rank holds when units are resharded after forward.
+    """Predict what a rank holds.
 
     The root unit is unsharded throughout a backward, and its gradients may be there from the start (those of an output
     layer are the first of all). Beside them there are two candidates for the worst moment:
 
-    - An inner unit is at its last gradient. It is unsharded, and so are ``prefetch`` more. Its gradients lie where
-      autograd left them; those of the unit before it, packed into a flat buffer, are being reduced. Over gloo the other
-      ranks' contributions arrive beside that buffer, which is still being sent from.
+    - An inner unit is at its last gradient. Its gradients lie where autograd left them; those of the unit before it,
+      packed into a flat buffer, are being reduced. Over gloo the other ranks' contributions arrive beside that buffer,
+      which is still being sent from. How many units are unsharded then is the strategy's choice: ``prefetch`` more
+      than the one at work, or all that the backward has not come to yet, or all and always.
     - The root unit's gradients are packed, so they are there twice; the last inner unit's wait for their turn.
 
-    Units are expected side by side: one with others inside it stays unsharded while those are at work.
+    Units are expected side by side, in the order of their forwards: one with others inside it stays unsharded while
+    those are at work.
 
     Args:
         units: The flat buffers of every unit, the root unit first.
+        placement: When units reshard, when gradients are reduced, what lives on the host.
         prefetch: Depth of the backward prefetch, in units.
         states_per_element: Optimizer states of a parameter's own dtype per element; 2 for Adam.
         staged: Whether contributions arrive beside the packed gradients (gloo); NCCL adds them up on the way.
+        accumulates: Whether several micro-batches make a step; gradients then wait unsharded where the placement does
+            not reduce them each time.
+        offload_optimizer: The optimizer's states live on the host, with copies of parameters and gradients.
     """
     groups = [group for unit in units for group in unit]
     main = sum(group.shard_nbytes for group in groups)
     gradient = sum(group.shard_nbytes for group in groups if group.trainable)
-    parameters = [sum(group.full_nbytes for group in unit) for unit in units]
-    gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
-    arriving = [sum(group.arriving_nbytes for group in unit) for unit in units]
-    root, root_gradients = sum(parameters[:1]), sum(gradients[:1])
-    unsharded = sum(sorted(parameters[1:], reverse=True)[: 1 + prefetch])
-    two_units = sorted(gradients[1:], reverse=True)[:2]
-    at_work = unsharded + sum(two_units)
-    if staged and len(two_units) == 2:
-        at_work += max(arriving[1:])
+    states = states_per_element * gradient
+    retained = sum(group.full_nbytes for group in groups) if placement.reshard is Reshard.NEVER else 0
+    in_flight = _unsharded_root(units, placement) + _at_worst(units, placement, prefetch, staged, accumulates)
+    if placement.offload_params:
+        host, main, gradient, states = main + gradient + states, 0, 0, 0
+    elif offload_optimizer:
+        host, states = states + 2 * gradient, 0
+    else:
+        host = 0
     return MemoryPlan(
         main_shard_nbytes=main,
         gradient_shard_nbytes=gradient,
-        optimizer_nbytes=states_per_element * gradient,
-        in_flight_nbytes=root + root_gradients + max(at_work, root_gradients + sum(two_units[:1])),
+        optimizer_nbytes=states,
+        retained_nbytes=retained,
+        in_flight_nbytes=in_flight,
+        host_nbytes=host,
     )
+
+
+def _unsharded_root(units: Sequence[Sequence[GroupCost]], placement: Placement) -> int:
+    root = units[0] if units else ()
+    return 0 if placement.reshard is Reshard.NEVER else sum(group.full_nbytes for group in root)
+
+
+def _at_worst(
+    units: Sequence[Sequence[GroupCost]], placement: Placement, prefetch: int, staged: bool, accumulates: bool
+) -> int:
+    """Bytes of gradients, and of unsharded parameters but the root's, at the worst moment of a backward."""
+    gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
+    buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
+    arriving = [sum(group.arriving_nbytes for group in unit) if staged else 0 for unit in units]
+    parameters = [sum(group.full_nbytes for group in unit) for unit in units]
+    packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
+    root = sum(gradients[:1])
+    if accumulates and not placement.reduce_every_backward:
+        # All of them lie where autograd left them, until each has been packed. A new one is there twice until it has
+        # been added to that of the micro-batches before.
+        extra = [max(buffer, more - own) for buffer, more, own in zip(buffers, packed, gradients, strict=True)]
+        largest = [group.largest_nbytes for unit in units for group in unit]
+        return sum(gradients) + max(extra + largest, default=0)
+    unsharded = _unsharded(parameters, placement, prefetch)
+    moments = [root + sum(gradients[1:2]) + sum(buffers[:1])]  # the root's turn, the last inner unit being done
+    if len(units) > 1:
+        moments += [root + own + held for own, held in zip(gradients[1:], unsharded, strict=True)]
+        moments += [
+            root + own + before + held
+            for (own, _), (_, before), held in zip(
+                pairwise(gradients[1:]), pairwise(packed[1:]), unsharded[:-1], strict=True
+            )
+        ]
+    return max(moments)
+
+
+def _unsharded(parameters: Sequence[int], placement: Placement, prefetch: int) -> list[int]:
+    """By inner unit, bytes of inner units' unsharded parameters while the backward is at it."""
+    inner = parameters[1:]
+    if placement.reshard is Reshard.NEVER:
+        return [0 for _ in inner]
+    if placement.reshard is Reshard.AFTER_BACKWARD:
+        return [sum(inner[: place + 1]) for place in range(len(inner))]
+    return [sum(inner[max(0, place - prefetch) : place + 1]) for place in range(len(inner))]

@@ -36,7 +36,14 @@ class Placement:
     shard_size: int | ShardSize
     reshard: Reshard
     reduce_every_backward: bool
-    """False: gradients accumulate unsharded and are reduced once per optimizer step."""
+    """False: gradients accumulate unsharded and are reduced once per optimizer step. True: those of each micro-batch
+    are reduced in the shard group and accumulate there; replicas share them once per optimizer step."""
+
+    regather_size: int | None = None
+    """Ranks that gather for the backward what they have kept of the forward's gather; None: the shard group."""
+
+    offload_params: bool = False
+    """Main shards, gradient shards and with them the optimizer's states live in host memory."""
 
     def topology(self, num_nodes: int, ranks_per_node: int) -> Topology:
         """The mesh of ranks that this placement makes of a run.
@@ -47,7 +54,10 @@ class Placement:
         sizes = {ShardSize.WORLD: num_nodes * ranks_per_node, ShardSize.NODE: ranks_per_node}
         size = self.shard_size if isinstance(self.shard_size, int) else sizes[self.shard_size]
         try:
-            return Topology(world_size=sizes[ShardSize.WORLD], shard_size=size)
+            topology = Topology(world_size=sizes[ShardSize.WORLD], shard_size=size)
+            if self.regather_size is not None:
+                topology.subgroups(self.regather_size)
+            return topology
         except ValueError as error:
             raise ConfigurationError(f"{error} ({num_nodes} nodes x {ranks_per_node} ranks)") from None
 
@@ -83,7 +93,11 @@ def find_placement(sharding_strategy: str) -> Placement:
 
 
 def choose_placement(
-    sharding_strategy: str, shard_size: int | None = None, reduce_every_backward: bool | None = None
+    sharding_strategy: str,
+    shard_size: int | None = None,
+    reduce_every_backward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    offload_params: bool = False,
 ) -> Placement:
     """The placement of a strategy with what the user has chosen otherwise.
 
@@ -91,9 +105,12 @@ def choose_placement(
         sharding_strategy: A name, in any case.
         shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: what the strategy says.
         reduce_every_backward: None: what the strategy says.
+        reshard_after_forward: True, False, or a number of ranks that gather for the backward; None: what the strategy
+            says.
+        offload_params: Whether shards live in host memory.
 
     Raises:
-        ConfigurationError: There is no such strategy, or its shard size is not for the user to choose.
+        ConfigurationError: There is no such strategy, or something about it is not for the user to choose.
     """
     placement = find_placement(sharding_strategy)
     changes: dict[str, Any] = {}
@@ -106,4 +123,22 @@ def choose_placement(
         changes["shard_size"] = shard_size
     if reduce_every_backward is not None:
         changes["reduce_every_backward"] = reduce_every_backward
-    return replace(placement, **changes)
+    if reshard_after_forward is not None:
+        changes |= _resharding(sharding_strategy, placement, reshard_after_forward)
+    return replace(placement, **changes, offload_params=offload_params)
+
+
+def _resharding(sharding_strategy: str, placement: Placement, after_forward: bool | int) -> dict[str, Any]:
+    if placement.reshard is Reshard.NEVER:
+        raise ConfigurationError(
+            f"reshard_after_forward={after_forward} does not go with sharding_strategy={sharding_strategy!r}, which "
+            f"never reshards; leave it out, or use 'full_shard', 'hybrid_shard' or 'shard_grad_op'"
+        )
+    if isinstance(after_forward, bool):
+        return {"reshard": Reshard.AFTER_FORWARD if after_forward else Reshard.AFTER_BACKWARD}
+    if after_forward < 2:
+        raise ConfigurationError(
+            f"reshard_after_forward={after_forward}: expected True, False, or a number of ranks of at least 2 that "
+            f"divides the shard size"
+        )
+    return {"reshard": Reshard.AFTER_FORWARD, "regather_size": after_forward}

@@ -49,6 +49,16 @@ class Topology:
             for replica in range(self.replicate_size)
         ]
 
+    def subgroups(self, size: int) -> list[list[int]]:
+        """Neighbouring ranks in groups of ``size``, which divides the shard size; by first rank."""
+        if size < 1 or self.shard_size % size:
+            divisors = [number for number in range(2, self.shard_size) if self.shard_size % number == 0]
+            raise ValueError(
+                f"groups of {size} ranks do not divide the {self.shard_size} ranks of a shard group; use one of "
+                f"{divisors}"
+            )
+        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+
     def replicate_groups(self) -> list[list[int]]:
         """The ranks of every replicate group, by shard rank."""
         return [list(range(shard, self.world_size, self.shard_size)) for shard in range(self.shard_size)]

@@ -9,6 +9,8 @@ from lightning.pytorch.trainer import Trainer
 from torch import nn
 from typing_extensions import override
 
+from shardeddp.sharding.materialize import allocate_on_host
+
 
 class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
     """Spawns or forks the ranks; at the end the main process gets the full weights, as it does under DDP.
@@ -39,3 +41,10 @@ class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             handle.remove()
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        if worker_output.weights_path is not None:
+            # The main process has sharded nothing: loading into a module on the meta device would do nothing.
+            allocate_on_host(trainer.lightning_module)
+        super()._recover_results_in_main_process(worker_output, trainer)

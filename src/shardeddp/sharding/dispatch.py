@@ -74,6 +74,8 @@ def run(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[s
         return args[0].copy_(args[1])
     if torch.Tag.inplace_view in func.tags:
         return _reshape_in_place(func, args[0])
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return _unscale(func, *args)
     if name.startswith("_foreach_"):
         return _run_foreach(cls, func, name, args, kwargs)
     if func in _SAME_ELEMENTS or _is_pointwise(func):
@@ -94,7 +96,7 @@ def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
         return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
     locals_ = [tensor.to_local() for tensor in tensors]
     # In float64: the squares of what float32 holds do not fit into float32.
-    partial = torch.stack(_partial_norms(locals_, order)).to(torch.float64)
+    partial = torch.stack(_partial_norms(locals_, order)).to(tensors[0].spec.mesh.device, torch.float64)
     if order == float("inf"):
         reduced = reduce_partials(partial, tensors[0].spec, "max")
     else:
@@ -102,8 +104,22 @@ def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
     return [norm.to(local.dtype.to_real()) for norm, local in zip(reduced.unbind(), locals_, strict=True)]
 
 
+def _unscale(func: Any, gradients: Sequence[ShardTensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Divide gradients by the loss scale; ``found_inf`` becomes 1 on all ranks if any rank finds one not finite."""
+    world = gradients[0].spec.mesh.world
+    locals_ = [gradient.to_local() for gradient in gradients]
+    found = found_inf.to(locals_[0].device, copy=True)
+    func(locals_, found, inv_scale.to(found.device))
+    agreed = found.to(found_inf.device)
+    world.all_reduce_(agreed, "max").wait()
+    found_inf.copy_(agreed)
+    for local in locals_:
+        mark_written(local)
+
+
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
     """Combine this rank's partial results with those of its shard group; equal bits on all of its ranks."""
+    partial = partial.to(spec.mesh.device)
     group, lane = spec.mesh.reduce, spec.mesh.reduce_lane
     if kind == "sum":
         lane.issue(lambda: group.all_reduce_(partial, "sum")).wait()
@@ -148,8 +164,9 @@ def _run_local(
     cls: type[ShardTensor], func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     targets = written(func, args, kwargs)
+    home = _home(cls, (targets, args, kwargs))
     local_args, local_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: _operand(cls, tensor, spec), (args, dict(kwargs))
+        torch.Tensor, lambda tensor: _operand(cls, tensor, spec, home), (args, dict(kwargs))
     )
     local_kwargs.pop("memory_format", None)  # a shard is 1D: it has one memory format
     result = func(*local_args, **local_kwargs)
@@ -160,16 +177,20 @@ def _run_local(
     return pytree.tree_map_only(torch.Tensor, lambda local: cls(local, spec), result)
 
 
-def _operand(cls: type[ShardTensor], tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """This rank's part of an operand of an element-wise operation."""
+def _home(cls: type[ShardTensor], arguments: Any) -> torch.device:
+    """Where the elements of the first sharded argument live: on the host, if they are offloaded."""
+    return next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, cls)).to_local().device
+
+
+def _operand(cls: type[ShardTensor], tensor: torch.Tensor, spec: ShardSpec, home: torch.device) -> torch.Tensor:
+    """This rank's part of an operand of an element-wise operation, where the operation runs."""
     if isinstance(tensor, cls):
         if tensor.spec is spec:
-            return tensor.to_local()
+            return tensor.to_local().to(home)
         tensor = gather(tensor)
     # A 0-dim operand gives way to others in the choice of dtype, unless all of them are 0-dim.
-    if tensor.dim() == 0 and spec.shape:
-        return tensor
-    return spec.localize(tensor.expand(spec.shape))
+    part = tensor if tensor.dim() == 0 and spec.shape else spec.localize(tensor.expand(spec.shape))
+    return part.to(home)
 
 
 def _run_foreach(cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,13 +204,15 @@ def _run_foreach(cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, 
     lists = [argument for argument in (*args, *kwargs.values()) if _holds_tensors(argument)]
     targets = written(func, args, kwargs)
     specs = [_spec_of(cls, operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))]
+    rows = zip(specs, zip(*lists, strict=True), strict=True)
+    homes = [_home(cls, operands) if spec else None for spec, operands in rows]
 
     def localize(argument: Any) -> Any:
         if not _holds_tensors(argument):
             return gather(argument) if isinstance(argument, cls) else argument
         return [
-            _operand(cls, item, spec) if spec else gather(item) if isinstance(item, cls) else item
-            for item, spec in zip(argument, specs, strict=True)
+            _operand(cls, item, spec, home) if spec and home else gather(item) if isinstance(item, cls) else item
+            for item, spec, home in zip(argument, specs, homes, strict=True)
         ]
 
     results = func(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})

@@ -1,4 +1,4 @@
-"""FlatGroup: the flat buffers of those parameters of a unit that share dtype and trainability."""
+"""FlatGroup: the flat buffers of those parameters of a unit that share dtypes and trainability."""
 
 from __future__ import annotations
 
@@ -10,55 +10,64 @@ from torch import nn
 
 from shardeddp.comm import Mesh, Pending, Ticket
 from shardeddp.plan.layout import FlatLayout
+from shardeddp.plan.memory import GroupCost
+from shardeddp.plan.placement import Placement, Reshard
+from shardeddp.sharding.group_gradients import GroupGradients
 from shardeddp.sharding.identity import swap_bodies
+from shardeddp.sharding.memory import allocate, empty_on_host, local_view, release
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.sharding.spec import ParameterSpec
 from shardeddp.sharding.unsharded import ReleasedParameter, UnshardedParameter
 
 
 class FlatGroup:
-    """One main shard, one gathered flat buffer, one gradient buffer, one gradient shard, and the views into them.
+    """One main shard and one gathered flat buffer, the views into them, and what holds their gradients.
 
     Args:
         specs: The parameters, in layout order; each becomes a ``ShardTensor`` in place.
         layout: Where they lie.
         mesh: Through which they are gathered and reduced.
-        retain: Keep the gathered buffer's memory and content when the unit is resharded.
+        placement: Where main shards live, and whether gathered buffers keep their memory when the unit is resharded.
     """
 
-    def __init__(self, specs: Sequence[ParameterSpec], layout: FlatLayout, mesh: Mesh, retain: bool) -> None:
+    def __init__(self, specs: Sequence[ParameterSpec], layout: FlatLayout, mesh: Mesh, placement: Placement) -> None:
         self.layout = layout
         self._mesh = mesh
-        first = specs[0].parameter
-        self._resident = layout.shard_size == 1
+        dtype, param_dtype, reduce_dtype = specs[0].dtype, specs[0].param_dtype, specs[0].reduce_dtype
+        on_host = placement.offload_params and mesh.device.type != "cpu"
+        self._resident = layout.shard_size == 1 and param_dtype is dtype and not on_host
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
-        self._retain = retain or self._resident
+        self._retain = self._resident or placement.reshard is Reshard.NEVER
 
-        self.main_shard = torch.zeros(
-            layout.shard_numel, dtype=first.dtype, device=mesh.device
-        )  # 1D, shard_numel; lives as long as the model
-        self._gathered = self.main_shard if self._resident else self.main_shard.new_empty(layout.padded_numel)
+        empty = torch.empty(layout.shard_numel, dtype=dtype, device="meta" if on_host else mesh.device)
+        self.main_shard = (empty_on_host(empty) if on_host else empty).zero_()
+        """1D, shard_numel; lives as long as the model."""
+        self._gathered = (
+            self.main_shard
+            if self._resident
+            else torch.empty(layout.padded_numel, dtype=param_dtype, device=mesh.device)
+        )
         self._own_slice = self._gathered.view(layout.shard_size, -1)[mesh.shard_rank]
+        self._kept_part: torch.Tensor | None = None  # 1D; this rank's part of the gathered buffer, forward -> backward
         self.unsharded = [
             self._view_parameter(spec, slot.offset) for spec, slot in zip(specs, layout.slots, strict=True)
         ]
-        self.local = [self._local_view(self.main_shard, i) for i in range(len(specs))]  # each 1D
+        self.local = [local_view(self.main_shard, layout, i, mesh.shard_rank) for i in range(len(specs))]  # each 1D
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
         self._gathered_version = -1
         self._seen_writes = self._writes()
         self._kept_writes = 0  # versions of the main shard that only brought it up to what was known
         if not self._resident:
             self._release_memory()
-
-        self.gradient_shard: torch.Tensor | None = None  # 1D, shard_numel; made at the first reduction, then kept
-        self.gradients: list[ShardTensor] = []  # over views of the gradient shard, in layout order
-        self._buffer: torch.Tensor | None = None  # 1D, padded_numel; storage emptied between reductions
-        self._buffer_slots: list[torch.Tensor] = []  # views of it in the parameters' shapes, then its padding
-        self._shard_slots: list[torch.Tensor] = []  # the same of the gradient shard, where that is the whole buffer
-        self._packed = [False] * len(specs)  # whose gradient went into a reduction since the backward began
-        self._reduced = False  # whether there was a reduction since the backward began
-
-    # -- parameters
+        self.gradients = GroupGradients(
+            layout,
+            mesh,
+            main_shard=self.main_shard,
+            reduce_dtype=reduce_dtype,
+            unsharded=self.unsharded,
+            sharded=self.sharded,
+        )
+        self._reduce_dtype = reduce_dtype
 
     @property
     def stale(self) -> bool:
@@ -76,21 +85,47 @@ class FlatGroup:
         with torch._C.DisableTorchFunctionSubclass():
             return any(unsharded.requires_grad for unsharded in self.unsharded)
 
+    def cost(self) -> GroupCost:
+        """What the cost model needs to know."""
+        return GroupCost(
+            layout=self.layout,
+            trainable=self.trainable,
+            main_itemsize=self.main_shard.itemsize,
+            param_itemsize=self._gathered.itemsize,
+            reduce_itemsize=self._reduce_dtype.itemsize,
+        )
+
+    # -- gathering
+
     def unshard(self) -> Ticket:
         """Allocate the gathered buffer if need be, and issue the all-gather into it."""
         self._keep_writes()
         if self._resident or (self._retain and not self.stale):
             ticket = Ticket(Pending(), None)
+        elif self._kept_part is not None and not self.stale:
+            ticket = self._mesh.gather_lane.issue(self._gather_parts)
         else:
-            ticket = self._mesh.gather_lane.issue(self._gather)
+            ticket = self._mesh.gather_lane.issue(self._gather_shards)
         self._gathered_version = self.main_shard._version
         return ticket
 
-    def _gather(self) -> Pending:
+    def _gather_shards(self) -> Pending:
         # Storage and copy belong to the lane: its allocator stream, and behind compute's last use of the buffer.
-        self._gathered.untyped_storage().resize_(self._gathered.nbytes)
-        self._own_slice.copy_(self.main_shard)
+        allocate(self._gathered)
+        self._own_slice.copy_(self.main_shard.to(self._mesh.device, non_blocking=True))
         return self._mesh.gather.all_gather_(self._gathered)
+
+    def _gather_parts(self) -> Pending:
+        part = self._kept_part
+        if part is None:
+            raise RuntimeError(f"no part of {self.layout.slots[0].fqn} was kept for its backward")
+        allocate(self._gathered)
+        self._part_of_gathered().copy_(part)
+        return self._mesh.regather.all_gather_(self._gathered)
+
+    def _part_of_gathered(self) -> torch.Tensor:
+        regather = self._mesh.regather
+        return self._gathered.view(regather.size, -1)[regather.rank]
 
     def activate(self) -> None:
         """Make the unsharded parameters usable."""
@@ -101,22 +136,36 @@ class FlatGroup:
         """Keep the gathered buffer's memory and content from now on when the unit is resharded."""
         self._retain = True
 
-    def release(self) -> None:
-        """Give the gathered buffer's memory back; the unsharded parameters raise from here on."""
+    def release(self, before_backward: bool) -> None:
+        """Give the gathered buffer's memory back; the unsharded parameters raise from here on.
+
+        Args:
+            before_backward: They are needed once more, before they change: a part stays, if the mesh has smaller groups
+                to gather parts from (ZeRO++'s hpZ, https://arxiv.org/abs/2306.10209).
+        """
         self._keep_writes()
         self._keep_requires_grad()
-        if not self._retain:
-            self._release_memory()
+        if self._retain:
+            return
+        keep = before_backward and self._mesh.regather.size < self.layout.shard_size
+        self._kept_part = self._part_of_gathered().clone() if keep else None
+        self._release_memory()
 
     def _release_memory(self) -> None:
-        self._gathered.untyped_storage().resize_(0)
+        release(self._gathered)
         for unsharded in self.unsharded:
             unsharded.__class__ = ReleasedParameter
+
+    # -- writes by others
 
     def renew(self) -> None:
         """Note that the gathered values have changed: a graph that needs the former ones must fail, as always."""
         torch.autograd.graph.increment_version(self.unsharded)
         self._seen_writes = self._writes()
+
+    def invalidate(self) -> None:
+        """Note that something wrote to the main shard that does not bump version counters (fused optimizers)."""
+        torch.autograd.graph.increment_version(self.main_shard)
 
     def _writes(self) -> int:
         with torch._C.DisableTorchFunctionSubclass():
@@ -136,7 +185,10 @@ class FlatGroup:
                     f"parameters before the forward or after the optimizer's step"
                 )
             before = self.main_shard._version
-            self.main_shard.copy_(self._own_slice)
+            main = self.main_shard.to(self._mesh.device)
+            # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
+            written = self._own_slice != main.to(self._own_slice.dtype)
+            self.main_shard.copy_(torch.where(written, self._own_slice.to(main.dtype), main))
             self._kept_writes += self.main_shard._version - before
         self._seen_writes = writes
 
@@ -147,132 +199,7 @@ class FlatGroup:
                 if torch.Tensor.requires_grad.__get__(sharded) != unsharded.requires_grad:  # type: ignore[attr-defined]
                     sharded.requires_grad_(unsharded.requires_grad)
 
-    def invalidate(self) -> None:
-        """Note that something wrote to the main shard that does not bump version counters (fused optimizers)."""
-        torch.autograd.graph.increment_version(self.main_shard)
-
-    # -- gradients
-
-    def reduce_gradients(self) -> Reduction:
-        """Pack the unsharded gradients, drop them, and issue their averaging into the gradient shard."""
-        with torch._C.DisableTorchFunctionSubclass():
-            shard = self._ensure_gradient_shard()
-            kept = [
-                self._reduced or sharded.grad is mine
-                for sharded, mine in zip(self.sharded, self.gradients, strict=True)
-            ]
-            self._reduced = True
-            accumulate = any(kept)
-            # A rank that owns the whole buffer packs straight into its gradient shard.
-            direct = self._resident and not accumulate
-            buffer, slots = (shard, self._shard_slots) if direct else self._open_buffer()
-            self._pack(slots)
-        # Where it is to be added to the shard, the average waits for that in this rank's slice of the buffer.
-        output = buffer.view(self.layout.shard_size, -1)[self._mesh.shard_rank] if accumulate else shard
-
-        def action() -> Pending:
-            scattered = self._mesh.reduce.reduce_scatter(output, buffer)
-            return scattered.then(lambda: self._mesh.replicate.all_reduce_(output, "mean"))
-
-        return Reduction(self, self._mesh.reduce_lane.issue(action), output, kept)
-
-    def finish_reduction(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
-        """Bring a reduced shard to where the gradients are and give the packing buffer's memory back."""
-        if self.gradient_shard is None:
-            raise RuntimeError(f"no reduction of {self.layout.slots[0].fqn} has been issued")
-        if output is not self.gradient_shard:
-            if all(kept):
-                self.gradient_shard.add_(output)
-            else:
-                self._merge(output, kept)
-        if self._buffer is not None:
-            self._buffer.untyped_storage().resize_(0)
-
-    def install_gradients(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` of the parameters that any rank has used; the others keep what they had."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for i, sharded in enumerate(self.sharded):
-                if not used[i]:
-                    continue
-                found = sharded.grad
-                if found is not self.gradients[i]:
-                    if found is not None:
-                        # The parameter was also used outside its unit; that part was averaged in backward.
-                        self.gradients[i].to_local().add_(local_part(found, sharded.spec))
-                    sharded.grad = self.gradients[i]
-
-    def drop_unsharded_gradients(self) -> None:
-        """Forget gradients that have not been reduced."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for unsharded in self.unsharded:
-                unsharded.grad = None
-
-    def has_unsharded_gradient(self) -> bool:
-        """Whether autograd has left a gradient that no reduction has taken yet."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(unsharded.grad is not None for unsharded in self.unsharded)
-
-    def begin_backward(self) -> None:
-        """Start counting what this backward uses."""
-        self._packed = [False] * len(self._packed)
-        self._reduced = False
-
-    def used(self) -> list[bool]:
-        """By parameter, whether a gradient of this rank was packed or waits to be."""
-        with torch._C.DisableTorchFunctionSubclass():
-            waiting = [unsharded.grad is not None for unsharded in self.unsharded]
-        return [packed or there for packed, there in zip(self._packed, waiting, strict=True)]
-
-    def _pack(self, slots: Sequence[torch.Tensor]) -> None:
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for i, (slot, unsharded) in enumerate(zip(slots, self.unsharded, strict=False)):
-            gradient = unsharded.grad
-            if gradient is None:
-                slot.zero_()
-                continue
-            self._packed[i] = True
-            targets.append(slot)
-            sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-            unsharded.grad = None
-        for padding in slots[len(self.unsharded) :]:
-            padding.zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def _merge(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
-        for i, keep in enumerate(kept):
-            mine, arrived = self.gradients[i].to_local(), self._local_view(output, i)
-            mine.add_(arrived) if keep else mine.copy_(arrived)
-
-    def _ensure_gradient_shard(self) -> torch.Tensor:
-        if self.gradient_shard is None:
-            self.gradient_shard = torch.zeros_like(self.main_shard)
-            self.gradients = [
-                ShardTensor(self._local_view(self.gradient_shard, i), sharded.spec)
-                for i, sharded in enumerate(self.sharded)
-            ]
-            if self._resident:
-                self._shard_slots = self._slot_views(self.gradient_shard)
-        return self.gradient_shard
-
-    def _open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        if self._buffer is None:
-            self._buffer = self.main_shard.new_empty(self.layout.padded_numel)
-            self._buffer_slots = self._slot_views(self._buffer)
-        self._buffer.untyped_storage().resize_(self._buffer.nbytes)
-        return self._buffer, self._buffer_slots
-
-    # -- views
-
-    def _slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of every parameter's slot in its shape, then of every stretch of padding."""
-        views = [flat[slot.interval.start : slot.interval.stop].view(slot.shape) for slot in self.layout.slots]
-        return views + [flat[gap.start : gap.stop] for gap in self.layout.padding_intervals]
-
-    def _local_view(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        interval = self.layout.local_interval(self.layout.slots[index], self._mesh.shard_rank)
-        return shard[interval.start : interval.stop]
+    # -- making the parameters
 
     def _view_parameter(self, spec: ParameterSpec, offset: int) -> nn.Parameter:
         shape = spec.parameter.shape
@@ -293,8 +220,10 @@ class FlatGroup:
             shape=parameter.shape,
             intervals=tuple(self.layout.parameter_interval(slot, rank) for rank in range(self.layout.shard_size)),
             mesh=self._mesh,
+            offloaded=local.device != self._mesh.device,
         )
-        local.copy_(shard_spec.localize(parameter.detach()))
+        if not parameter.is_meta:
+            local.copy_(shard_spec.localize(parameter.detach()))
         gradient, parameter.grad = parameter.grad, None
         sharded = ShardTensor(local, shard_spec, parameter.requires_grad)
         vars(sharded).update(
@@ -310,31 +239,5 @@ class FlatGroup:
                 stacklevel=2,
             )
         if gradient is not None:
-            sharded.grad = ShardTensor(shard_spec.localize(gradient).clone(), shard_spec)
+            sharded.grad = ShardTensor(shard_spec.localize(gradient).to(local.device, copy=True), shard_spec)
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
-
-
-class Reduction:
-    """A gradient reduction that has been issued.
-
-    Args:
-        group: Whose gradients.
-        ticket: The collectives -> waited for in :meth:`finish`.
-        output: 1D, shard_numel; where the averaged gradients arrive.
-        kept: By parameter, whether earlier gradients in the gradient shard are to be added to.
-    """
-
-    def __init__(self, group: FlatGroup, ticket: Ticket, output: torch.Tensor, kept: Sequence[bool]) -> None:
-        self._group, self._ticket, self._output, self._kept = group, ticket, output, kept
-
-    def finish(self) -> None:
-        """Wait for the collectives and complete the gradient shard."""
-        self._ticket.wait()
-        self._group.finish_reduction(self._output, self._kept)
-
-
-def local_part(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """This rank's elements of a gradient or state of a parameter, sharded or full."""
-    if isinstance(tensor, ShardTensor) and tensor.spec is spec:
-        return tensor.to_local()
-    return spec.localize(tensor)

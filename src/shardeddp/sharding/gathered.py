@@ -9,16 +9,23 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardeddp.sharding.questions import written
+from shardeddp.sharding.untraced import never_traced
 
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardTensor
+
+
+outside_of_graphs = never_traced(
+    "a sharded parameter is used here, outside the forward of its unit. Use it inside, or let a parent module be the "
+    "unit (auto_wrap_policy)"
+)
 
 
 def gather(sharded: ShardTensor) -> torch.Tensor:
     """The full tensor, plain; a collective of the shard group."""
     spec, local = sharded.spec, sharded.to_local()
     with torch.no_grad():
-        full = local.new_empty(spec.shape)
+        full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
         pieces[spec.mesh.shard_rank].copy_(local)
         spec.mesh.gather_lane.issue(lambda: spec.mesh.gather.all_gather_uneven_(pieces)).wait()
@@ -138,6 +145,7 @@ class GatheredView(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
+    @outside_of_graphs
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

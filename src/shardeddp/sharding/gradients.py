@@ -50,7 +50,7 @@ def clip_grad_norm_(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     locals_ = [_local(gradient) for gradient in gradients]
     if locals_:
-        torch._foreach_mul_(locals_, scale)
+        torch._foreach_mul_(locals_, scale.to(locals_[0].device))
     return norm
 
 

@@ -1,24 +1,40 @@
-"""Where the runtime hears of forwards and gradients: the hooks on a unit's module and on its unsharded parameters."""
+"""Where the runtime hears of forwards and gradients: hooks around a unit's call and on its unsharded parameters."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from shardeddp.sharding.track import UnitTrack
+from shardeddp.sharding.untraced import never_traced
 
 if TYPE_CHECKING:
     from shardeddp.sharding.runtime import Runtime
 
+_never_traced = never_traced(
+    "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. Compile units one by one "
+    "(block.compile()) to have each in one graph, or compile what contains units without fullgraph=True"
+)
+
 
 class UnitHook:
-    """Tells the runtime when a unit's module is entered and left.
+    """Tells the runtime when a unit's module is called and has returned, outside of whatever is compiled.
+
+    What dynamo traces it could specialize on, or leave out: it takes a module without hooks for its ``forward``, and a
+    module that ``torch.compile`` has wrapped for what is inside. So everything here is an end of a graph for dynamo,
+    and stands where a call is sure to pass:
+
+    - a module that is not compiled has module hooks; compiled code around it breaks there, and goes on inside;
+    - one compiled in place (``module.compile()``) has module hooks *inside* of the compiled code, so the compiled call
+      itself is put in brackets;
+    - the same for the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
 
     Args:
         runtime: Whom to tell.
@@ -28,12 +44,16 @@ class UnitHook:
     def __init__(self, runtime: Runtime, track: UnitTrack) -> None:
         self.runtime = runtime
         self._track = track
+        self._handles: list[RemovableHandle] | None = None  # of module hooks; None before the first follow()
+        self._bracketed: Callable[..., Any] | None = None  # what has taken the place of the compiled call
 
+    @_never_traced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
         if self.belongs_to(module):
             self.runtime.enter(self._track)
 
+    @_never_traced
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook, called after an exception as well."""
         if self.belongs_to(module):
@@ -43,25 +63,74 @@ class UnitHook:
         """False for a deep copy, which keeps the hook and computes with sharded parameters of its own."""
         return module is self._track.unit.spec.module
 
+    def follow(self) -> None:
+        """Take the place that belongs to the module's call as it is now; users may compile after sharding."""
+        module = self._track.unit.spec.module
+        compiled = _compiled_call(module)
+        if self._handles is not None and compiled is self._bracketed:
+            return
+        for handle in self._handles or ():
+            handle.remove()
+        self._bracketed = None if compiled is None else self._bracket(compiled)
+        if self._bracketed is None:
+            self._handles = [
+                module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
+            ]
+        elif module._compiled_call_impl is None:
+            self._handles = []
+            module.forward = self._bracketed
+        else:
+            self._handles = [module.register_forward_pre_hook(_not_only_forward)]
+            module._compiled_call_impl = self._bracketed
+
+    def _bracket(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @_never_traced
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.runtime.enter(self._track)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                self.runtime.leave(self._track, (args, kwargs), output)
+            return output
+
+        return call
+
     def __deepcopy__(self, memo: Any) -> UnitHook:
         return self
 
 
+def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What a call of a compiled module runs; None for a module that is not compiled itself."""
+    if module._compiled_call_impl is not None:
+        return module._compiled_call_impl
+    return module.forward if isinstance(module, OptimizedModule) else None
+
+
+def _not_only_forward(module: nn.Module, args: Any) -> None:
+    """Nothing but a hook: code that dynamo traces around a module without hooks goes straight to its ``forward``.
+
+    With one it asks for the module's compiled call, which is in brackets that it cannot trace.
+    """
+
+
+_RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
+"""By identity of the root module; it is the module's hooks that keep a runtime alive."""
+
+
 def runtime_of(module: nn.Module) -> Runtime | None:
     """The runtime in charge of a module that has been sharded as a root; None for any other module."""
-    for hook in module._forward_pre_hooks.values():
-        owner = hook.__self__ if isinstance(hook, MethodType) else None
-        if isinstance(owner, UnitHook) and owner.belongs_to(module) and owner.runtime.root_module is module:
-            return owner.runtime
-    return None
+    runtime = _RUNTIMES.get(id(module))
+    return runtime if runtime is not None and runtime.root_module is module else None
 
 
-def attach_hooks(runtime: Runtime, track: UnitTrack) -> None:
+def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
     """Let the runtime hear of every forward of a unit's module, and of every gradient of its parameters."""
+    if track.index == 0:
+        _RUNTIMES[id(track.unit.spec.module)] = runtime
     hook = UnitHook(runtime, track)
-    module = track.unit.spec.module
-    module.register_forward_pre_hook(hook.enter, prepend=True, with_kwargs=True)
-    module.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
+    hook.follow()
     parameters = track.unit.unsharded_parameters()
     track.expected = set(range(len(parameters)))
     with torch._C.DisableTorchFunctionSubclass():
@@ -74,6 +143,7 @@ def attach_hooks(runtime: Runtime, track: UnitTrack) -> None:
             parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, track.index, index))
             track.accumulators.append(get_gradient_edge(parameter).node)
             parameter.requires_grad_(trainable)
+    return hook
 
 
 def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.Tensor], None]:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardeddp.sharding.flat_group import local_part
+from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.group_gradients import local_part
 from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.stand_ins import HostCopies, StandIns
 
 # Exact types: a subclass may do anything.
 ELEMENTWISE: set[type[optim.Optimizer]] = {
@@ -34,6 +36,9 @@ ELEMENTWISE: set[type[optim.Optimizer]] = {
     optim.SGD,
 }
 
+# Those with a fused kernel for the CPU, several times as fast as the others there.
+_FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
+
 # States that are one number per parameter, whatever the parameter's shape.
 _SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 
@@ -46,11 +51,14 @@ class LocalStep:
     Args:
         optimizer: An element-wise optimizer over (some) sharded parameters.
         on_step: Called after each step.
+        offload: Step in host memory, on copies of parameters and gradients, and keep the states there.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None]) -> None:
+    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None], offload: bool = False) -> None:
         self._optimizer = optimizer
         self._on_step = on_step
+        self._offload = offload
+        self._stand_ins = HostCopies() if offload else StandIns()
         self._sharded: list[list[torch.Tensor]] | None = None  # the groups' own lists while local ones are in place
         self._twins: list[_Twins] = []  # by parameter group
         self._adopt_state(optimizer)
@@ -73,16 +81,27 @@ class LocalStep:
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._leave()
+        self._stand_ins.depart()
         self._on_step()
 
     def _enter(self) -> None:
         self._leave()  # an earlier step may have failed half-way
         self._sharded = [group["params"] for group in self._optimizer.param_groups]
         if len(self._twins) != len(self._sharded):
-            self._twins = [_Twins() for _ in self._sharded]
+            self._twins = [_Twins(self._stand_ins) for _ in self._sharded]
+            self._prefer_fused()
         for group, twins in zip(self._optimizer.param_groups, self._twins, strict=True):
             group["params"] = twins.follow(group["params"])
+        self._stand_ins.arrive()
         self._optimizer.state = self._states().local
+
+    def _prefer_fused(self) -> None:
+        """Let an optimizer that has been taken off the device use torch's fused kernel for the host, unless told."""
+        for group in self._optimizer.param_groups:
+            untold = group.get("foreach") is None and not group.get("fused") and not group.get("differentiable")
+            taken_off = any(parameter.device != self._stand_ins.of(parameter).device for parameter in group["params"])
+            if type(self._optimizer) in _FUSED_ON_HOST and untold and (self._offload or taken_off):
+                group["fused"] = True
 
     def _leave(self) -> None:
         if self._sharded is None:
@@ -100,7 +119,7 @@ class LocalStep:
 
     def _adopt_state(self, optimizer: optim.Optimizer) -> None:
         """Take over a mapping of states that are sharded, or full as they come from a checkpoint."""
-        adopted = ShardedStates(optimizer)
+        adopted = ShardedStates(optimizer, self._stand_ins)
         for parameter, state in optimizer.state.items():
             adopted[parameter] = state
         self._adopted = adopted
@@ -112,9 +131,11 @@ class ShardedStates(MutableMapping[torch.Tensor, State]):
 
     Args:
         optimizer: Whose parameters they belong to.
+        stand_ins: The local parameters.
     """
 
-    def __init__(self, optimizer: optim.Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer, stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
         self.local: defaultdict[torch.Tensor, State] = defaultdict(dict)
         self._optimizer = optimizer
 
@@ -122,8 +143,9 @@ class ShardedStates(MutableMapping[torch.Tensor, State]):
         return _StateView(self.local[self._local_of(parameter)], parameter)
 
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        self.local[self._local_of(parameter)] = {
-            name: localize_state(name, value, parameter) for name, value in state.items()
+        local = self._local_of(parameter)
+        self.local[local] = {
+            name: localize_state(name, value, parameter, local.device) for name, value in state.items()
         }
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
@@ -140,7 +162,7 @@ class ShardedStates(MutableMapping[torch.Tensor, State]):
         return isinstance(parameter, torch.Tensor) and self._local_of(parameter) in self.local
 
     def _local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter.to_local() if isinstance(parameter, ShardTensor) else parameter
+        return self._stand_ins.of(parameter)
 
 
 class _StateView(dict[str, Any]):
@@ -154,7 +176,9 @@ class _StateView(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
         if isinstance(self._state, dict):
-            self._state[name] = localize_state(name, value, self._parameter)
+            former = self._state.get(name)
+            device = former.device if isinstance(former, torch.Tensor) else None
+            self._state[name] = localize_state(name, value, self._parameter, device)
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
@@ -177,12 +201,21 @@ def globalize_state(value: Any, parameter: torch.Tensor | None) -> Any:
     return ShardTensor(value, parameter.spec) if is_local else value
 
 
-def localize_state(name: str, value: Any, parameter: torch.Tensor | None) -> Any:
-    """A state of a sharded parameter, sharded itself or full, as a state of the local one."""
+def localize_state(name: str, value: Any, parameter: torch.Tensor | None, device: torch.device | None = None) -> Any:
+    """A state of a sharded parameter, sharded itself or full, as a state of the local one.
+
+    Args:
+        name: Of the state.
+        value: Of the state.
+        parameter: The sharded parameter.
+        device: Where the optimizer steps on it; None: where the state is.
+    """
     if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or name in _SCALAR_STATES:
         return value
-    if isinstance(value, ShardTensor) or value.shape == parameter.shape:
-        return local_part(value, parameter.spec).clone() if not isinstance(value, ShardTensor) else value.to_local()
+    if isinstance(value, ShardTensor):
+        return value.to_local().to(device)
+    if value.shape == parameter.shape:
+        return local_part(value, parameter.spec).to(device, copy=True)
     return value
 
 
@@ -193,7 +226,8 @@ class _Twins:
     before, and following a thousand parameters costs a thousand comparisons.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
         self._parameters: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor | None] = []
         self._local: list[torch.Tensor] = []
@@ -204,10 +238,7 @@ class _Twins:
             gradients = [parameter.grad for parameter in parameters]
             if not _same_objects(parameters, self._parameters):
                 self._parameters, self._gradients = list(parameters), [None] * len(parameters)
-                self._local = [
-                    parameter.to_local() if isinstance(parameter, ShardTensor) else parameter
-                    for parameter in parameters
-                ]
+                self._local = [self._stand_ins.of(parameter) for parameter in parameters]
                 for local, parameter in zip(self._local, parameters, strict=True):
                     if local is not parameter:
                         local.grad = None
@@ -218,7 +249,8 @@ class _Twins:
     def _copy_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         for parameter, local, gradient in zip(self._parameters, self._local, gradients, strict=True):
             if isinstance(parameter, ShardTensor):
-                local.grad = None if gradient is None else local_part(gradient, parameter.spec)
+                part = None if gradient is None else local_part(gradient, parameter.spec)
+                local.grad = self._stand_ins.gradient_of(local, part)
         self._gradients = gradients
 
 
@@ -246,9 +278,27 @@ class GlobalStep:
         self._on_step()
 
 
-def attach_optimizer(optimizer: optim.Optimizer, on_step: Callable[[], None]) -> None:
-    """Prepare an optimizer over sharded parameters; ``on_step`` is called after each of its steps."""
+def attach_optimizer(optimizer: optim.Optimizer, on_step: Callable[[], None], offload: bool = False) -> None:
+    """Prepare an optimizer over sharded parameters.
+
+    Args:
+        optimizer: Any; what it steps on depends on whether it is element-wise.
+        on_step: Called after each of its steps.
+        offload: Whether its states live in host memory, and it steps there.
+
+    Raises:
+        ConfigurationError: It is to be offloaded and is not element-wise.
+    """
     for hook in optimizer._optimizer_step_post_hooks.values():
         if isinstance(hook, MethodType) and isinstance(hook.__self__, (LocalStep, GlobalStep)):
             return  # the user hands out the same optimizer for every fit
-    (LocalStep if type(optimizer) in ELEMENTWISE else GlobalStep)(optimizer, on_step)
+    if type(optimizer) in ELEMENTWISE:
+        LocalStep(optimizer, on_step, offload)
+        return
+    if offload:
+        known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        raise ConfigurationError(
+            f"cpu_offload cannot take the states of {type(optimizer).__name__} off the device: expected an optimizer "
+            f"that is known to treat each element by itself ({known})"
+        )
+    GlobalStep(optimizer, on_step)

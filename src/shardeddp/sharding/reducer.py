@@ -10,7 +10,7 @@ import torch
 
 from shardeddp.comm import Mesh, agree_on_any, exchange
 from shardeddp.plan.placement import Placement, Reshard
-from shardeddp.sharding.flat_group import Reduction
+from shardeddp.sharding.group_gradients import Reduction
 from shardeddp.sharding.track import UnitTrack
 
 
@@ -42,6 +42,9 @@ class Reducer:
         self.leaves_gradients = False
         """Whether the backward that is running leaves gradients on parameters; `autograd.grad` does not."""
 
+        self._to_host = placement.offload_params
+        self._accumulates_sharded = placement.reduce_every_backward
+        self._across_replicas = True
         self._sync = True
         self._reached: list[UnitTrack] = []  # in this backward, in order
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
@@ -50,10 +53,12 @@ class Reducer:
         """A backward begins.
 
         Args:
-            sync_gradients: False if gradients stay on their ranks this time.
+            sync_gradients: False if a later micro-batch is to complete the gradients. Until then they are reduced in
+                the shard group, or stay on their ranks.
         """
         self._reached = []
-        self._sync = sync_gradients
+        self._across_replicas = sync_gradients
+        self._sync = sync_gradients or self._accumulates_sharded
         self.leaves_gradients = any(track.gets_gradients() for track in self._tracks)
 
     def note_gradient(self) -> None:
@@ -77,10 +82,16 @@ class Reducer:
             for track in self._waiting():
                 self._issue(track)
             self._settle()
+            if self._to_host:
+                self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
 
     def abort(self) -> None:
         """Finish what a backward that has failed has issued."""
         self._finish()
+
+    def _keeps_partial(self) -> bool:
+        """Whether gradients wait to be shared with replicas, so that nobody is to see them yet."""
+        return not self._across_replicas and self._mesh.replicate.size > 1
 
     def _waiting(self) -> list[UnitTrack]:
         """Units still to be reduced, in order."""
@@ -91,10 +102,10 @@ class Reducer:
 
     @torch.no_grad()  # a backward that keeps its graph for another one enables gradients
     def _issue(self, track: UnitTrack) -> None:
-        # One unit's gradients are in flight at a time: that bounds memory, and a backward of one unit hides it.
-        self._finish()
+        # One unit's gradients are in each collective at a time: that bounds memory, and one unit's backward hides it.
+        self._in_flight = [reduction for reduction in self._in_flight if not reduction.advance()]
         track.issued = True
-        self._in_flight = track.unit.reduce_gradients()
+        self._in_flight += track.unit.reduce_gradients(self._across_replicas)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -105,7 +116,9 @@ class Reducer:
     def _settle(self) -> None:
         """Agree on what any rank has used or still holds, reduce the latter, and learn for the next backward."""
         tracks = self._tracks
-        left = [track.unit.has_unsharded_gradient() for track in tracks]
+        # What earlier micro-batches have summed up in the shard group waits for the replicas, used this time or not.
+        partial = [self._across_replicas and track.unit.has_partial_gradient() for track in tracks]
+        left = [track.unit.has_unsharded_gradient() or waits for track, waits in zip(tracks, partial, strict=True)]
         entered = [track.entered for track in tracks]
         used = [track.unit.used() for track in tracks]
         flags = [*left, *entered, *(flag for each in used for flag in each)]
@@ -117,7 +130,8 @@ class Reducer:
                 self._issue(track)
         self._finish()
         for track, by_any, each in zip(tracks, any_entered, any_used, strict=True):
-            track.unit.install_gradients(each)
+            if not self._keeps_partial():
+                track.unit.install_gradients(each)
             track.learn(by_any, each)
         if not self._order_is_agreed:
             self._agree_on_order()

@@ -66,7 +66,7 @@ class Runtime:
         self.tracks = [UnitTrack(unit=unit, index=index) for index, unit in enumerate(units)]
         self.phase = Phase.IDLE
         self.sync_gradients = True
-        """False while micro-batches accumulate without communication."""
+        """False while micro-batches accumulate: gradients stay on their rank or in their shard group."""
 
         self._root = self.tracks[0]
         self.mesh = mesh
@@ -82,7 +82,7 @@ class Runtime:
         self._buffers = BufferSync(self.root_module, mesh)
         for track in self.tracks:
             track.find_inner(self.tracks)
-            attach_hooks(self, track)
+        self._hooks = [attach_hooks(self, track) for track in self.tracks]
 
     @property
     def root_module(self) -> nn.Module:
@@ -130,8 +130,7 @@ class Runtime:
         for track in self.tracks:
             track.active = 0
             track.forget_forwards()
-            for group in track.unit.groups:
-                group.drop_unsharded_gradients()
+            track.unit.drop_unsharded_gradients()
         self.phase = Phase.IDLE
         self._step_name = "forward"
         self._reshard_idle()
@@ -169,12 +168,14 @@ class Runtime:
                 self.phase = Phase.IDLE
                 self._reshard_idle()
         elif track.active == 0 and self._reshards_after_forward(track):
-            track.unit.reshard()
+            track.unit.reshard(before_backward=track.awaiting_backward)
 
     def _begin_pass(self) -> None:
         self.phase = Phase.FORWARD
         self._forward_order = self._forward_orders[self._step_name]
         self._forward_order.begin()
+        for hook in self._hooks:
+            hook.follow()
         if self.root_module.training:
             self.sync_buffers()
 

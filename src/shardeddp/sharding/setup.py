@@ -5,29 +5,37 @@ from collections.abc import Sequence
 import torch
 
 from shardeddp.comm import Mesh, agree_on_layout, together
-from shardeddp.plan.placement import Placement, Reshard
+from shardeddp.plan.placement import Placement
+from shardeddp.sharding.materialize import Birth, Materializer
 from shardeddp.sharding.runtime import Prefetch, Runtime
-from shardeddp.sharding.spec import UnitSpec
+from shardeddp.sharding.spec import ParameterSpec, UnitSpec
 from shardeddp.sharding.unit import Unit
 
 
-def shard_model(specs: Sequence[UnitSpec], mesh: Mesh, placement: Placement, prefetch: Prefetch) -> Runtime:
+def shard_model(
+    specs: Sequence[UnitSpec], mesh: Mesh, placement: Placement, prefetch: Prefetch, birth: Birth | None = None
+) -> Runtime:
     """Shard every unit in place and attach the runtime's hooks; a collective of all ranks.
+
+    What is on the meta device gets its values here, when there are shards to take them.
 
     Args:
         specs: The model's units, the root first.
         mesh: The ranks that share it.
         placement: When to reshard and to reduce.
         prefetch: How far ahead to gather.
+        birth: What is known of the making of parameters on the meta device; None: nothing.
 
     Raises:
         LayoutMismatchError: The ranks do not hold the same model; nothing has been touched.
-        RankError: Some rank failed while it cut its parameters.
+        ConfigurationError: Something on the meta device cannot be given values.
+        RankError: Some rank failed while it cut its parameters, or initialised them.
     """
     agree_on_layout(fingerprint(specs, mesh, placement), mesh.control)
+    materializer = together("finding deferred parameters", lambda: Materializer(specs, birth or Birth()), mesh.control)
     follow_rank_zero(specs, mesh)
-    retain = placement.reshard is Reshard.NEVER
-    units = together("sharding the model", lambda: [Unit(spec, mesh, retain) for spec in specs], mesh.control)
+    units = together("sharding the model", lambda: [Unit(spec, mesh, placement) for spec in specs], mesh.control)
+    materializer.fill(mesh)
     return Runtime(units, mesh, placement, prefetch)
 
 
@@ -38,7 +46,7 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
         return
     for unit in specs:
         for spec in unit.parameters:
-            if spec.parameter.numel():
+            if spec.parameter.numel() and not spec.parameter.is_meta:
                 values = spec.parameter.detach().to(mesh.device).contiguous()
                 mesh.world.broadcast_(values, 0).wait()
                 spec.parameter.copy_(values)
@@ -49,9 +57,14 @@ def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, placement: Placement) -> 
     lines = [f"mesh {mesh.topology}", f"placement {placement}"]
     for unit in specs:
         lines.append(f"unit {unit.label}")
-        lines += [
-            f"parameter {spec.fqn}: {spec.parameter.dtype}, shape {tuple(spec.parameter.shape)}, "
-            f"{'trainable' if spec.parameter.requires_grad else 'frozen'}, registered {len(spec.owners)} times"
-            for spec in unit.parameters
-        ]
-    return lines
+        lines += [_describe(spec) for spec in unit.parameters]
+    buffers = specs[0].module.named_buffers()
+    return lines + [f"buffer {name} on the meta device" for name, buffer in buffers if buffer.is_meta]
+
+
+def _describe(spec: ParameterSpec) -> str:
+    trained = "trainable" if spec.parameter.requires_grad else "frozen"
+    return (
+        f"parameter {spec.fqn}: {spec.dtype}, shape {tuple(spec.parameter.shape)}, {trained}, registered "
+        f"{len(spec.owners)} times, gathered in {spec.param_dtype}, reduced in {spec.reduce_dtype}"
+    )

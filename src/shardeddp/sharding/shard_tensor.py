@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from shardeddp.comm import Mesh
 from shardeddp.plan.intervals import Interval
 from shardeddp.sharding import dispatch
-from shardeddp.sharding.gathered import Gathered, GatheredView, gather, refuse_recorded_write
+from shardeddp.sharding.gathered import Gathered, GatheredView, gather, outside_of_graphs, refuse_recorded_write
 from shardeddp.sharding.questions import asks_only_about
 
 Dispatch = Callable[..., Any]
@@ -49,6 +49,9 @@ class ShardSpec:
     """Elements of the flattened parameter that each shard rank owns, by shard rank; they cover it in order."""
 
     mesh: Mesh
+    offloaded: bool = False
+    """Whether elements live in host memory and compute elsewhere."""
+
     warned: list[str] = field(default_factory=list)
     """Warnings given for this parameter, so that none is given twice."""
 
@@ -61,6 +64,10 @@ class ShardSpec:
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
+
+    def device_of(self, local: torch.Tensor) -> torch.device:
+        """The device that a tensor over these elements shows: where it computes."""
+        return self.mesh.device if self.offloaded and local.device.type == "cpu" else local.device
 
     def localize(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's interval of a tensor of the parameter's shape; a view where ``full`` is contiguous."""
@@ -84,7 +91,7 @@ class ShardTensor(torch.Tensor):
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls, spec.shape, dtype=local.dtype, device=spec.device_of(local), requires_grad=requires_grad
         )
         made._local = local
         made._spec = spec
@@ -190,6 +197,7 @@ class ShardTensor(torch.Tensor):
         )
 
     @classmethod
+    @outside_of_graphs
     def __torch_function__(
         cls, func: Dispatch, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -200,6 +208,7 @@ class ShardTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
+    @outside_of_graphs
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -211,7 +220,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardTensor) -> torch.Tensor:
-        ctx.spec = sharded.spec
+        ctx.spec, ctx.home = sharded.spec, sharded.to_local().device
         return gather(sharded)
 
     @staticmethod
@@ -221,7 +230,7 @@ class _FullTensor(torch.autograd.Function):
         total = gradient.contiguous().clone()
         spec.mesh.world.all_reduce_(total).wait()
         local = spec.localize(total).div(spec.mesh.topology.world_size)
-        return ShardTensor(local, spec)
+        return ShardTensor(local.to(ctx.home), spec)
 
 
 class _View(torch.autograd.Function):
@@ -276,5 +285,5 @@ def _warn_outside(sharded: ShardTensor) -> None:
             f"parameter {spec.fqn} is used outside the forward of the unit that holds it: each such use gathers "
             f"{nbytes:,} bytes, and its gradient is reduced by itself. The result is right. To make it fast, use the "
             f"parameter inside its module's forward, or let a parent module be the unit (auto_wrap_policy)",
-            stacklevel=4,  # whoever called the torch function
+            stacklevel=5,  # whoever called the torch function
         )

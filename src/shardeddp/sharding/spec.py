@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 
@@ -20,6 +21,29 @@ class ParameterSpec:
 
     owners: tuple[tuple[nn.Module, str], ...]
     """Every (module, attribute name) under which the object is registered, in module order."""
+
+    compute_in: torch.dtype | None = None
+    """Dtype that the parameter is gathered in and computes with; None: its own."""
+
+    reduce_in: torch.dtype | None = None
+    """Dtype that its gradient is reduced in; None: float32, or its own where that is wider."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the main shard, the gradient that the user sees and the optimizer's states."""
+        return self.parameter.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Of the gathered parameter."""
+        return self.compute_in or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the gradient while it is reduced."""
+        if self.reduce_in is not None or not (self.dtype.is_floating_point or self.dtype.is_complex):
+            return self.reduce_in or self.dtype
+        return torch.promote_types(self.dtype, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

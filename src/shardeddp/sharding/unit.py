@@ -12,7 +12,9 @@ from shardeddp.comm import Mesh, Ticket
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
-from shardeddp.sharding.flat_group import FlatGroup, Reduction
+from shardeddp.plan.placement import Placement
+from shardeddp.sharding.flat_group import FlatGroup
+from shardeddp.sharding.group_gradients import Reduction
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec
 
 
@@ -44,14 +46,15 @@ class Unit:
     Args:
         spec: Module and parameters.
         mesh: Through which they are gathered and reduced.
-        retain: Keep gathered buffers when the unit is resharded; they are gathered again only when stale.
+        placement: Where main shards live, and whether gathered buffers stay when the unit is resharded.
     """
 
-    def __init__(self, spec: UnitSpec, mesh: Mesh, retain: bool) -> None:
+    def __init__(self, spec: UnitSpec, mesh: Mesh, placement: Placement) -> None:
         self.spec = spec
         self.state = UnitState.SHARDED
         members = _by_buffer(spec.parameters)
-        self.groups = [FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, retain) for specs in members]
+        shard_size = mesh.topology.shard_size
+        self.groups = [FlatGroup(specs, layout_of(specs, shard_size), mesh, placement) for specs in members]
         self._slots = [
             (owner, attribute, sharded, unsharded)
             for group, specs in zip(self.groups, members, strict=True)
@@ -60,7 +63,7 @@ class Unit:
         ]
         self._ticket: list[Ticket] = []  # all-gathers in flight -> wait()
         for owner, attribute, sharded, _ in self._slots:
-            _register(owner, attribute, sharded)
+            register(owner, attribute, sharded)
 
     @property
     def label(self) -> str:
@@ -79,7 +82,7 @@ class Unit:
 
     def costs(self) -> list[GroupCost]:
         """The unit's flat buffers, for the cost model."""
-        return [GroupCost(layout=group.layout, trainable=group.trainable) for group in self.groups]
+        return [group.cost() for group in self.groups]
 
     def unshard(self) -> None:
         """Allocate the gathered buffers and issue the all-gathers; :meth:`wait` completes it."""
@@ -99,7 +102,7 @@ class Unit:
                     f"the parameter that was there at setup. Change a parameter's values in place (copy_) instead of "
                     f"assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
                 )
-            _register(owner, attribute, unsharded)
+            register(owner, attribute, unsharded)
 
     def refresh(self) -> None:
         """Gather changed parameters into buffers that are already in use."""
@@ -109,29 +112,33 @@ class Unit:
         for group in self.groups:
             group.renew()
 
-    def reshard(self) -> None:
-        """Give the sharded parameters back to the modules and release the gathered buffers."""
+    def reshard(self, before_backward: bool = False) -> None:
+        """Give the sharded parameters back to the modules and release the gathered buffers.
+
+        Args:
+            before_backward: They will be gathered once more for the backward of what has just been computed.
+        """
         self._move("reshard")
         for owner, attribute, sharded, unsharded in self._slots:
             if owner._parameters.get(attribute) is unsharded:
-                _register(owner, attribute, sharded)
+                register(owner, attribute, sharded)
         for group in self.groups:
-            group.release()
+            group.release(before_backward)
 
     def retain(self) -> None:
         """Keep gathered buffers from now on when the unit is resharded."""
         for group in self.groups:
             group.retain()
 
-    def reduce_gradients(self) -> list[Reduction]:
+    def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
         """Pack the unsharded gradients and issue their reduction; possible in any state."""
-        return [group.reduce_gradients() for group in self.groups if group.trainable]
+        return [group.gradients.reduce(across_replicas) for group in self.groups if group.trainable]
 
     def install_gradients(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of those sharded parameters that any rank has used; ``used`` is in the order of `used()`."""
         flags = iter(used)
         for group in self.groups:
-            group.install_gradients([next(flags) for _ in group.sharded])
+            group.gradients.install([next(flags) for _ in group.sharded])
 
     def unsharded_parameters(self) -> list[nn.Parameter]:
         """The unsharded parameters of all groups, usable or not."""
@@ -139,12 +146,12 @@ class Unit:
 
     def used(self) -> list[bool]:
         """By unsharded parameter, whether this rank has a gradient of it in this backward."""
-        return [flag for group in self.groups for flag in group.used()]
+        return [flag for group in self.groups for flag in group.gradients.used()]
 
     def begin_backward(self) -> None:
         """Start counting what a backward uses."""
         for group in self.groups:
-            group.begin_backward()
+            group.gradients.begin_backward()
 
     def trainable(self) -> set[int]:
         """Numbers of the unsharded parameters that require a gradient now."""
@@ -153,7 +160,16 @@ class Unit:
 
     def has_unsharded_gradient(self) -> bool:
         """Whether autograd has left gradients that no reduction has taken yet."""
-        return any(group.has_unsharded_gradient() for group in self.groups)
+        return any(group.gradients.waiting() for group in self.groups)
+
+    def has_partial_gradient(self) -> bool:
+        """Whether gradient shards hold sums that other replicas have no part in yet."""
+        return any(group.gradients.partial for group in self.groups)
+
+    def drop_unsharded_gradients(self) -> None:
+        """Forget gradients that no reduction has taken yet."""
+        for group in self.groups:
+            group.gradients.drop_waiting()
 
     def _finish_gather(self) -> None:
         for ticket in self._ticket:
@@ -169,26 +185,26 @@ class Unit:
 
 
 def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
-    """The flat layout of parameters of one dtype."""
-    first = specs[0].parameter
+    """The flat layout of parameters that share their dtypes."""
+    first = specs[0]
     return FlatLayout.build(
         [spec.fqn for spec in specs],
         [tuple(spec.parameter.shape) for spec in specs],
-        dtype=str(first.dtype).removeprefix("torch."),
-        itemsize=first.element_size(),
+        itemsize=min(dtype.itemsize for dtype in (first.dtype, first.param_dtype, first.reduce_dtype)),
         shard_size=shard_size,
     )
 
 
 def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Parameters that can share a flat buffer, in order of first appearance."""
-    groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+    groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
     for spec in specs:
-        groups.setdefault((spec.parameter.dtype, spec.parameter.requires_grad), []).append(spec)
+        kind = (spec.dtype, spec.param_dtype, spec.reduce_dtype, spec.parameter.requires_grad)
+        groups.setdefault(kind, []).append(spec)
     return list(groups.values())
 
 
-def _register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:
+def register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:
     """Make ``owner.attribute`` this parameter."""
     if _setattr_of(owner) is nn.Module.__setattr__:
         owner._parameters[attribute] = parameter  # type: ignore[assignment]

@@ -17,12 +17,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from typing_extensions import override
 
 from shardeddp.checkpoint.full import gather_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor
 from shardeddp.plan.placement import Placement
+from shardeddp.plan.topology import Topology
+from shardeddp.plugins.compiled import AcceptsCompiled
 from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
 from shardeddp.plugins.timeout import collective_timeout
 from shardeddp.sharding.hooks import runtime_of
@@ -30,7 +31,7 @@ from shardeddp.sharding.hooks import runtime_of
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class ProcessStrategy(ParallelStrategy):
+class ProcessStrategy(AcceptsCompiled):
     """Starts ranks, sets up their process group and mesh, and communicates for users.
 
     Args:
@@ -133,7 +134,10 @@ class ProcessStrategy(ParallelStrategy):
             # A module that another Trainer has sharded brings its communicators along.
             sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
             topology = self.placement.topology(self.num_nodes, self.num_processes)
-            self._mesh = Mesh(topology, device, self.timeout) if sharded is None else sharded.mesh
+            self._mesh = self._make_mesh(topology) if sharded is None else sharded.mesh
+
+    def _make_mesh(self, topology: Topology) -> Mesh:
+        return Mesh(topology, self.root_device, self.timeout, self.placement.regather_size)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""

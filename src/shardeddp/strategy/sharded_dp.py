@@ -20,17 +20,32 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.full import save_full
 from shardeddp.comm import together
+from shardeddp.config import CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError
 from shardeddp.monitor.units import report_units
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.placement import choose_placement
+from shardeddp.plugins.activation_checkpointing import (
+    ActivationCheckpointingLike,
+    checkpoint_activations,
+    resolve_activation_checkpointing,
+)
+from shardeddp.plugins.deferred import DeferredInit
+from shardeddp.plugins.mixed_precision import (
+    assign_dtypes,
+    cast_at_boundaries,
+    resolve_dtypes,
+    resolve_mixed_precision,
+)
+from shardeddp.plugins.offload import resolve_offload
 from shardeddp.plugins.placing import place_module
-from shardeddp.plugins.precision import shard_precision
+from shardeddp.plugins.precision import ShardedPrecision, shard_precision
 from shardeddp.plugins.uneven import hold_if_uneven, let_go
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
+from shardeddp.sharding.spec import UnitSpec
 from shardeddp.strategy.processes import ProcessStrategy, StartMethod
 from shardeddp.wrap import PolicyLike, build_units, resolve_policy
 
@@ -48,6 +63,16 @@ class ShardedDP(ProcessStrategy):
             of one node.
         auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of the model), classes
             or their import paths, a policy object, a function of (name, module), or None for a single unit.
+        mixed_precision: In which dtypes parameters travel and compute and gradients are reduced: a ``MixedPrecision``,
+            or a dtype for its ``param_dtype``. None: what the Trainer's ``precision`` says.
+        activation_checkpointing: Which modules are computed again in backward instead of keeping what they computed in
+            forward: classes, a policy or ``auto`` as for ``auto_wrap_policy``, or an ``ActivationCheckpointing``.
+            None: none.
+        cpu_offload: True: shards and optimizer states live in host memory, and the optimizer steps there. A
+            ``CPUOffload`` chooses among them. Changes nothing where the host is the device.
+        reshard_after_forward: Whether a unit is released between its forward and its backward (True), or kept (False);
+            a number of neighbouring ranks: each keeps its part of what was gathered, and they alone gather for the
+            backward (ZeRO++'s hpZ). None: what the strategy says.
         forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
         backward_prefetch: The same in backward.
         reduce_every_backward: With gradient accumulation: True reduces every micro-batch and accumulates sharded
@@ -70,6 +95,10 @@ class ShardedDP(ProcessStrategy):
         shard_size: int | None = None,
         auto_wrap_policy: PolicyLike = "auto",
         *,
+        mixed_precision: MixedPrecision | str | None = None,
+        activation_checkpointing: ActivationCheckpointingLike = None,
+        cpu_offload: bool | CPUOffload = False,
+        reshard_after_forward: bool | int | None = None,
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
         reduce_every_backward: bool | None = None,
@@ -82,8 +111,11 @@ class ShardedDP(ProcessStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        offload = resolve_offload(cpu_offload)
         super().__init__(
-            choose_placement(sharding_strategy, shard_size, reduce_every_backward),
+            choose_placement(
+                sharding_strategy, shard_size, reduce_every_backward, reshard_after_forward, offload.params
+            ),
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -95,7 +127,11 @@ class ShardedDP(ProcessStrategy):
         )
         self._sharding_strategy = sharding_strategy.lower()
         self.policy = resolve_policy(auto_wrap_policy)
+        self.mixed_precision = resolve_mixed_precision(mixed_precision)
+        self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
+        self.offload = offload
         self.prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
+        self._deferred = DeferredInit()
         self._runtime: Runtime | None = None
 
     @property
@@ -120,9 +156,32 @@ class ShardedDP(ProcessStrategy):
     def memory_plan(self) -> MemoryPlan:
         """Predicted bytes of this rank, without activations, for an optimizer with two states per element."""
         units = [track.unit.costs() for track in self.runtime.tracks]
-        return plan_memory(units, prefetch=self.prefetch.backward, staged=self.root_device.type == "cpu")
+        return plan_memory(
+            units,
+            self.placement,
+            prefetch=self.prefetch.backward,
+            staged=self.root_device.type == "cpu",
+            accumulates=self._accumulates(),
+            offload_optimizer=self._offloads_optimizer,
+        )
+
+    @property
+    def _offloads_optimizer(self) -> bool:
+        # Where the host is the device, its states are there already.
+        return self.offload.optimizer and not self.offload.params and self.root_device.type != "cpu"
+
+    def _accumulates(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.accumulate_grad_batches > 1
 
     # -- setup and teardown
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
+        """Surround the building of a module; with ``empty_init=True`` on the meta device, until it is sharded."""
+        with self._deferred.building(self.lightning_module, empty_init), self.precision_plugin.tensor_init_context():
+            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -135,6 +194,7 @@ class ShardedDP(ProcessStrategy):
         if runtime is None:
             if self._layer_sync:
                 self._layer_sync.apply(module)
+            self._deferred.note_dtypes(module)
             self.precision_plugin.convert_module(module)
             runtime = self._shard(module)
         elif runtime.placement != self.placement:
@@ -151,18 +211,30 @@ class ShardedDP(ProcessStrategy):
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> Runtime:
-        specs = together("finding units", lambda: build_units(module, self.policy), self.mesh.control)
-        runtime = shard_model(specs, self.mesh, self.placement, self.prefetch)
+        units = together("finding units", lambda: self._plan_units(module), self.mesh.control)
+        birth = self._deferred.birth_of(module)
+        runtime = shard_model(units, self.mesh, self.placement, self.prefetch, birth)
         place_module(module, self.root_device)
         if self.is_global_zero:
             report_units(self._sharding_strategy, runtime)
         return runtime
 
+    def _plan_units(self, module: nn.Module) -> list[UnitSpec]:
+        units = build_units(module, self.policy)
+        plugin = self.precision_plugin
+        autocast = plugin.autocast if isinstance(plugin, ShardedPrecision) else None
+        dtypes = resolve_dtypes(self.mixed_precision, autocast)
+        units = assign_dtypes(module, units, dtypes)
+        cast_at_boundaries(module, units, dtypes)
+        if self.activation_checkpointing is not None:
+            checkpoint_activations(module, self.activation_checkpointing)
+        return units
+
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            attach_optimizer(optimizer, self.runtime.parameters_changed)
+            attach_optimizer(optimizer, self.runtime.parameters_changed, offload=self._offloads_optimizer)
 
     @override
     def model_to_device(self) -> None:
@@ -177,6 +249,7 @@ class ShardedDP(ProcessStrategy):
     def teardown(self) -> None:
         """Let Lightning's parts go; shards and process group stay, so that saving and another run still work."""
         let_go(self._runtime)
+        self._deferred.forget()
         self._environment.teardown()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
@@ -222,7 +295,7 @@ class ShardedDP(ProcessStrategy):
     @override
     def block_backward_sync(self) -> Generator[None]:
         """Surround a micro-batch whose gradients need not be communicated yet."""
-        self.runtime.sync_gradients = self.placement.reduce_every_backward
+        self.runtime.sync_gradients = False
         try:
             yield
         finally:
@@ -240,4 +313,5 @@ class ShardedDP(ProcessStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.lightning_module is None:
             raise RuntimeError("ShardedDP has no module to load into: the Trainer connects it")
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        if not self._deferred.holds_back(self.lightning_module, checkpoint["state_dict"], strict):
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)

@@ -16,6 +16,7 @@ from shardeddp.wrap.tree import (
     join,
     listing,
     nearest,
+    uncompiled,
     unit_candidates,
     unit_children,
 )
@@ -150,7 +151,7 @@ class NamePolicy(Policy):
                     f"{nearest(pattern, known)} (Patterns are matched segment by segment.)"
                 )
             for name in matches:
-                if id(known[name]) not in allowed:
+                if id(uncompiled(name, known[name])[1]) not in allowed:
                     raise ConfigurationError(_cannot_be_unit(pattern, name, known[name]))
                 chosen[first_name[id(known[name])]] = None
         return list(chosen)

@@ -5,9 +5,11 @@ from difflib import get_close_matches
 from pkgutil import resolve_name
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.nn.utils import parametrize
 
 _MOST_LISTED = 10
+_INSIDE = "_orig_mod"  # the name of the module inside of an OptimizedModule
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -41,7 +43,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The direct children below which units may lie.
+    """The direct children below which units may lie; of what ``torch.compile(module)`` returned, the module inside.
 
     ``nn.MultiheadAttention`` reads the weights of its ``out_proj`` without calling it, and a parametrization is
     evaluated while an attribute is read: no call would gather them, so both belong to the unit around them.
@@ -51,7 +53,24 @@ def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     hidden = "parametrizations" if parametrize.is_parametrized(module) else None
     for name, child in module.named_children():
         if name != hidden:
-            yield name, child
+            yield uncompiled(name, child)
+
+
+def uncompiled(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """Name and module that the user wrote, without the shells that ``torch.compile(module)`` puts around it."""
+    while isinstance(module, OptimizedModule):
+        name, module = join(name, _INSIDE), module.get_submodule(_INSIDE)
+    return name, module
+
+
+def compiled_shells(root: nn.Module) -> dict[int, nn.Module]:
+    """The outermost shell of every module around which ``torch.compile(module)`` has put one, by its identity."""
+    shells: dict[int, nn.Module] = {}
+    for module in root.modules():
+        if isinstance(module, OptimizedModule):
+            # Outer shells come first and must not be replaced by those inside of them.
+            shells.setdefault(id(uncompiled("", module)[1]), module)
+    return shells
 
 
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec
 from shardeddp.wrap.policy import Policy
-from shardeddp.wrap.tree import has_forward, join, listing, nearest
+from shardeddp.wrap.tree import compiled_shells, has_forward, join, listing, nearest
 
 # By name, because importing them would import the engines that this package does without.
 _WRAPPERS = {
@@ -26,7 +27,7 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
     belongs to the innermost unit that encloses all its places, so it is gathered once and present wherever it is used.
 
     Args:
-        root: The whole model, built on a real device and not wrapped by another engine.
+        root: The whole model, not wrapped by another engine; on any device, the meta device too.
         policy: Chooses the inner units; modules without a forward among its choice are left out.
 
     Returns:
@@ -72,6 +73,8 @@ def _parameter_places(root: nn.Module) -> list[_Places]:
 def _unit_modules(root: nn.Module, policy: Policy) -> dict[int, tuple[str, nn.Module]]:
     """First name and module of every unit by the module's identity, root first."""
     by_name = dict(root.named_modules(remove_duplicate=False))
+    # What is called, and not from inside of compiled code, is the shell.
+    shells = compiled_shells(root)
     chosen = {id(root)}
     for name in policy.select(root):
         if name not in by_name:
@@ -79,8 +82,9 @@ def _unit_modules(root: nn.Module, policy: Policy) -> dict[int, tuple[str, nn.Mo
                 f"{type(policy).__name__}: expected names of modules of {type(root).__name__}, found {name!r}; "
                 f"{nearest(name, by_name)} Return names as named_modules() gives them."
             )
-        if has_forward(by_name[name]):
-            chosen.add(id(by_name[name]))
+        module = by_name[name]
+        if has_forward(module):
+            chosen.add(id(shells.get(id(module), module)))
     return {id(module): (name, module) for name, module in root.named_modules() if id(module) in chosen}
 
 
@@ -143,11 +147,11 @@ def _reject_unshardable(root: nn.Module) -> None:
             f"Expected plain parameters, found {len(distributed)} that are DTensors already: {listing(distributed)}. "
             "Pass the bare module, without fully_shard, distribute_tensor or parallelize_module."
         )
-    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
-    if meta:
+    sharded = [name for name, parameter in parameters.items() if isinstance(parameter, ShardTensor)]
+    if sharded:
         raise ConfigurationError(
-            f"Expected parameters on a real device, found {len(meta)} on the meta device: {listing(meta)}. Deferred "
-            "initialization is not supported yet: build the module on the CPU or on the device it trains on."
+            f"Expected plain parameters, found {len(sharded)} that are sharded already: {listing(sharded)}. "
+            "An earlier setup of this module failed half way: build the module anew."
         )
 
 

@@ -1,0 +1,98 @@
+"""DeferredInit: what Lightning's hooks tell of the making of a model on the meta device, and of its checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from shardeddp.sharding.materialize import Birth
+from shardeddp.sharding.replay import Origin
+
+
+class DeferredInit:
+    """Between the building of a module and its sharding: remembers what sharding has to know of the building."""
+
+    def __init__(self) -> None:
+        self._before_run: torch.Tensor | None = None  # the generator's state when init_module was entered
+        self._in_run: Origin | None = None  # the same for configure_model
+        self._made: dict[int, tuple[nn.Parameter, nn.Module]] = {}  # every meta parameter with its creator
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._waiting: tuple[nn.Module, Mapping[str, Any], bool] | None = None  # module, its state dict, strict
+
+    @contextmanager
+    def building(self, module: LightningModule | None, empty_init: bool | None) -> Generator[None]:
+        """Surround the building of a module.
+
+        Args:
+            module: The one that is connected to the Trainer.
+            empty_init: True builds on the meta device; else tensors are built where the user says, or on the host:
+                never the whole model on the device.
+        """
+        running = module is not None and module._trainer is not None
+        if running and module.trainer.state.status == TrainerStatus.RUNNING:  # type: ignore[union-attr]
+            if self._in_run is None:
+                earlier = [tensor for tensor in _tensors(module) if tensor.is_meta]  # type: ignore[arg-type]
+                self._in_run = Origin(state=torch.get_rng_state(), earlier=earlier)
+        elif empty_init:
+            self._before_run = torch.get_rng_state()
+        hook = register_module_parameter_registration_hook(self._note)
+        try:
+            with torch.device("meta") if empty_init else nullcontext():
+                yield
+        finally:
+            hook.remove()
+
+    def _note(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.is_meta:
+            self._made.setdefault(id(parameter), (parameter, module))
+
+    def note_dtypes(self, module: nn.Module) -> None:
+        """Remember in which dtypes parameters were made, before they are converted."""
+        self._dtypes = {id(parameter): parameter.dtype for parameter in module.parameters() if parameter.is_meta}
+
+    def holds_back(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> bool:
+        """Whether a state dict has to wait until the module has been sharded, because loading now would do nothing."""
+        if not any(tensor.is_meta for tensor in _tensors(module)):
+            return False
+        self._waiting = module, state, strict
+        return True
+
+    def birth_of(self, module: nn.Module) -> Birth:
+        """What is known of a module that is about to be sharded; forgets it."""
+        waiting = self._waiting if self._waiting is not None and self._waiting[0] is module else None
+        origins: list[Origin] = []
+        if self._before_run is not None:
+            # Every run seeds anew, where seed_everything has been called.
+            origins.append(Origin(state=self._before_run, reseeded="PL_GLOBAL_SEED" in os.environ))
+        if self._in_run is not None:
+            origins.append(self._in_run)
+        birth = Birth(
+            load=None if waiting is None else partial(_load, *waiting),
+            creators={id(parameter): creator for parameter, creator in self._made.values()},
+            dtypes=self._dtypes,
+            origins=origins,
+        )
+        self.forget()
+        return birth
+
+    def forget(self) -> None:
+        """Let everything go."""
+        self._before_run, self._in_run, self._waiting = None, None, None
+        self._made, self._dtypes = {}, {}
+
+
+def _load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    module.load_state_dict(state, strict=strict)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]

@@ -1,0 +1,324 @@
+"""GroupGradients: the gradients of a flat group, packed where autograd left them, reduced, and kept as a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from shardeddp.comm import Mesh, Pending, Ticket
+from shardeddp.plan.layout import FlatLayout
+from shardeddp.sharding.memory import allocate, empty_on_host, local_view, release
+from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
+
+
+class GroupGradients:
+    """One gradient buffer, one gradient shard, and the views into them.
+
+    Args:
+        layout: Where parameters lie in the buffer.
+        mesh: Through which gradients are reduced.
+        main_shard: Of whose dtype, and on whose device, the gradient shard is.
+        reduce_dtype: Of the gradient buffer, in which gradients travel.
+        unsharded: The parameters on which autograd leaves gradients, in layout order.
+        sharded: The user's parameters, whose ``.grad`` is set.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        mesh: Mesh,
+        *,
+        main_shard: torch.Tensor,
+        reduce_dtype: torch.dtype,
+        unsharded: Sequence[nn.Parameter],
+        sharded: Sequence[ShardTensor],
+    ) -> None:
+        self.layout = layout
+        self.mesh = mesh
+        self.shard: torch.Tensor | None = None
+        """1D, shard_numel; made at the first reduction, then kept."""
+
+        self._main_shard = main_shard
+        self._reduce_dtype = reduce_dtype
+        self._unsharded = unsharded
+        self._sharded = sharded
+        # A rank that owns the whole buffer can pack straight into its gradient shard.
+        self._packs_into_shard = (
+            layout.shard_size == 1 and reduce_dtype is main_shard.dtype and main_shard.device == mesh.device
+        )
+        self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
+        self._buffer: torch.Tensor | None = None  # 1D, padded_numel; storage emptied between reductions
+        self._buffer_slots: list[torch.Tensor] = []  # views of it in the parameters' shapes, then its padding
+        self._shard_slots: list[torch.Tensor] = []  # the same of the gradient shard, where it is packed into
+        self._packed = [False] * len(unsharded)  # whose gradient went into a reduction since the backward began
+        self._reduced = False  # whether there was a reduction since the backward began
+        self._partial: torch.Tensor | None = None  # 1D, shard_numel; sums that replicas do not share yet
+        self._partly_used = [False] * len(unsharded)  # whose gradients are in those sums
+
+    # -- what a backward leaves
+
+    def begin_backward(self) -> None:
+        """Start counting what this backward uses."""
+        self._packed = [False] * len(self._packed)
+        self._reduced = False
+
+    def used(self) -> list[bool]:
+        """By parameter, whether a gradient of this rank waits, was packed in this backward, or is in partial sums."""
+        with torch._C.DisableTorchFunctionSubclass():
+            waiting = [unsharded.grad is not None for unsharded in self._unsharded]
+        return [any(flags) for flags in zip(self._packed, self._partly_used, waiting, strict=True)]
+
+    @property
+    def partial(self) -> bool:
+        """Whether earlier micro-batches have left sums that replicas do not share yet."""
+        return any(self._partly_used)
+
+    def waiting(self) -> bool:
+        """Whether autograd has left a gradient that no reduction has taken yet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(unsharded.grad is not None for unsharded in self._unsharded)
+
+    def drop_waiting(self) -> None:
+        """Forget gradients that have not been reduced."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for unsharded in self._unsharded:
+                unsharded.grad = None
+        self._forget_partial()
+
+    # -- reduction
+
+    def reduce(self, across_replicas: bool) -> Reduction:
+        """Pack the unsharded gradients, drop them, and issue their averaging into the gradient shard.
+
+        Args:
+            across_replicas: Whether the sums of the shard groups are averaged now, or wait for a later micro-batch.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            shard = self._ensure_shard()
+            kept = [
+                self._reduced or sharded.grad is mine for sharded, mine in zip(self._sharded, self._views, strict=True)
+            ]
+            self._reduced = True
+            arrival = self._arrival(across_replicas)
+            direct = self._packs_into_shard and not any(kept) and arrival is not Arrival.IN_PARTIAL_SUMS
+            buffer, slots = (shard, self._shard_slots) if direct else self._open_buffer()
+            self._pack(slots)
+        if arrival is Arrival.IN_PARTIAL_SUMS:
+            self._partly_used = [any(flags) for flags in zip(self._partly_used, self._packed, strict=True)]
+        # What is to be added, or to change dtype or device, waits in this rank's slice of the buffer.
+        waits = (
+            any(kept)
+            or arrival is Arrival.IN_PARTIAL_SUMS
+            or (shard.dtype, shard.device)
+            != (
+                buffer.dtype,
+                buffer.device,
+            )
+        )
+        output = buffer.view(self.layout.shard_size, -1)[self.mesh.shard_rank] if waits else shard
+        partial = self._take_partial() if arrival is Arrival.SHARED else None
+        return Reduction(self, buffer, output, arrival, kept, partial)
+
+    def _take_partial(self) -> torch.Tensor | None:
+        """What earlier micro-batches have left to share, which now counts as packed."""
+        partial = self._partial
+        self._packed = [any(flags) for flags in zip(self._packed, self._partly_used, strict=True)]
+        self._forget_partial()
+        return partial
+
+    def _arrival(self, across_replicas: bool) -> Arrival:
+        if self.mesh.replicate.size == 1:
+            return Arrival.IN_SHARD
+        return Arrival.SHARED if across_replicas else Arrival.IN_PARTIAL_SUMS
+
+    def keep_partial(self, output: torch.Tensor) -> None:
+        """Put what has been averaged in the shard group by for a later micro-batch to share."""
+        if self._partial is None:
+            self._partial = output.to(self._main_shard.dtype, copy=True)
+        else:
+            self._partial.add_(output)
+
+    def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
+        """Bring averaged gradients to the gradient shard.
+
+        Args:
+            output: 1D, shard_numel.
+            kept: By parameter, whether they are added to what is there.
+        """
+        shard = self._ensure_shard()
+        if output is shard:
+            return
+        if not any(kept):
+            shard.copy_(output, non_blocking=True)
+            return
+        total = shard.to(output.device, non_blocking=True)  # the shard itself, unless it lives on the host
+        if all(kept):
+            total.add_(output)
+        else:
+            for i, keep in enumerate(kept):
+                mine, arrived = (local_view(flat, self.layout, i, self.mesh.shard_rank) for flat in (total, output))
+                mine.add_(arrived) if keep else mine.copy_(arrived)
+        if total is not shard:
+            shard.copy_(total, non_blocking=True)
+
+    def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
+        """The same elements outside of the gradient buffer, so that it need not wait for the replicas."""
+        return output if output is self.shard else output.clone()
+
+    def close_buffer(self) -> None:
+        """Give the gradient buffer's memory back."""
+        if self._buffer is not None:
+            release(self._buffer)
+
+    def install(self, used: Sequence[bool]) -> None:
+        """Set ``.grad`` of the parameters that any rank has used; the others keep what they had."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, sharded in enumerate(self._sharded):
+                if not used[i]:
+                    continue
+                found = sharded.grad
+                if found is not self._views[i]:
+                    if found is not None:
+                        # The parameter was also used outside its unit; that part was averaged in backward.
+                        mine = self._views[i].to_local()
+                        mine.add_(local_part(found, sharded.spec).to(mine.device))
+                    sharded.grad = self._views[i]
+
+    def _pack(self, slots: Sequence[torch.Tensor]) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for i, (slot, unsharded) in enumerate(zip(slots, self._unsharded, strict=False)):
+            gradient = unsharded.grad
+            if gradient is None:
+                slot.zero_()
+                continue
+            self._packed[i] = True
+            targets.append(slot)
+            sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+            unsharded.grad = None
+        for padding in slots[len(self._unsharded) :]:
+            padding.zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _forget_partial(self) -> None:
+        self._partial = None
+        self._partly_used = [False] * len(self._unsharded)
+
+    def _ensure_shard(self) -> torch.Tensor:
+        if self.shard is None:
+            on_host = self._main_shard.device != self.mesh.device
+            self.shard = empty_on_host(self._main_shard) if on_host else torch.empty_like(self._main_shard)
+            self.shard.zero_()
+            self._views = [
+                ShardTensor(local_view(self.shard, self.layout, i, self.mesh.shard_rank), sharded.spec)
+                for i, sharded in enumerate(self._sharded)
+            ]
+            if self._packs_into_shard:
+                self._shard_slots = self._slot_views(self.shard)
+        return self.shard
+
+    def _open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if self._buffer is None:
+            self._buffer = torch.empty(self.layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device)
+            self._buffer_slots = self._slot_views(self._buffer)
+        allocate(self._buffer)
+        return self._buffer, self._buffer_slots
+
+    def _slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of every parameter's slot in its shape, then of every stretch of padding."""
+        views = [flat[slot.interval.start : slot.interval.stop].view(slot.shape) for slot in self.layout.slots]
+        return views + [flat[gap.start : gap.stop] for gap in self.layout.padding_intervals]
+
+
+class Arrival(Enum):
+    """Where the gradients of a reduction go."""
+
+    IN_SHARD = "in_shard"
+    """To the gradient shard: nobody else holds an equal one."""
+
+    SHARED = "shared"
+    """To the gradient shard, averaged over replicas."""
+
+    IN_PARTIAL_SUMS = "in_partial_sums"
+    """To sums that a later micro-batch shares with the replicas."""
+
+
+class Reduction:
+    """A gradient reduction that has been issued: in the shard group first, then across replicas.
+
+    Args:
+        gradients: Whose.
+        buffer: 1D, padded_numel; their packed gradients.
+        output: 1D, shard_numel; where averages arrive: the gradient shard, or a slice of the buffer.
+        arrival: Where they go from there.
+        kept: By parameter, whether earlier gradients in the gradient shard are added to.
+        partial: 1D, shard_numel; sums of earlier micro-batches that are shared with these gradients.
+    """
+
+    def __init__(
+        self,
+        gradients: GroupGradients,
+        buffer: torch.Tensor,
+        output: torch.Tensor,
+        arrival: Arrival,
+        kept: Sequence[bool],
+        partial: torch.Tensor | None,
+    ) -> None:
+        self._partial = partial
+        self._gradients, self._output, self._arrival, self._kept = gradients, output, arrival, kept
+        # A gradient that autograd leaves on a parameter used outside its unit may be added to the shard at any time.
+        # On compute's stream that is in order with what is added here, on the lane it would not be.
+        self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
+        self._in_buffer = True
+        mesh = gradients.mesh
+
+        def action() -> Pending:
+            return mesh.reduce.reduce_scatter(output, buffer).then(self._arrived)
+
+        self._ticket: Ticket = mesh.reduce_lane.issue(action)
+
+    def advance(self) -> bool:
+        """Wait for the collective under way and issue the next; True when the gradient shard is complete."""
+        more = self._ticket.advance()
+        if not more and self._adds:
+            self._gradients.absorb(self._output, self._kept)
+        if self._in_buffer:
+            # Only the first collective needed it, and another reduction may have opened it since.
+            self._in_buffer = False
+            self._gradients.close_buffer()
+        return not more
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while not self.advance():
+            pass
+
+    def _arrived(self) -> Pending:
+        gradients = self._gradients
+        if self._arrival is Arrival.IN_PARTIAL_SUMS:
+            gradients.keep_partial(self._output)
+        elif self._arrival is Arrival.SHARED:
+            if self._partial is not None:
+                self._output.add_(self._partial)
+                self._partial = None
+            self._output = gradients.leave_buffer(self._output)
+            return gradients.mesh.replicate.all_reduce_(self._output, "mean").then(self._shared)
+        elif not self._adds:
+            gradients.absorb(self._output, self._kept)
+        return Pending()
+
+    def _shared(self) -> Pending:
+        if not self._adds:
+            self._gradients.absorb(self._output, self._kept)
+        return Pending(keep=(self._output,))
+
+
+def local_part(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """This rank's elements of a gradient or state of a parameter, sharded or full."""
+    if isinstance(tensor, ShardTensor) and tensor.spec is spec:
+        return tensor.to_local()
+    return spec.localize(tensor)

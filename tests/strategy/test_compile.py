@@ -1,0 +1,193 @@
+"""A compiled LightningModule and compiled blocks train through the Trainer as eager ones do, under every strategy."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from shardeddp import ShardedDP
+from support.compiling import fresh_compiler
+from support.parity import Run, Trained, assert_same_training
+from support.tasks import Block, ConvBlock, EvaluatedGpt, Recorded, TinyConvNet, TinyGpt, image_loader, token_loader
+from support.trainers import make_trainer
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "hybrid_shard": {"shard_size": 1},
+    "shard_grad_op": {},
+    "shard_optimizer": {},
+    "no_shard": {},
+}
+
+GPT = Run(
+    model=TinyGpt,
+    loader=token_loader,
+    steps=8,
+    batches=3,
+    options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+)
+CONV_NET = Run(model=TinyConvNet, loader=image_loader, steps=8)
+
+INDUCTOR = "inductor"
+TRACED = "aot_eager"
+
+
+# -- the ways to compile
+
+
+def whole_module(module: Recorded, backend: str) -> Any:
+    return torch.compile(module, backend=backend)
+
+
+def blocks_in_place(module: Recorded, backend: str) -> Any:
+    for block in blocks(module):
+        block.compile(backend=backend, fullgraph=True)
+    return module
+
+
+def wrapped_blocks(module: Recorded, backend: str) -> Any:
+    holder: Any = module
+    for index, block in enumerate(blocks(module)):
+        holder.blocks[index] = torch.compile(block, backend=backend, fullgraph=True)
+    return module
+
+
+def blocks(module: Any) -> list[torch.nn.Module]:
+    return list(module.blocks)
+
+
+WAYS: dict[str, Callable[[Recorded, str], Any]] = {
+    "whole module": whole_module,
+    "blocks in place": blocks_in_place,
+    "wrapped blocks": wrapped_blocks,
+}
+
+
+def trained(run: Run, way: str, backend: str, arguments: dict[str, Any]) -> Trained:
+    """What a compiled training leaves, under the names of an eager one."""
+    compiled = replace(run, model=lambda: WAYS[way](run.model(), backend))
+    with fresh_compiler():
+        result = compiled.sharded(**arguments)
+    return Trained(
+        losses=result.losses, weights={name.replace("_orig_mod.", ""): w for name, w in result.weights.items()}
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(world: Worlds) -> Callable[[str], list[Trained]]:
+    """What DDP makes of an eager run, by rank; trained once."""
+
+    def train(name: str) -> list[Trained]:
+        return world(2).run({"gpt": GPT, "conv net": CONV_NET}[name].under_ddp)
+
+    return cache(train)
+
+
+References = Callable[[str], list[Trained]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_loss_and_all_weights_equal_eager_ddp(
+    world: Worlds, reference: References, way: str, strategy: str
+) -> None:
+    arguments = {"sharding_strategy": strategy, **STRATEGIES[strategy], "auto_wrap_policy": {Block}}
+    assert_same_training(world(2).run(trained, GPT, way, TRACED, arguments), reference("gpt"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_inductor_trains_to_the_same_weights(world: Worlds, reference: References, way: str) -> None:
+    arguments = {"auto_wrap_policy": {Block}}
+    assert_same_training(world(2).run(trained, GPT, way, INDUCTOR, arguments), reference("gpt"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_statistics_of_compiled_batch_norms_equal_those_of_eager_ones(
+    world: Worlds, reference: References, way: str
+) -> None:
+    arguments = {"auto_wrap_policy": {ConvBlock}}
+    assert_same_training(world(2).run(trained, CONV_NET, way, TRACED, arguments), reference("conv net"))
+
+
+# -- one module, several runs
+
+
+def trainer_for(strategy: str = "full_shard", **options: Any) -> Trainer:
+    return make_trainer(ShardedDP(strategy, auto_wrap_policy={Block}), max_steps=2, max_epochs=-1, **options)
+
+
+@on_ranks(2)
+def test_a_compiled_module_goes_through_all_kinds_of_runs() -> None:
+    torch.manual_seed(0)
+    module = EvaluatedGpt()
+    with fresh_compiler():
+        compiled: Any = torch.compile(module, backend=TRACED)
+        trainer = trainer_for()
+        trainer.fit(compiled, token_loader(16))
+        (validated,) = trainer.validate(compiled, token_loader(8), verbose=False)
+        (tested,) = trainer.test(module, token_loader(8), verbose=False)
+        predicted = trainer.predict(compiled, token_loader(8))
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(compiled, token_loader(16))
+    assert predicted is not None
+    assert tested["test"] == pytest.approx(validated["val"], rel=1e-6)
+    assert len(module.losses) == 4
+
+
+def test_a_compiled_module_is_tested_from_a_checkpoint_without_being_given_again(world: Worlds, tmp_path: Path) -> None:
+    fresh, loaded = world(2).run(losses_before_and_after_loading, str(tmp_path / "last.ckpt"))[0]
+    assert loaded == pytest.approx(fresh, rel=1e-6)
+
+
+def losses_before_and_after_loading(path: str) -> tuple[float, float]:
+    torch.manual_seed(0)
+    with fresh_compiler():
+        compiled: Any = torch.compile(EvaluatedGpt(), backend=TRACED)
+        trainer = trainer_for()
+        trainer.fit(compiled, token_loader(16))
+        trainer.save_checkpoint(path)
+        (fresh,) = trainer.test(compiled, token_loader(8), verbose=False)
+        (loaded,) = trainer.test(dataloaders=token_loader(8), ckpt_path=path, verbose=False)
+    return fresh["test"], loaded["test"]
+
+
+@on_ranks(2)
+def test_blocks_compiled_in_a_hook_after_sharding_are_one_graph() -> None:
+    backend = CompileCounterWithBackend(TRACED)
+
+    class CompiledLate(TinyGpt):
+        def on_train_start(self) -> None:
+            blocks_in_place(self, backend)  # type: ignore[arg-type]
+
+    torch.manual_seed(0)
+    with fresh_compiler():
+        trainer_for().fit(CompiledLate(), token_loader(16))
+    assert backend.frame_count == 1
+
+
+@on_ranks(2)
+def test_a_penalty_on_sharded_parameters_in_a_compiled_step_counts() -> None:
+    class Penalized(TinyGpt):
+        def loss(self, batch: torch.Tensor) -> torch.Tensor:
+            return super().loss(batch) + 0.1 * sum(p.pow(2).sum() for p in self.blocks.parameters())
+
+    runs: list[Penalized] = []
+    with fresh_compiler():
+        warnings.filterwarnings("ignore", "parameter .* is used outside the forward")
+        for compile_it in (False, True):
+            torch.manual_seed(0)
+            module: Any = Penalized()
+            runs.append(module)
+            trained_as: Any = torch.compile(module, backend=TRACED) if compile_it else module
+            trainer_for().fit(trained_as, token_loader(16))
+    torch.testing.assert_close(runs[1].losses, runs[0].losses, rtol=1e-5, atol=0)

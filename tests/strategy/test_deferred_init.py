@@ -1,0 +1,257 @@
+"""A module that was built on the meta device trains as one that was built at once: same values, same draws after it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from shardeddp import ShardedDP, ShardTensor
+from shardeddp.errors import ConfigurationError
+from support.deferred_training import Make, SeesItsStart, deferred_model, same_weights, seed
+from support.tasks import VOCABULARY, Block, Recorded, TinyConvNet, TinyGpt, image_loader, token_loader
+from support.trainers import full_weights, make_trainer
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# -- modules
+
+
+class Everything(Recorded):
+    """Embedding, attention, LSTM, BatchNorm and dropout, whose masks come from the generator that drew the weights."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, dim)
+        self.attention = nn.MultiheadAttention(dim, 2, batch_first=True)
+        self.blocks = nn.Sequential(Block(dim), Block(dim))
+        self.recurrent = nn.LSTM(dim, dim, batch_first=True)
+        self.norm = nn.BatchNorm1d(dim)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(dim, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, length, VOCABULARY) of tokens (batch, length)."""
+        x = self.embed(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.recurrent(self.dropout(self.blocks(x)))[0]
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Cross-entropy of every next token."""
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One group."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class TiedToTheHead(TinyGpt):
+    """The weight of both is what the head has drawn, and the head comes last."""
+
+    def __init__(self) -> None:
+        Recorded.__init__(self)
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList([Block(8)])
+        self.head = nn.Linear(8, VOCABULARY, bias=False)
+        self.embed.weight = self.head.weight
+
+
+class BuildsInConfigureModel(Recorded):
+    """An embedding from the constructor, the rest from ``configure_model``; remembers the order of hooks."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.hooks: list[str] = []
+        self.embed = nn.Embedding(VOCABULARY, 8)
+
+    def setup(self, stage: str) -> None:
+        """Remember."""
+        self.hooks.append("setup")
+
+    def configure_model(self) -> None:
+        """Build the body, eagerly or not."""
+        self.hooks.append("configure_model")
+        if self.how == "eager":
+            self._build()
+        elif self.how == "meta":
+            with torch.device("meta"):
+                self._build()
+        else:
+            with self.trainer.init_module(empty_init=True):
+                self._build()
+
+    def _build(self) -> None:
+        self.body = nn.Sequential(Block(8), nn.Dropout(0.1), Block(8))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Cross-entropy of every next token."""
+        logits = self.head(self.body(self.embed(batch[:, :-1])))
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Remember what parameters are here."""
+        self.hooks.append("configure_optimizers")
+        assert all(isinstance(parameter, ShardTensor) for parameter in self.parameters())
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Uninitialised(TinyGpt):
+    """Two parameters and a buffer that nothing fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.blocks[1].bias = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mask", torch.ones(2, 2))
+
+
+# -- helpers
+
+
+def loader_of(model: LightningModule) -> Any:
+    return image_loader(32) if isinstance(model, TinyConvNet) else token_loader(32)
+
+
+def trained(make: Make, arguments: dict[str, Any], deferred: bool, globally: bool, **options: Any) -> Any:
+    """A module after four steps, and the generator's state then."""
+    seed(globally)
+    trainer = make_trainer(ShardedDP(**arguments), max_steps=4, max_epochs=-1, **options)
+    with trainer.init_module(empty_init=deferred):
+        model = make()
+    assert any(parameter.is_meta for parameter in model.parameters()) == deferred
+    trainer.fit(model, loader_of(model))
+    return model, torch.get_rng_state()
+
+
+def same_runs(make: Make, arguments: dict[str, Any], globally: bool, **options: Any) -> None:
+    eager, generator = trained(make, arguments, False, globally, **options)
+    deferred, deferred_generator = trained(make, arguments, True, globally, **options)
+    assert deferred.losses == eager.losses
+    same_weights(full_weights(deferred), full_weights(eager))
+    assert torch.equal(deferred_generator, generator)
+
+
+# -- training
+
+
+def check_training(arguments: dict[str, Any]) -> None:
+    for make in (TinyGpt, TinyConvNet, Everything):
+        same_runs(make, arguments, globally=True)
+    same_runs(Everything, arguments, globally=False)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+def test_training_is_that_of_a_module_built_at_once(world: Worlds, strategy: str) -> None:
+    world(2).run(check_training, {"sharding_strategy": strategy})
+
+
+def test_it_is_with_replicas(world: Worlds) -> None:
+    world(4).run(check_training, {"sharding_strategy": "hybrid_shard", "shard_size": 2})
+
+
+@on_ranks(2)
+def test_a_tied_weight_is_that_of_the_module_that_made_it() -> None:
+    same_runs(TiedToTheHead, {}, globally=False)
+
+
+@on_ranks(1)
+def test_it_is_on_one_rank() -> None:
+    check_training({})
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+@on_ranks(2)
+def test_it_is_in_other_precisions(precision: Any) -> None:
+    same_runs(TinyGpt, {"auto_wrap_policy": {Block}}, globally=True, precision=precision)
+
+
+@on_ranks(2)
+def test_a_module_that_is_converted_later_is_initialised_in_the_dtype_it_was_built_in() -> None:
+    def run(device: str) -> dict[str, Tensor]:
+        seed(True)
+        with torch.device(device):
+            model = TinyGpt()
+        make_trainer(ShardedDP(), max_steps=1, precision="bf16-true").fit(model, token_loader(8))
+        return full_weights(model)
+
+    same_weights(run("meta"), run("cpu"))
+
+
+@pytest.mark.parametrize("globally", [True, False])
+@on_ranks(2)
+def test_configure_model_may_build_on_the_meta_device(globally: bool) -> None:
+    runs = {}
+    for how in ("eager", "meta", "init_module"):
+        seed(globally)
+        model = BuildsInConfigureModel(how)
+        make_trainer(ShardedDP(), max_steps=4, max_epochs=-1).fit(model, token_loader(32))
+        assert model.hooks == ["setup", "configure_model", "configure_optimizers"]
+        runs[how] = model.losses, full_weights(model), torch.get_rng_state()
+    for how in ("meta", "init_module"):
+        assert runs[how][0] == runs["eager"][0]
+        same_weights(runs[how][1], runs["eager"][1])
+        assert torch.equal(runs[how][2], runs["eager"][2])
+
+
+@pytest.mark.parametrize("globally", [True, False])
+@on_ranks(2)
+def test_a_module_may_be_deferred_in_two_places(globally: bool) -> None:
+    def run(how: str) -> tuple[list[float], dict[str, Tensor]]:
+        seed(globally)
+        trainer = make_trainer(ShardedDP(), max_steps=4, max_epochs=-1)
+        with trainer.init_module(empty_init=how != "eager"):
+            model = BuildsInConfigureModel(how)
+        trainer.fit(model, token_loader(32))
+        return model.losses, full_weights(model)
+
+    losses, weights = run("eager")
+    found, found_weights = run("meta")
+    assert found == losses
+    same_weights(found_weights, weights)
+
+
+@on_ranks(2)
+def test_numbers_drawn_between_building_and_training_are_not_drawn_again() -> None:
+    seed(False)
+    expected = SeesItsStart()
+    seed(False)
+    trainer = make_trainer(ShardedDP(), max_steps=1)
+    model = deferred_model(trainer, SeesItsStart)
+    torch.rand(3)
+    moved = torch.get_rng_state()
+    trainer.fit(model, token_loader(8))
+    assert torch.equal(model.generator_at_start, moved)
+    same_weights(model.weights_at_start, full_weights(expected))
+
+
+@on_ranks(1)
+def test_without_empty_init_a_module_is_built_on_the_host() -> None:
+    trainer = make_trainer(ShardedDP(), max_steps=1, precision="bf16-true")
+    for empty_init in (None, False):
+        with trainer.init_module(empty_init=empty_init):
+            model = TinyGpt()
+        assert model.embed.weight.device.type == "cpu"
+        assert model.embed.weight.dtype is torch.bfloat16
+
+
+# -- what cannot be initialised
+
+
+@on_ranks(2)
+def test_what_nothing_initialises_is_listed_on_every_rank_before_any_training() -> None:
+    trainer = make_trainer(ShardedDP(), max_steps=1)
+    with trainer.init_module(empty_init=True):
+        model = Uninitialised()
+    with pytest.raises(ConfigurationError, match=r"found 3 on the meta device.*: blocks.1.bias, gain, mask.") as caught:
+        trainer.fit(model, token_loader(8))
+    assert "Define reset_parameters() in Block, Uninitialised" in str(caught.value)
+    assert model.losses == []
+    with pytest.raises(ConfigurationError, match="build the module anew"):
+        make_trainer(ShardedDP(), max_steps=1).fit(model, token_loader(8))

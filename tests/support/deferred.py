@@ -1,0 +1,162 @@
+"""Modules that initialise themselves in every way that constructors do, and models of them on the meta device."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shardeddp.plan.placement import PLACEMENTS
+from shardeddp.sharding.materialize import Birth
+from shardeddp.sharding.runtime import Prefetch
+from shardeddp.sharding.setup import shard_model
+from shardeddp.wrap import SingleUnitPolicy, build_units
+from training import Sharding, full
+
+Build = Callable[[], nn.Module]
+
+
+class Affine(nn.Module):
+    """Two parameters, a persistent and another buffer, all filled by ``reset_parameters``."""
+
+    def __init__(self, dim: int = 6) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(dim, 3))
+        self.shift = nn.Parameter(torch.empty(3))
+        self.register_buffer("mean", torch.empty(3))
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random, constant, and computed values; ``.data`` as much code still has it."""
+        self.scale.data.uniform_(-1, 1)
+        nn.init.ones_(self.shift)
+        self.mean.normal_()
+        self.table = torch.arange(4.0) ** 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (..., dim) to (..., 3)."""
+        return x @ self.scale + self.shift + self.mean + self.table.sum()
+
+
+class ScalesItsChildren(nn.Module):
+    """Owns nothing, and initialises what its children have initialised before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, padding_idx=2)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 5))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As many language models do it."""
+        self.apply(self._init_weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith("2.weight"):
+                nn.init.normal_(parameter, std=0.02 / 2**0.5)
+        nn.init.orthogonal_(self.body[0].weight)
+        nn.init.trunc_normal_(self.body[2].bias)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(std=0.02)
+            module.bias.data.zero_()
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+            module.weight.data[module.padding_idx].zero_()
+
+
+class HasAResetThatItsConstructorDoesNotCall(nn.Module):
+    """Its constructor leaves the child as it is, and so does a deferred initialization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def reset_parameters(self) -> None:
+        """Only for users."""
+        nn.init.zeros_(self.inner.weight)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's."""
+
+    def __init__(self, take: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        if take == "head":
+            self.embed.weight = self.head.weight
+        else:
+            self.head.weight = self.embed.weight
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(11, 6, padding_idx=1),
+        nn.Linear(6, 5),
+        nn.LayerNorm(5),
+        nn.Conv1d(5, 4, 3),
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 3, bias=False),
+    )
+
+
+def attention() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.MultiheadAttention(6, 2, add_bias_kv=True), nn.Linear(6, 6))
+
+
+def recurrent() -> nn.Module:
+    return nn.ModuleList([nn.LSTM(5, 4, num_layers=2, bidirectional=True), nn.GRU(4, 3), nn.LSTMCell(3, 2)])
+
+
+def affine() -> nn.Module:
+    return nn.Sequential(Affine(), nn.Linear(3, 3))
+
+
+def transformer_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(6, 2, 8)
+
+
+def tied_to_the_first() -> nn.Module:
+    return Tied("embed")
+
+
+def sixteen_bits() -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 3, dtype=torch.bfloat16), nn.Linear(3, 3), nn.Linear(2, 2, dtype=torch.float64))
+
+
+MODELS: list[Build] = [
+    layers,
+    attention,
+    recurrent,
+    affine,
+    transformer_layer,
+    tied_to_the_first,
+    sixteen_bits,
+    ScalesItsChildren,
+    HasAResetThatItsConstructorDoesNotCall,
+]
+
+
+def on_meta(build: Build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer, whole."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: full(tensor).detach().clone() for name, tensor in tensors.items()}
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), f"{name}: {found[name]} is not {tensor}"
+
+
+def shard(model: nn.Module, birth: Birth) -> None:
+    """Shard as one unit, with what is known of the model's making."""
+    units = build_units(model, SingleUnitPolicy())
+    shard_model(units, Sharding().mesh(), PLACEMENTS["full_shard"], Prefetch(), birth)
