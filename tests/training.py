@@ -54,11 +54,14 @@ class Sharding:
         world_size = dist.get_world_size()
         given = PLACEMENTS[self.strategy].shard_size
         size = self.shard_size or (world_size if isinstance(given, ShardSize) else given)
-        topology = Topology(world_size=world_size, shard_size=size)
+        topology = Topology(world_size=world_size, shard_size=size, split_replicas=self.split)
         return Mesh(topology, torch.device("cpu"), timedelta(seconds=20), self.regather)
 
     reduce_every_backward: bool | None = None
     """None: what the strategy says."""
+
+    split: bool = False
+    """Replicas split the optimizer's share."""
 
     regather: int | None = None
     """Ranks that gather for the backward what they have kept of the forward's gather."""
@@ -79,7 +82,7 @@ class Sharding:
         """What the strategy is to the engine."""
         given = PLACEMENTS[self.strategy]
         every = given.reduce_every_backward if self.reduce_every_backward is None else self.reduce_every_backward
-        return replace(given, regather_size=self.regather, reduce_every_backward=every)
+        return replace(given, regather_size=self.regather, reduce_every_backward=every, split_replicas=self.split)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:

@@ -249,6 +249,28 @@ def test_between_steps_a_rank_holds_its_shards_and_the_states_of_the_optimizer(
     world(size).run(check_rest, Sharding(strategy=strategy, units=BLOCKS), ())
 
 
+def check_split_rest() -> None:
+    before = living_nbytes()
+    training = Training(Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS, split=True))
+    training.step(2)
+    training.step()
+    plan, trained = training.plan(), training.optimizer.param_groups[0]["params"]
+    states = sum(2 * parameter.to_local().nbytes for parameter in trained)
+    assert abs(states - plan.optimizer_nbytes) < 0.01 * plan.optimizer_nbytes
+    # A quarter of each, and the half of the parameters that the shard group gathers from.
+    assert plan.retained_nbytes == 2 * plan.main_shard_nbytes == 2 * plan.gradient_shard_nbytes
+    shards = plan.main_shard_nbytes + plan.gradient_shard_nbytes + plan.retained_nbytes
+    check_held(training, before, shards + states + 4 * len(trained))
+
+
+def test_replicas_that_split_the_optimizer_hold_a_part_of_its_share(world: Worlds) -> None:
+    world(4).run(check_split_rest)
+
+
+def test_it_is_where_replicas_split_the_optimizer(world: Worlds) -> None:
+    world(4).run(check_peak, Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS, split=True))
+
+
 def test_frozen_parameters_have_neither_gradients_nor_states(world: Worlds) -> None:
     world(2).run(check_rest, Sharding(units=BLOCKS), ("blocks.0", "blocks.3.up", "output"))
 

@@ -164,8 +164,9 @@ def train_twice(sharding: Sharding) -> tuple[State, State]:
 
 
 def sharding_of(strategy: str, size: int) -> Sharding:
-    shard_size = HYBRID_SHARD_SIZE[size] if strategy == "hybrid_shard" else None
-    return Sharding(strategy=strategy, shard_size=shard_size, units=("blocks.*",))
+    name, _, split = strategy.partition(" ")
+    shard_size = HYBRID_SHARD_SIZE[size] if name == "hybrid_shard" else None
+    return Sharding(strategy=name, shard_size=shard_size, units=("blocks.*",), split=bool(split))
 
 
 def distance(found: State, expected: State) -> float:
@@ -174,8 +175,10 @@ def distance(found: State, expected: State) -> float:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [*itertools.product(STRATEGIES, (1, 2, 3, 4)), ("hybrid_shard split over replicas", 4)],
+)
 def test_training_equals_one_process(world: Worlds, expected: dict[Case, Trained], strategy: str, size: int) -> None:
     for found in world(size).run(train_all, sharding_of(strategy, size), timeout_s=100):
         for case, (weights, norms) in found.items():

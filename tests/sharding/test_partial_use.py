@@ -86,12 +86,18 @@ def test_micro_batches_use_different_parameters(strategy: str, reduce_each_time:
 
 
 @pytest.mark.parametrize("reduce_each_time", [True, False])
-@pytest.mark.parametrize("shard_size", [1, 2])
+@pytest.mark.parametrize(("shard_size", "split"), [(1, False), (2, False), (2, True)])
 @on_ranks(4)
-def test_replicas_share_what_any_micro_batch_of_any_replica_has_used(shard_size: int, reduce_each_time: bool) -> None:
+def test_replicas_share_what_any_micro_batch_of_any_replica_has_used(
+    shard_size: int, split: bool, reduce_each_time: bool
+) -> None:
     accumulate(
         Sharding(
-            strategy="hybrid_shard", shard_size=shard_size, units=("layers.*",), reduce_every_backward=reduce_each_time
+            strategy="hybrid_shard",
+            shard_size=shard_size,
+            units=("layers.*",),
+            reduce_every_backward=reduce_each_time,
+            split=split,
         )
     )
 

@@ -121,6 +121,17 @@ def test_hybrid_shard_crosses_replicas_once_per_step_with_a_shard(world: Worlds,
         assert +found == expected
 
 
+def test_replicas_that_split_the_optimizer_scatter_their_sums_and_gather_once_per_step(world: Worlds) -> None:
+    expected = {
+        # In the shard group as always, and of each shard across replicas after the step.
+        "all_gather": ring(BOTH_WAYS, 2) + ring(ALL_NBYTES // 2, 2),
+        "reduce_scatter": ring(ALL_NBYTES, 2) + ring(ALL_NBYTES // 2, 2),
+    }
+    sharding = Sharding(strategy="hybrid_shard", shard_size=2, units=("blocks.*",), split=True)
+    for found in world(4).run(communicated, sharding, 1):
+        assert +found == expected
+
+
 def test_parts_that_were_kept_are_gathered_among_fewer_ranks(world: Worlds) -> None:
     forward, backward = ALL_NBYTES, BOTH_WAYS - ALL_NBYTES
     expected = {"all_gather": ring(forward, 4) + ring(backward, 2), "reduce_scatter": ring(ALL_NBYTES, 4)}

@@ -88,6 +88,10 @@ class Collectives(ABC):
         traffic: Where bytes are counted.
     """
 
+    averages: bool = True
+    """Whether an average costs no more than a sum. Else it takes one more pass over memory, which the caller can save
+    where it scales what it puts in."""
+
     def __init__(self, ranks: Sequence[int], rank: int, traffic: Traffic) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank

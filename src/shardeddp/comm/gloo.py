@@ -24,6 +24,8 @@ class GlooCollectives(Collectives):
         traffic: Where bytes are counted.
     """
 
+    averages = False
+
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:
         super().__init__(ranks, dist.get_rank(group), traffic)
         self._group = group

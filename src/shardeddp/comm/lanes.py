@@ -76,6 +76,8 @@ class CudaLane(Lane):
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def drain(self) -> None:  # noqa: D102
+        # What compute's stream copies is meant too: sums that accumulate on the host are completed there.
+        self._stream.wait_stream(torch.cuda.current_stream())
         self._stream.synchronize()
 
     def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102

@@ -50,9 +50,24 @@ class Mesh:
         """Among the same ranks: reduce-scatters."""
         self.replicate = self._collectives(replicate_group, replicate_groups)
         """Among the ranks that hold equal shards: all-reduces."""
+        owner_groups = topology.owner_groups()
+        split = topology.split_replicas
+        self.owners = (
+            self._collectives(_own_group(owner_groups, self.rank, timeout), owner_groups) if split else self.gather
+        )
+        """Among the ranks that own all of the model together: what is asked of a parameter outside its unit. Used on
+        both lanes, which is safe because each use is waited for before the next is issued."""
+        self.collect = (
+            self._collectives(_own_group(replicate_groups, self.rank, timeout), replicate_groups)
+            if split
+            else SoloCollectives([self.rank], 0, self.traffic)
+        )
+        """Among the ranks that split a shard: all-gathers of its slices."""
         self.world = self._collectives(dist.group.WORLD, [list(range(topology.world_size))])
         """Among all ranks: buffers, and everything outside the steady state."""
-        self.control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+        # On torch's fake process group, which stands for ranks that are not there, gloo finds no peers.
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"
+        self.control = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
         """All ranks, on the host: agreement, never tensors of the model."""
         self.failures = Failures(self.rank)
         """Where errors are left for the other ranks."""
@@ -69,6 +84,11 @@ class Mesh:
     def shard_rank(self) -> int:
         """Place of this rank among those that share a model."""
         return self.topology.shard_rank(self.rank)
+
+    @property
+    def slice_rank(self) -> int:
+        """Number of the slice of every flat buffer that this rank owns."""
+        return self.topology.slice_rank(self.rank)
 
     def drain(self) -> None:
         """Block the host until both lanes have done what they were given, for what they copied to host memory."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.placement import Placement, Reshard
@@ -22,6 +21,15 @@ class GroupCost:
 
     reduce_itemsize: int
     """Bytes of an element of the gradient buffer."""
+
+    split: int = 1
+    """Replicas that split a shard among them."""
+
+    @property
+    def part_nbytes(self) -> int:
+        """Bytes of the shard that this rank gathers from, where it owns only a slice of it."""
+        shard_size = self.layout.shard_size // self.split
+        return 0 if self.split == 1 else self.layout.padded_numel // shard_size * self.param_itemsize
 
     @property
     def shard_nbytes(self) -> int:
@@ -54,7 +62,13 @@ class GroupCost:
     @property
     def arriving_nbytes(self) -> int:
         """Bytes of the other ranks' gradients for this rank's slice."""
-        return self.buffer_nbytes - self.buffer_nbytes // self.layout.shard_size
+        return self.buffer_nbytes - self.buffer_nbytes * self.split // self.layout.shard_size
+
+    @property
+    def sharing_nbytes(self) -> int:
+        """Bytes of a shard's gradients on their way to the replicas that split it, with what arrives from those."""
+        shard = self.buffer_nbytes * self.split // self.layout.shard_size
+        return 0 if self.split == 1 else shard + shard - shard // self.split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +136,9 @@ def plan_memory(
     main = sum(group.shard_nbytes for group in groups)
     gradient = sum(group.shard_nbytes for group in groups if group.trainable)
     states = states_per_element * gradient
-    retained = sum(group.full_nbytes for group in groups) if placement.reshard is Reshard.NEVER else 0
+    retained = sum(group.part_nbytes for group in groups)
+    if placement.reshard is Reshard.NEVER:
+        retained += sum(group.full_nbytes for group in groups)
     in_flight = _unsharded_root(units, placement) + _at_worst(units, placement, prefetch, staged, accumulates)
     if placement.offload_params:
         host, main, gradient, states = main + gradient + states, 0, 0, 0
@@ -165,11 +181,11 @@ def _at_worst(
     moments = [root + sum(gradients[1:2]) + sum(buffers[:1])]  # the root's turn, the last inner unit being done
     if len(units) > 1:
         moments += [root + own + held for own, held in zip(gradients[1:], unsharded, strict=True)]
+        # The unit before the one at work is in the first collective, the one before that in the second.
+        sharing = [*(sum(group.sharing_nbytes for group in unit) for unit in units[3:]), 0]
         moments += [
-            root + own + before + held
-            for (own, _), (_, before), held in zip(
-                pairwise(gradients[1:]), pairwise(packed[1:]), unsharded[:-1], strict=True
-            )
+            root + own + before + earlier + held
+            for own, before, earlier, held in zip(gradients[1:], packed[2:], sharing, unsharded, strict=False)
         ]
     return max(moments)
 

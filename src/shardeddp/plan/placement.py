@@ -3,7 +3,7 @@
 import difflib
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.topology import Topology
@@ -39,6 +39,9 @@ class Placement:
     """False: gradients accumulate unsharded and are reduced once per optimizer step. True: those of each micro-batch
     are reduced in the shard group and accumulate there; replicas share them once per optimizer step."""
 
+    split_replicas: bool = False
+    """Replicas split main shards, gradient shards and optimizer states among them."""
+
     regather_size: int | None = None
     """Ranks that gather for the backward what they have kept of the forward's gather; None: the shard group."""
 
@@ -54,13 +57,16 @@ class Placement:
         sizes = {ShardSize.WORLD: num_nodes * ranks_per_node, ShardSize.NODE: ranks_per_node}
         size = self.shard_size if isinstance(self.shard_size, int) else sizes[self.shard_size]
         try:
-            topology = Topology(world_size=sizes[ShardSize.WORLD], shard_size=size)
+            topology = Topology(world_size=sizes[ShardSize.WORLD], shard_size=size, split_replicas=self.split_replicas)
             if self.regather_size is not None:
                 topology.subgroups(self.regather_size)
             return topology
         except ValueError as error:
             raise ConfigurationError(f"{error} ({num_nodes} nodes x {ranks_per_node} ranks)") from None
 
+
+OptimizerShard = Literal["group", "world"]
+"""Over which ranks the optimizer's share is split: those that share a model, or all."""
 
 PLACEMENTS: dict[str, Placement] = {
     # ZeRO-3, FSDP
@@ -98,6 +104,7 @@ def choose_placement(
     reduce_every_backward: bool | None = None,
     reshard_after_forward: bool | int | None = None,
     offload_params: bool = False,
+    optimizer_shard: OptimizerShard = "group",
 ) -> Placement:
     """The placement of a strategy with what the user has chosen otherwise.
 
@@ -108,6 +115,7 @@ def choose_placement(
         reshard_after_forward: True, False, or a number of ranks that gather for the backward; None: what the strategy
             says.
         offload_params: Whether shards live in host memory.
+        optimizer_shard: ``group``: as the parameters; ``world``: replicas split it, for ``hybrid_shard`` only.
 
     Raises:
         ConfigurationError: There is no such strategy, or something about it is not for the user to choose.
@@ -125,6 +133,14 @@ def choose_placement(
         changes["reduce_every_backward"] = reduce_every_backward
     if reshard_after_forward is not None:
         changes |= _resharding(sharding_strategy, placement, reshard_after_forward)
+    if optimizer_shard not in ("group", "world"):
+        raise ConfigurationError(f"optimizer_shard={optimizer_shard!r}: expected 'group' or 'world'")
+    if optimizer_shard == "world" and placement.shard_size is not ShardSize.NODE:
+        raise ConfigurationError(
+            f"optimizer_shard='world' goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, which "
+            f"has no replicas or nothing but replicas; leave it out"
+        )
+    changes["split_replicas"] = optimizer_shard == "world"
     return replace(placement, **changes, offload_params=offload_params)
 
 

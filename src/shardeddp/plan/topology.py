@@ -18,6 +18,9 @@ class Topology:
 
     world_size: int
     shard_size: int
+    split_replicas: bool = False
+    """Whether the replicas of a shard split what belongs to the optimizer among them: the main shard, the gradient
+    shard and the states. Else each has all of it."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -41,6 +44,21 @@ class Topology:
     def replicate_rank(self, rank: int) -> int:
         """Place of ``rank`` inside its replicate group: the number of its replica."""
         return rank // self.shard_size
+
+    @property
+    def num_slices(self) -> int:
+        """Into how many slices a flat buffer is cut: one per rank that owns different elements than the others."""
+        return self.world_size if self.split_replicas else self.shard_size
+
+    def slice_rank(self, rank: int) -> int:
+        """Number of the slice that ``rank`` owns; the slices of a shard's replicas lie side by side."""
+        if not self.split_replicas:
+            return self.shard_rank(rank)
+        return self.shard_rank(rank) * self.replicate_size + self.replicate_rank(rank)
+
+    def owner_groups(self) -> list[list[int]]:
+        """The ranks that own all of the model together, in groups."""
+        return [list(range(self.world_size))] if self.split_replicas else self.shard_groups()
 
     def shard_groups(self) -> list[list[int]]:
         """The ranks of every shard group, by replica."""

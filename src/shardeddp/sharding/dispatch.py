@@ -118,9 +118,9 @@ def _unscale(func: Any, gradients: Sequence[ShardTensor], found_inf: torch.Tenso
 
 
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
-    """Combine this rank's partial results with those of its shard group; equal bits on all of its ranks."""
+    """Combine this rank's partial results with those of the other owners; equal bits on all of them."""
     partial = partial.to(spec.mesh.device)
-    group, lane = spec.mesh.reduce, spec.mesh.reduce_lane
+    group, lane = spec.mesh.owners, spec.mesh.reduce_lane
     if kind == "sum":
         lane.issue(lambda: group.all_reduce_(partial, "sum")).wait()
         return partial

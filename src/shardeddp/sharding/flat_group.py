@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,19 +41,22 @@ class FlatGroup:
         self._retain = self._resident or placement.reshard is Reshard.NEVER
 
         empty = torch.empty(layout.shard_numel, dtype=dtype, device="meta" if on_host else mesh.device)
-        self.main_shard = (empty_on_host(empty) if on_host else empty).zero_()
+        self.main_shard = (empty_on_host(empty, mesh.device) if on_host else empty).zero_()
         """1D, shard_numel; lives as long as the model."""
         self._gathered = (
             self.main_shard
             if self._resident
             else torch.empty(layout.padded_numel, dtype=param_dtype, device=mesh.device)
         )
-        self._own_slice = self._gathered.view(layout.shard_size, -1)[mesh.shard_rank]
+        self._own_slice = self._gathered.view(mesh.gather.size, -1)[mesh.shard_rank]
+        split = mesh.topology.split_replicas
+        self._part = torch.empty_like(self._own_slice) if split else None
+        """1D; where replicas split the main shard, all of it in the dtype that travels. Filled when it has changed."""
         self._kept_part: torch.Tensor | None = None  # 1D; this rank's part of the gathered buffer, forward -> backward
         self.unsharded = [
             self._view_parameter(spec, slot.offset) for spec, slot in zip(specs, layout.slots, strict=True)
         ]
-        self.local = [local_view(self.main_shard, layout, i, mesh.shard_rank) for i in range(len(specs))]  # each 1D
+        self.local = [local_view(self.main_shard, layout, i, mesh.slice_rank) for i in range(len(specs))]  # each 1D
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
         self._gathered_version = -1
         self._seen_writes = self._writes()
@@ -93,6 +97,7 @@ class FlatGroup:
             main_itemsize=self.main_shard.itemsize,
             param_itemsize=self._gathered.itemsize,
             reduce_itemsize=self._reduce_dtype.itemsize,
+            split=self._mesh.collect.size,
         )
 
     # -- gathering
@@ -112,7 +117,17 @@ class FlatGroup:
     def _gather_shards(self) -> Pending:
         # Storage and copy belong to the lane: its allocator stream, and behind compute's last use of the buffer.
         allocate(self._gathered)
-        self._own_slice.copy_(self.main_shard.to(self._mesh.device, non_blocking=True))
+        main = self.main_shard.to(self._mesh.device, non_blocking=True)
+        if self._part is None:
+            self._own_slice.copy_(main)
+            return self._mesh.gather.all_gather_(self._gathered)
+        if not self.stale:
+            return self._gather_split(self._part)
+        self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank].copy_(main)
+        return self._mesh.collect.all_gather_(self._part).then(partial(self._gather_split, self._part))
+
+    def _gather_split(self, part: torch.Tensor) -> Pending:
+        self._own_slice.copy_(part)
         return self._mesh.gather.all_gather_(self._gathered)
 
     def _gather_parts(self) -> Pending:
@@ -147,7 +162,7 @@ class FlatGroup:
         self._keep_requires_grad()
         if self._retain:
             return
-        keep = before_backward and self._mesh.regather.size < self.layout.shard_size
+        keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
         self._kept_part = self._part_of_gathered().clone() if keep else None
         self._release_memory()
 
@@ -218,7 +233,10 @@ class FlatGroup:
         shard_spec = ShardSpec(
             fqn=spec.fqn,
             shape=parameter.shape,
-            intervals=tuple(self.layout.parameter_interval(slot, rank) for rank in range(self.layout.shard_size)),
+            intervals=tuple(
+                self.layout.parameter_interval(slot, self._mesh.topology.slice_rank(rank))
+                for rank in self._mesh.owners.ranks
+            ),
             mesh=self._mesh,
             offloaded=local.device != self._mesh.device,
         )

@@ -22,13 +22,13 @@ outside_of_graphs = never_traced(
 
 
 def gather(sharded: ShardTensor) -> torch.Tensor:
-    """The full tensor, plain; a collective of the shard group."""
+    """The full tensor, plain; a collective of its owners."""
     spec, local = sharded.spec, sharded.to_local()
     with torch.no_grad():
         full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
-        pieces[spec.mesh.shard_rank].copy_(local)
-        spec.mesh.gather_lane.issue(lambda: spec.mesh.gather.all_gather_uneven_(pieces)).wait()
+        pieces[spec.mesh.owners.rank].copy_(local)
+        spec.mesh.gather_lane.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
     return full
 
 

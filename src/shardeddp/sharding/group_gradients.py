@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardeddp.comm import Mesh, Pending, Ticket
+from shardeddp.comm.collectives import ReduceKind
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.sharding.memory import allocate, empty_on_host, local_view, release
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
@@ -105,22 +106,23 @@ class GroupGradients:
             arrival = self._arrival(across_replicas)
             direct = self._packs_into_shard and not any(kept) and arrival is not Arrival.IN_PARTIAL_SUMS
             buffer, slots = (shard, self._shard_slots) if direct else self._open_buffer()
-            self._pack(slots)
+            # A shard of one rank is shared as it was packed, so it can be packed as what the replicas' sum is made of.
+            replicate = self.mesh.replicate
+            scaled = direct and arrival is Arrival.SHARED and not replicate.averages and not self.partial
+            self._pack(slots, 1.0 / replicate.size if scaled else None)
         if arrival is Arrival.IN_PARTIAL_SUMS:
             self._partly_used = [any(flags) for flags in zip(self._partly_used, self._packed, strict=True)]
         # What is to be added, or to change dtype or device, waits in this rank's slice of the buffer.
         waits = (
             any(kept)
             or arrival is Arrival.IN_PARTIAL_SUMS
-            or (shard.dtype, shard.device)
-            != (
-                buffer.dtype,
-                buffer.device,
-            )
+            or self.mesh.topology.split_replicas
+            or shard.dtype is not buffer.dtype
+            or shard.device != buffer.device
         )
-        output = buffer.view(self.layout.shard_size, -1)[self.mesh.shard_rank] if waits else shard
+        output = buffer.view(self.mesh.reduce.size, -1)[self.mesh.shard_rank] if waits else shard
         partial = self._take_partial() if arrival is Arrival.SHARED else None
-        return Reduction(self, buffer, output, arrival, kept, partial)
+        return Reduction(self, buffer, output, arrival, kept, partial, "sum" if scaled else "mean")
 
     def _take_partial(self) -> torch.Tensor | None:
         """What earlier micro-batches have left to share, which now counts as packed."""
@@ -159,7 +161,7 @@ class GroupGradients:
             total.add_(output)
         else:
             for i, keep in enumerate(kept):
-                mine, arrived = (local_view(flat, self.layout, i, self.mesh.shard_rank) for flat in (total, output))
+                mine, arrived = (local_view(flat, self.layout, i, self.mesh.slice_rank) for flat in (total, output))
                 mine.add_(arrived) if keep else mine.copy_(arrived)
         if total is not shard:
             shard.copy_(total, non_blocking=True)
@@ -187,7 +189,7 @@ class GroupGradients:
                         mine.add_(local_part(found, sharded.spec).to(mine.device))
                     sharded.grad = self._views[i]
 
-    def _pack(self, slots: Sequence[torch.Tensor]) -> None:
+    def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for i, (slot, unsharded) in enumerate(zip(slots, self._unsharded, strict=False)):
@@ -201,7 +203,10 @@ class GroupGradients:
             unsharded.grad = None
         for padding in slots[len(self._unsharded) :]:
             padding.zero_()
-        if targets:
+        if scale is not None:
+            for target, source in zip(targets, sources, strict=True):
+                torch.mul(source, scale, out=target)
+        elif targets:
             torch._foreach_copy_(targets, sources)
 
     def _forget_partial(self) -> None:
@@ -211,10 +216,12 @@ class GroupGradients:
     def _ensure_shard(self) -> torch.Tensor:
         if self.shard is None:
             on_host = self._main_shard.device != self.mesh.device
-            self.shard = empty_on_host(self._main_shard) if on_host else torch.empty_like(self._main_shard)
+            self.shard = (
+                empty_on_host(self._main_shard, self.mesh.device) if on_host else torch.empty_like(self._main_shard)
+            )
             self.shard.zero_()
             self._views = [
-                ShardTensor(local_view(self.shard, self.layout, i, self.mesh.shard_rank), sharded.spec)
+                ShardTensor(local_view(self.shard, self.layout, i, self.mesh.slice_rank), sharded.spec)
                 for i, sharded in enumerate(self._sharded)
             ]
             if self._packs_into_shard:
@@ -257,6 +264,7 @@ class Reduction:
         arrival: Where they go from there.
         kept: By parameter, whether earlier gradients in the gradient shard are added to.
         partial: 1D, shard_numel; sums of earlier micro-batches that are shared with these gradients.
+        kind: What the replicas make of theirs.
     """
 
     def __init__(
@@ -267,8 +275,10 @@ class Reduction:
         arrival: Arrival,
         kept: Sequence[bool],
         partial: torch.Tensor | None,
+        kind: ReduceKind,
     ) -> None:
         self._partial = partial
+        self._kind: ReduceKind = kind
         self._gradients, self._output, self._arrival, self._kept = gradients, output, arrival, kept
         # A gradient that autograd leaves on a parameter used outside its unit may be added to the shard at any time.
         # On compute's stream that is in order with what is added here, on the lane it would not be.
@@ -306,10 +316,17 @@ class Reduction:
                 self._output.add_(self._partial)
                 self._partial = None
             self._output = gradients.leave_buffer(self._output)
-            return gradients.mesh.replicate.all_reduce_(self._output, "mean").then(self._shared)
+            return self._share().then(self._shared)
         elif not self._adds:
             gradients.absorb(self._output, self._kept)
         return Pending()
+
+    def _share(self) -> Pending:
+        mesh, shared = self._gradients.mesh, self._output
+        if not mesh.topology.split_replicas:
+            return mesh.replicate.all_reduce_(shared, self._kind)
+        self._output = shared.view(mesh.replicate.size, -1)[mesh.replicate.rank]
+        return mesh.replicate.reduce_scatter(self._output, shared)
 
     def _shared(self) -> Pending:
         if not self._adds:

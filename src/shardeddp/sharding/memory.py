@@ -5,9 +5,9 @@ import torch
 from shardeddp.plan.layout import FlatLayout
 
 
-def empty_on_host(like: torch.Tensor) -> torch.Tensor:
-    """Host memory for the elements of a tensor; pinned where there is a device that copies from it."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.cuda.is_available())
+def empty_on_host(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host memory for the elements of a tensor; pinned if it is a CUDA device that copies from it."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
 
 
 def allocate(flat: torch.Tensor) -> None:
@@ -22,7 +22,7 @@ def release(flat: torch.Tensor) -> None:
     flat.untyped_storage().resize_(0)
 
 
-def local_view(shard: torch.Tensor, layout: FlatLayout, index: int, shard_rank: int) -> torch.Tensor:
+def local_view(shard: torch.Tensor, layout: FlatLayout, index: int, slice_rank: int) -> torch.Tensor:
     """A rank's elements of one parameter in its slice of a flat buffer; 1D."""
-    interval = layout.local_interval(layout.slots[index], shard_rank)
+    interval = layout.local_interval(layout.slots[index], slice_rank)
     return shard[interval.start : interval.stop]

@@ -82,8 +82,6 @@ class Reducer:
             for track in self._waiting():
                 self._issue(track)
             self._settle()
-            if self._to_host:
-                self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
 
     def abort(self) -> None:
         """Finish what a backward that has failed has issued."""
@@ -129,6 +127,8 @@ class Reducer:
             if again:
                 self._issue(track)
         self._finish()
+        if self._to_host:
+            self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
         for track, by_any, each in zip(tracks, any_entered, any_used, strict=True):
             if not self._keeps_partial():
                 track.unit.install_gradients(each)

@@ -167,6 +167,8 @@ class Runtime:
             if track.active == 0:
                 self.phase = Phase.IDLE
                 self._reshard_idle()
+                if self.placement.offload_params:
+                    self.mesh.drain()  # the host may write to what has just been copied to the device
         elif track.active == 0 and self._reshards_after_forward(track):
             track.unit.reshard(before_backward=track.awaiting_backward)
 

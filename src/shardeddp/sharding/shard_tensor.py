@@ -46,7 +46,7 @@ class ShardSpec:
     fqn: str
     shape: torch.Size
     intervals: tuple[Interval, ...]
-    """Elements of the flattened parameter that each shard rank owns, by shard rank; they cover it in order."""
+    """Elements of the flattened parameter that each owner holds, in the order of ``mesh.owners``; they cover it."""
 
     mesh: Mesh
     offloaded: bool = False
@@ -58,7 +58,7 @@ class ShardSpec:
     @property
     def interval(self) -> Interval:
         """The elements that this rank owns."""
-        return self.intervals[self.mesh.shard_rank]
+        return self.intervals[self.mesh.owners.rank]
 
     @cached_property
     def numel(self) -> int:
@@ -177,8 +177,8 @@ class ShardTensor(torch.Tensor):
         interval = self._spec.interval
         return (
             f"ShardTensor({self._spec.fqn}, shape={tuple(self._spec.shape)}, dtype={self._local.dtype}, "
-            f"elements {interval.start}..{interval.stop} of {self._spec.numel} on shard rank "
-            f"{self._spec.mesh.shard_rank}, local={self._local!r})"
+            f"elements {interval.start}..{interval.stop} of {self._spec.numel} on rank "
+            f"{self._spec.mesh.rank}, local={self._local!r})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:

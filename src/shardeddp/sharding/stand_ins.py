@@ -42,7 +42,7 @@ class HostCopies(StandIns):
             return parameter
         local = parameter.to_local()
         if local not in self._copies:
-            self._copies[local] = (empty_on_host(local), -1)
+            self._copies[local] = (empty_on_host(local, local.device), -1)
         return self._copies[local][0]
 
     def gradient_of(self, local: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:  # noqa: D102
@@ -50,7 +50,7 @@ class HostCopies(StandIns):
             self._gradients.pop(local, None)
             return None
         known = self._gradients.get(local)
-        host = empty_on_host(gradient) if known is None else known[1]
+        host = empty_on_host(gradient, gradient.device) if known is None else known[1]
         self._gradients[local] = (gradient, host)
         return host
 

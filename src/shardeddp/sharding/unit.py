@@ -53,8 +53,8 @@ class Unit:
         self.spec = spec
         self.state = UnitState.SHARDED
         members = _by_buffer(spec.parameters)
-        shard_size = mesh.topology.shard_size
-        self.groups = [FlatGroup(specs, layout_of(specs, shard_size), mesh, placement) for specs in members]
+        num_slices = mesh.topology.num_slices
+        self.groups = [FlatGroup(specs, layout_of(specs, num_slices), mesh, placement) for specs in members]
         self._slots = [
             (owner, attribute, sharded, unsharded)
             for group, specs in zip(self.groups, members, strict=True)

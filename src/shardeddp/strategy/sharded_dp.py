@@ -24,7 +24,7 @@ from shardeddp.config import CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError
 from shardeddp.monitor.units import report_units
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.placement import choose_placement
+from shardeddp.plan.placement import OptimizerShard, choose_placement
 from shardeddp.plugins.activation_checkpointing import (
     ActivationCheckpointingLike,
     checkpoint_activations,
@@ -73,6 +73,8 @@ class ShardedDP(ProcessStrategy):
         reshard_after_forward: Whether a unit is released between its forward and its backward (True), or kept (False);
             a number of neighbouring ranks: each keeps its part of what was gathered, and they alone gather for the
             backward (ZeRO++'s hpZ). None: what the strategy says.
+        optimizer_shard: For ``hybrid_shard``: ``world`` splits main shards, gradient shards and optimizer states over
+            the replicas too (Megatron-FSDP's HFSDP), for one more gather per step across them; ``group`` does not.
         forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
         backward_prefetch: The same in backward.
         reduce_every_backward: With gradient accumulation: True reduces every micro-batch and accumulates sharded
@@ -99,6 +101,7 @@ class ShardedDP(ProcessStrategy):
         activation_checkpointing: ActivationCheckpointingLike = None,
         cpu_offload: bool | CPUOffload = False,
         reshard_after_forward: bool | int | None = None,
+        optimizer_shard: OptimizerShard = "group",
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
         reduce_every_backward: bool | None = None,
@@ -114,7 +117,12 @@ class ShardedDP(ProcessStrategy):
         offload = resolve_offload(cpu_offload)
         super().__init__(
             choose_placement(
-                sharding_strategy, shard_size, reduce_every_backward, reshard_after_forward, offload.params
+                sharding_strategy,
+                shard_size,
+                reduce_every_backward,
+                reshard_after_forward,
+                offload.params,
+                optimizer_shard,
             ),
             process_group_backend=process_group_backend,
             timeout=timeout,
