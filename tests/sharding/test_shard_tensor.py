@@ -86,7 +86,7 @@ def test_its_text_names_the_parameter_the_shape_and_the_rank_s_elements() -> Non
         text = repr(cube)
     interval = cube.spec.interval
     assert text.startswith("ShardTensor(cube, shape=(2, 3, 4), dtype=torch.float32")
-    assert f"elements {interval.start}..{interval.stop} of 24 on shard rank {dist.get_rank()}" in text
+    assert f"elements {interval.start}..{interval.stop} of 24 on rank {dist.get_rank()}" in text
     assert str(nn.ParameterList([cube])) and not calls
 
 

@@ -67,6 +67,7 @@ class FlatGroup:
             layout,
             mesh,
             main_shard=self.main_shard,
+            param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             unsharded=self.unsharded,
             sharded=self.sharded,

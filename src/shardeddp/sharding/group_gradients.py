@@ -22,6 +22,7 @@ class GroupGradients:
         layout: Where parameters lie in the buffer.
         mesh: Through which gradients are reduced.
         main_shard: Of whose dtype, and on whose device, the gradient shard is.
+        param_dtype: Of the gradients that autograd leaves.
         reduce_dtype: Of the gradient buffer, in which gradients travel.
         unsharded: The parameters on which autograd leaves gradients, in layout order.
         sharded: The user's parameters, whose ``.grad`` is set.
@@ -33,6 +34,7 @@ class GroupGradients:
         mesh: Mesh,
         *,
         main_shard: torch.Tensor,
+        param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         unsharded: Sequence[nn.Parameter],
         sharded: Sequence[ShardTensor],
@@ -43,6 +45,7 @@ class GroupGradients:
         """1D, shard_numel; made at the first reduction, then kept."""
 
         self._main_shard = main_shard
+        self._param_dtype = param_dtype
         self._reduce_dtype = reduce_dtype
         self._unsharded = unsharded
         self._sharded = sharded
@@ -108,7 +111,9 @@ class GroupGradients:
             buffer, slots = (shard, self._shard_slots) if direct else self._open_buffer()
             # A shard of one rank is shared as it was packed, so it can be packed as what the replicas' sum is made of.
             replicate = self.mesh.replicate
-            scaled = direct and arrival is Arrival.SHARED and not replicate.averages and not self.partial
+            scales = direct and arrival is Arrival.SHARED and not replicate.averages and not self.partial
+            # In a narrower dtype the product would be rounded to that, where a copy is exact.
+            scaled = scales and self._param_dtype is self._reduce_dtype
             self._pack(slots, 1.0 / replicate.size if scaled else None)
         if arrival is Arrival.IN_PARTIAL_SUMS:
             self._partly_used = [any(flags) for flags in zip(self._partly_used, self._packed, strict=True)]
