@@ -24,7 +24,7 @@ from shardeddp.sharding.identity import swap_bodies
 from shardeddp.sharding.replay import Origin, origin_of, replay
 from shardeddp.sharding.resetting import Deferred, ModuleReset, find_reset, untold_initializer
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
-from shardeddp.sharding.spec import ParameterSpec, UnitSpec
+from shardeddp.sharding.spec import ParameterSpec, UnitSpec, join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def _meta_buffers(root: nn.Module, birth: Birth) -> list[Deferred]:
     for path, module in root.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                fqn = f"{path}.{name}" if path else name
+                fqn = join(path, name)
                 places.setdefault(id(buffer), []).append((fqn, buffer, module, name))
     return [
         Deferred(
@@ -201,7 +201,7 @@ def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             return
         seen.add(id(module))
         for name, child in module.named_children():
-            yield from visit(f"{path}.{name}" if path else name, child)
+            yield from visit(join(path, name), child)
         yield path, module
 
     return visit("", root)
@@ -209,7 +209,7 @@ def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _reject_stray(root: nn.Module) -> None:
     stray = [
-        f"{path}.{name}" if path else name
+        join(path, name)
         for path, module in root.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor) and value.is_meta

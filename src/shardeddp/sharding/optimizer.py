@@ -140,16 +140,16 @@ class ShardedStates(MutableMapping[torch.Tensor, State]):
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
-        return _StateView(self.local[self._local_of(parameter)], parameter)
+        return _StateView(self.local[self._stand_ins.of(parameter)], parameter)
 
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        local = self._local_of(parameter)
+        local = self._stand_ins.of(parameter)
         self.local[local] = {
             name: localize_state(name, value, parameter, local.device) for name, value in state.items()
         }
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self.local[self._local_of(parameter)]
+        del self.local[self._stand_ins.of(parameter)]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -159,10 +159,7 @@ class ShardedStates(MutableMapping[torch.Tensor, State]):
         return len(self.local)
 
     def __contains__(self, parameter: object) -> bool:
-        return isinstance(parameter, torch.Tensor) and self._local_of(parameter) in self.local
-
-    def _local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._stand_ins.of(parameter)
+        return isinstance(parameter, torch.Tensor) and self._stand_ins.of(parameter) in self.local
 
 
 class _StateView(dict[str, Any]):

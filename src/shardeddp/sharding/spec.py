@@ -67,3 +67,8 @@ class UnitSpec:
     def numel(self) -> int:
         """Elements of all parameters, without padding."""
         return sum(spec.parameter.numel() for spec in self.parameters)
+
+
+def join(prefix: str, name: str) -> str:
+    """The fqn of the child ``name`` of the module ``prefix``, which is ``""`` for the root."""
+    return f"{prefix}.{name}" if prefix else name

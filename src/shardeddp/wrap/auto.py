@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.spec import join
 from shardeddp.wrap.policy import Policy
-from shardeddp.wrap.tree import class_of, has_forward, join, unit_children, walk
+from shardeddp.wrap.tree import class_of, has_forward, unit_children, walk
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -8,12 +8,12 @@ from typing import TypeGuard
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.spec import join
 from shardeddp.wrap.tree import (
     class_of,
     has_forward,
     import_path,
     imported,
-    join,
     listing,
     nearest,
     uncompiled,

@@ -8,6 +8,8 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.utils import parametrize
 
+from shardeddp.sharding.spec import join
+
 _MOST_LISTED = 10
 _INSIDE = "_orig_mod"  # the name of the module inside of an OptimizedModule
 
@@ -35,11 +37,6 @@ def imported(path: str) -> object | None:
         return resolve_name(path)
     except (ImportError, AttributeError, ValueError):
         return None
-
-
-def join(prefix: str, name: str) -> str:
-    """The fqn of the child ``name`` of the module ``prefix``, which is ``""`` for the root."""
-    return f"{prefix}.{name}" if prefix else name
 
 
 def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,9 +7,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.shard_tensor import ShardTensor
-from shardeddp.sharding.spec import ParameterSpec, UnitSpec
+from shardeddp.sharding.spec import ParameterSpec, UnitSpec, join
 from shardeddp.wrap.policy import Policy
-from shardeddp.wrap.tree import compiled_shells, has_forward, join, listing, nearest
+from shardeddp.wrap.tree import compiled_shells, has_forward, listing, nearest
 
 # By name, because importing them would import the engines that this package does without.
 _WRAPPERS = {
