@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -89,3 +89,38 @@ class CPUOffload:
 
     optimizer: bool = False
     """Optimizer states alone; the optimizer steps on the host, on copies of parameters and gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """How sharded checkpoints are written, and what may be read."""
+
+    asynchronous: bool = False
+    """Write in a thread while training goes on, from one copy of the shards in host memory."""
+
+    durability: Literal["disk", "process"] = "disk"
+    """``disk``: a save that has returned survives a power loss. ``process``: nothing is synced; it survives the end of
+    the process only."""
+
+    permissions: Literal["private", "umask"] = "private"
+    """``private``: files are for their owner alone (0600, directories 0700). ``umask``: as the umask has it."""
+
+    zip_crc: bool = True
+    """Write the checksums that tools other than this package look for. Costs about 0.4 s of a core per GB."""
+
+    cast: bool = False
+    """Load tensors of another dtype than the model's by casting them."""
+
+    foreign: bool = False
+    """Also load directories that other tools wrote (FSDP, FSDP2, plain ``torch.distributed.checkpoint``): their indexes
+    are pickles, which are read by a reader that knows a few harmless types only."""
+
+    trust_pickle: bool = False
+    """Unpickle foreign indexes as they are: whoever wrote them can run code here."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("durability", ("disk", "process")), ("permissions", ("private", "umask"))):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+        if self.trust_pickle and not self.foreign:
+            raise ConfigurationError("trust_pickle=True goes with foreign=True: no pickle of our own is ever read")

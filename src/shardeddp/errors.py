@@ -35,3 +35,7 @@ class ReleasedParameterError(RuntimeError):
 
 class LayoutMismatchError(ConfigurationError):
     """The ranks built different models or asked for different shardings."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used, or could not be written; says what was expected and found, and where."""

@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from shardeddp import RankError, ShardTensor
-from support.resuming import fit, full_shard
+from shardeddp.checkpoint.opening import open_checkpoint
+from support.resuming import Make, fit, full_shard, in_one_file
 from support.tasks import EvaluatedGpt, TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer
 from world import Worlds
@@ -31,7 +32,7 @@ def save_at_any_time(folder: str) -> dict[str, bool]:
         found[moment] = all(torch.equal(saved["state_dict"][name], weights[name]) for name in weights)
         found[f"{moment} with optimizer"] = bool(saved.get("optimizer_states"))
 
-    trainer = make_trainer(full_shard(), max_epochs=1)
+    trainer = make_trainer(in_one_file(), max_epochs=1)
     trainer.validate(model, token_loader(8), verbose=False)
     save("validate")
     trainer.fit(model, token_loader(16))
@@ -77,10 +78,10 @@ class EditsItsCheckpoint(TinyGpt):
         state["head.weight"] = state["embed.weight"]
 
 
-def edit_and_resume(path: str) -> dict[str, Any]:
+def edit_and_resume(make: Make, path: str) -> dict[str, Any]:
     seed_everything(1, verbose=False)
     model = EditsItsCheckpoint()
-    trainer = make_trainer(full_shard(), max_epochs=1)
+    trainer = make_trainer(make(), max_epochs=1)
     trainer.fit(model, token_loader(16))
     trainer.save_checkpoint(path)
     resumed = EditsItsCheckpoint()
@@ -88,10 +89,13 @@ def edit_and_resume(path: str) -> dict[str, Any]:
     return {"weights": full_weights(model), "resumed": full_weights(resumed), "seen": resumed.seen}
 
 
-def test_what_the_module_changes_in_its_checkpoint_is_saved_and_loaded(world: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [in_one_file, full_shard])
+def test_what_the_module_changes_in_its_checkpoint_is_saved_and_loaded(
+    world: Worlds, tmp_path: Path, make: Make
+) -> None:
     path = tmp_path / "edited.ckpt"
-    found = world(2).run(edit_and_resume, str(path))
-    saved = torch.load(path, weights_only=True)
+    found = world(2).run(edit_and_resume, make, str(path))
+    saved = open_checkpoint(path, None) if path.is_dir() else torch.load(path, weights_only=True)
     assert "head.weight" not in saved["state_dict"]
     for answers in found:
         weights = answers["weights"]
@@ -107,7 +111,7 @@ class FailsToWrite(TorchCheckpointIO):
 
 
 def save_to_a_full_disk(folder: str) -> tuple[str, bool]:
-    strategy = full_shard()
+    strategy = in_one_file()
     strategy.checkpoint_io = FailsToWrite()
     trainer, model = make_trainer(strategy, max_epochs=1), TinyGpt()
     trainer.fit(model, token_loader(16))
@@ -132,7 +136,7 @@ def test_a_write_that_fails_on_rank_zero_raises_everywhere_and_can_be_tried_agai
 
 def checkpoint_by_callback(folder: str) -> list[str]:
     checkpoints = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
-    fit(full_shard(), 1, callbacks=[checkpoints], enable_checkpointing=True)
+    fit(in_one_file(), 1, callbacks=[checkpoints], enable_checkpointing=True)
     return sorted(path.name for path in Path(folder).iterdir())
 
 

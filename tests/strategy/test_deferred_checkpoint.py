@@ -36,7 +36,7 @@ def checkpoint(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> str:
 def write_checkpoint(path: str) -> None:
     seed(True)
     model = EvaluatedGpt()
-    trainer = make_trainer(ShardedDP(), max_epochs=1)
+    trainer = make_trainer(ShardedDP(state_dict_type="full"), max_epochs=1)
     trainer.fit(model, token_loader(32))
     trainer.save_checkpoint(path)
 

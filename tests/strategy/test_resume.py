@@ -1,4 +1,4 @@
-"""Checkpoints are ordinary Lightning files that resume exactly, in any world and under any strategy."""
+"""Checkpoints resume exactly, in any world and under any strategy; in one file they are ordinary Lightning files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,7 @@ from support.resuming import (
     fit,
     full_shard,
     hybrid_shard,
+    in_one_file,
     losses_and_weights,
     no_shard,
     one_unit,
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.timeout(60)
 def after_two_epochs(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint that two ranks wrote after training, and the weights that they had."""
     path = tmp_path_factory.mktemp("checkpoints") / "two.ckpt"
-    return path, world(2).run(train, full_shard, 2, None, str(path))[0]["weights"]
+    return path, world(2).run(train, in_one_file, 2, None, str(path))[0]["weights"]
 
 
 def test_a_file_loads_without_this_package_and_has_the_keys_of_the_plain_module(
@@ -64,7 +65,7 @@ def test_a_file_has_the_contents_of_one_that_ddp_writes(
 ) -> None:
     world(2).run(train, DDPStrategy, 2, None, str(tmp_path / "ddp.ckpt"))
     ours, theirs = (torch.load(path, weights_only=True) for path in (after_two_epochs[0], tmp_path / "ddp.ckpt"))
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys() | {"shardeddp"}
     assert_same_weights(ours["state_dict"], theirs["state_dict"])
     assert ours["loops"] == theirs["loops"]
     assert ours["lr_schedulers"] == theirs["lr_schedulers"]
@@ -74,6 +75,14 @@ def test_a_file_has_the_contents_of_one_that_ddp_writes(
 
 
 # -- resuming
+
+
+@pytest.fixture(scope="module")
+def after_two_epochs_in_shards(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in a directory."""
+    path = tmp_path_factory.mktemp("checkpoints") / "shards.ckpt"
+    world(2).run(train, full_shard, 2, None, str(path))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +98,7 @@ def four_epochs(world: Worlds) -> Callable[[Make], list[dict[str, Any]]]:
     return run
 
 
-@pytest.mark.parametrize("make", [full_shard, no_shard])
+@pytest.mark.parametrize("make", [in_one_file, full_shard, no_shard])
 def test_resuming_is_exact(
     world: Worlds, tmp_path: Path, four_epochs: Callable[[Make], list[dict[str, Any]]], make: Make
 ) -> None:
@@ -122,6 +131,21 @@ def test_a_run_resumes_in_another_world_and_under_another_strategy(
     make: Make,
 ) -> None:
     resumed = world(size).run(train, make, 4, str(after_two_epochs[0]))
+    for rank in range(size):
+        assert_same_weights(resumed[rank]["weights"], four_epochs(full_shard)[0]["weights"])
+
+
+@pytest.mark.parametrize(
+    ("size", "make"), [(1, full_shard), (3, full_shard), (2, one_unit), (2, shard_grad_op), (2, hybrid_shard), (4, no_shard)]
+)
+def test_shards_resume_in_another_world_and_under_another_strategy(
+    world: Worlds,
+    after_two_epochs_in_shards: Path,
+    four_epochs: Callable[[Make], list[dict[str, Any]]],
+    size: int,
+    make: Make,
+) -> None:
+    resumed = world(size).run(train, make, 4, str(after_two_epochs_in_shards))
     for rank in range(size):
         assert_same_weights(resumed[rank]["weights"], four_epochs(full_shard)[0]["weights"])
 

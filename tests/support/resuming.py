@@ -22,6 +22,11 @@ def full_shard() -> ShardedDP:
     return ShardedDP(auto_wrap_policy={Block})
 
 
+def in_one_file() -> ShardedDP:
+    """Every block a unit; checkpoints are ordinary Lightning files."""
+    return ShardedDP(auto_wrap_policy={Block}, state_dict_type="full")
+
+
 def one_unit() -> ShardedDP:
     """The whole model in one."""
     return ShardedDP(auto_wrap_policy=None)

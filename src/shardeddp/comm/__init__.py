@@ -1,6 +1,6 @@
 """The only place that issues collectives: groups of ranks, collectives per backend, lanes, agreement."""
 
-from shardeddp.comm.agreement import agree_on_any, agree_on_layout, exchange, together
+from shardeddp.comm.agreement import agree_on_any, agree_on_layout, exchange, gather_results, together
 from shardeddp.comm.collectives import Collectives, Pending
 from shardeddp.comm.host import barrier, broadcast_object, reduce_tensor
 from shardeddp.comm.lanes import Lane, Ticket
@@ -19,6 +19,7 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "exchange",
+    "gather_results",
     "reduce_tensor",
     "together",
 ]

@@ -3,12 +3,12 @@
 import json
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError
+from shardeddp.errors import CheckpointError, ConfigurationError, LayoutMismatchError, RankError
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def exchange(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
     padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
     arrived = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(arrived, padded, group=group)
-    return [bytes(tensor[: int(length)].tolist()) for tensor, length in zip(arrived, lengths, strict=True)]
+    return [tensor[: int(length)].numpy().tobytes() for tensor, length in zip(arrived, lengths, strict=True)]
 
 
 def together(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -36,19 +36,42 @@ def together(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
 
     Raises:
         ConfigurationError: Every rank found the same configuration wrong.
-        RankError: Some rank failed, this one or another; it carries the traceback of each.
+        CheckpointError: All that failed found a checkpoint wrong; with what the first of them found.
+        RankError: Some rank failed in another way, this one or another; it carries the traceback of each.
     """
-    result, failure, cause = None, "", None
+    results: list[T] = []
+
+    def run() -> bytes:
+        results.append(action())
+        return b""
+
+    gather_results(step, run, group)
+    return results[0]
+
+
+def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGroup) -> list[bytes]:
+    """Run a step as :func:`together` does, and give every rank's result to every rank, by rank."""
+    result, failure, cause = b"", None, None
     try:
         result = action()
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
-        failure, cause = traceback.format_exc(), error
-    failures = {rank: text.decode() for rank, text in enumerate(exchange(failure.encode(), group)) if text}
-    if isinstance(cause, ConfigurationError) and len(failures) == dist.get_world_size(group):
+        failure, cause = _Failure(type(error).__name__, str(error), traceback.format_exc()), error
+    sent = exchange(b"+" + result if failure is None else b"-" + json.dumps(failure).encode(), group)
+    failures = {rank: _Failure(*json.loads(text[1:])) for rank, text in enumerate(sent) if text[:1] == b"-"}
+    if not failures:
+        return [text[1:] for text in sent]
+    if isinstance(cause, ConfigurationError) and len(failures) == len(sent):
         raise cause
-    if failures:
-        raise RankError(step, failures) from cause
-    return result  # type: ignore[return-value]  # None only after a failure
+    first = min(failures)
+    if all(failure.kind == CheckpointError.__name__ for failure in failures.values()):
+        raise CheckpointError(failures[first].text + f" (found on rank {', '.join(map(str, failures))})") from cause
+    raise RankError(step, {rank: failure.trace for rank, failure in failures.items()}) from cause
+
+
+class _Failure(NamedTuple):
+    kind: str
+    text: str
+    trace: str
 
 
 def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:

@@ -69,6 +69,8 @@ class Mesh:
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         self.control = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
         """All ranks, on the host: agreement, never tensors of the model."""
+        self.saving = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
+        """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.failures = Failures(self.rank)
         """Where errors are left for the other ranks."""
         self.gather_lane: Lane = make_lane(device)

@@ -95,3 +95,24 @@ def _boxes(interval: Interval, shape: tuple[int, ...]) -> Iterator[Box]:
 def _inside_row(interval: Interval, index: int, shape: tuple[int, ...]) -> Iterator[Box]:
     for box in _boxes(interval, shape[1:]):
         yield Box((index, *box.offsets), (1, *box.sizes))
+
+
+def interval_of(box: Box, shape: Sequence[int]) -> Interval:
+    """The row-major interval that a box of a tensor fills; what :func:`boxes` makes of it is that box.
+
+    Raises:
+        ValueError: The box does not lie in the tensor, or its elements do not follow each other.
+    """
+    inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+        0 <= offset <= offset + size <= dim for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+    if not inside:
+        raise ValueError(f"expected a box inside of shape {tuple(shape)}, found {box}")
+    start, stride, whole = 0, 1, True
+    for offset, size, dim in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
+        if not whole and size != 1:
+            raise ValueError(f"the elements of {box} do not follow each other in a tensor of shape {tuple(shape)}")
+        start += offset * stride
+        stride *= dim
+        whole = whole and size == dim
+    return Interval(start, start + box.numel)

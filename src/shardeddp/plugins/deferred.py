@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -26,7 +24,6 @@ class DeferredInit:
         self._in_run: Origin | None = None  # the same for configure_model
         self._made: dict[int, tuple[nn.Parameter, nn.Module]] = {}  # every meta parameter with its creator
         self._dtypes: dict[int, torch.dtype] = {}
-        self._waiting: tuple[nn.Module, Mapping[str, Any], bool] | None = None  # module, its state dict, strict
 
     @contextmanager
     def building(self, module: LightningModule | None, empty_init: bool | None) -> Generator[None]:
@@ -59,16 +56,12 @@ class DeferredInit:
         """Remember in which dtypes parameters were made, before they are converted."""
         self._dtypes = {id(parameter): parameter.dtype for parameter in module.parameters() if parameter.is_meta}
 
-    def holds_back(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> bool:
-        """Whether a state dict has to wait until the module has been sharded, because loading now would do nothing."""
-        if not any(tensor.is_meta for tensor in _tensors(module)):
-            return False
-        self._waiting = module, state, strict
-        return True
+    def birth_of(self, load: Callable[[], None] | None) -> Birth:
+        """What is known of a module that is about to be sharded; forgets it.
 
-    def birth_of(self, module: nn.Module) -> Birth:
-        """What is known of a module that is about to be sharded; forgets it."""
-        waiting = self._waiting if self._waiting is not None and self._waiting[0] is module else None
+        Args:
+            load: Loads a checkpoint into the sharded module; None: there is none.
+        """
         origins: list[Origin] = []
         if self._before_run is not None:
             # Every run seeds anew, where seed_everything has been called.
@@ -76,7 +69,7 @@ class DeferredInit:
         if self._in_run is not None:
             origins.append(self._in_run)
         birth = Birth(
-            load=None if waiting is None else partial(_load, *waiting),
+            load=load,
             creators={id(parameter): creator for parameter, creator in self._made.values()},
             dtypes=self._dtypes,
             origins=origins,
@@ -86,12 +79,8 @@ class DeferredInit:
 
     def forget(self) -> None:
         """Let everything go."""
-        self._before_run, self._in_run, self._waiting = None, None, None
+        self._before_run, self._in_run = None, None
         self._made, self._dtypes = {}, {}
-
-
-def _load(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    module.load_state_dict(state, strict=strict)
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.checkpoint.full import save_full
 from shardeddp.comm import together
-from shardeddp.config import CPUOffload, MixedPrecision
+from shardeddp.config import CheckpointOptions, CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError
 from shardeddp.monitor.units import report_units
 from shardeddp.plan.memory import MemoryPlan, plan_memory
@@ -46,11 +43,13 @@ from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
 from shardeddp.sharding.spec import UnitSpec
-from shardeddp.strategy.processes import ProcessStrategy, StartMethod
+from shardeddp.strategy.checkpoints import StateDictType
+from shardeddp.strategy.continuing import ContinuingStrategy
+from shardeddp.strategy.processes import StartMethod
 from shardeddp.wrap import PolicyLike, build_units, resolve_policy
 
 
-class ShardedDP(ProcessStrategy):
+class ShardedDP(ContinuingStrategy):
     """Trains an unmodified LightningModule with parameters, gradients and optimizer states sharded over ranks.
 
     Runs on CPU (gloo) exactly as on CUDA (NCCL), and gives the result that one process would give on the whole batch.
@@ -80,6 +79,9 @@ class ShardedDP(ProcessStrategy):
         reduce_every_backward: With gradient accumulation: True reduces every micro-batch and accumulates sharded
             gradients (less memory), False accumulates unsharded ones and reduces once per step (less communication).
             None: what the strategy says.
+        state_dict_type: How checkpoints are saved: ``sharded``, a directory that every rank writes its part of, or
+            ``full``, one ordinary Lightning file. Both are loaded, whatever is said here.
+        checkpoint_options: More about sharded checkpoints; None: the defaults of ``CheckpointOptions``.
         process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
         timeout: After how long a collective gives up: seconds, or a duration (a timedelta; ``0:10:00`` in YAML).
         start_method: How this strategy starts ranks where the cluster environment does not: ``popen`` runs the script
@@ -105,6 +107,8 @@ class ShardedDP(ProcessStrategy):
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
         reduce_every_backward: bool | None = None,
+        state_dict_type: StateDictType = "sharded",
+        checkpoint_options: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: float | timedelta = 600.0,
         start_method: StartMethod = "popen",
@@ -116,7 +120,8 @@ class ShardedDP(ProcessStrategy):
     ) -> None:
         offload = resolve_offload(cpu_offload)
         super().__init__(
-            choose_placement(
+            sharding_strategy,
+            placement=choose_placement(
                 sharding_strategy,
                 shard_size,
                 reduce_every_backward,
@@ -124,6 +129,8 @@ class ShardedDP(ProcessStrategy):
                 offload.params,
                 optimizer_shard,
             ),
+            state_dict_type=state_dict_type,
+            checkpoint_options=checkpoint_options or CheckpointOptions(),
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -133,7 +140,6 @@ class ShardedDP(ProcessStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._sharding_strategy = sharding_strategy.lower()
         self.policy = resolve_policy(auto_wrap_policy)
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
         self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
@@ -197,6 +203,8 @@ class ShardedDP(ProcessStrategy):
         if self.accelerator is None or module is None:
             raise RuntimeError("ShardedDP.setup() needs the accelerator and the module that a Trainer connects")
         self.accelerator.setup(trainer)
+        self._sweep(trainer)
+        self._begin_run(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         runtime = runtime_of(module)
         if runtime is None:
@@ -220,9 +228,13 @@ class ShardedDP(ProcessStrategy):
 
     def _shard(self, module: nn.Module) -> Runtime:
         units = together("finding units", lambda: self._plan_units(module), self.mesh.control)
-        birth = self._deferred.birth_of(module)
+        load, self._pending_load = self._pending_load, None
+        deferred = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        birth = self._deferred.birth_of(load if deferred else None)
         runtime = shard_model(units, self.mesh, self.placement, self.prefetch, birth)
         place_module(module, self.root_device)
+        if load is not None and not deferred:
+            together("loading the checkpoint", load, self.mesh.control)
         if self.is_global_zero:
             report_units(self._sharding_strategy, runtime)
         return runtime
@@ -257,7 +269,9 @@ class ShardedDP(ProcessStrategy):
     def teardown(self) -> None:
         """Let Lightning's parts go; shards and process group stay, so that saving and another run still work."""
         let_go(self._runtime)
+        self._end_run()
         self._deferred.forget()
+        self.wait_for_checkpoint()
         self._environment.teardown()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
@@ -308,18 +322,3 @@ class ShardedDP(ProcessStrategy):
             yield
         finally:
             self.runtime.sync_gradients = True
-
-    # -- checkpoints
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write one ordinary Lightning checkpoint; sharded tensors anywhere in it are gathered, one at a time."""
-        write = partial(self.checkpoint_io.save_checkpoint, path=filepath, storage_options=storage_options)
-        save_full(checkpoint, str(filepath), write, self._mesh)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.lightning_module is None:
-            raise RuntimeError("ShardedDP has no module to load into: the Trainer connects it")
-        if not self._deferred.holds_back(self.lightning_module, checkpoint["state_dict"], strict):
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)

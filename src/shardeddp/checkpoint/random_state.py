@@ -1,0 +1,277 @@
+"""Random states: what every rank's generators are at, as plain tensors, and when a resumed run gets them back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from shardeddp.comm.agreement import exchange
+
+RandomState = dict[str, torch.Tensor]
+"""Name of a generator -> its state, 1D uint8."""
+
+_PYTHON = struct.Struct("<I625I?d")  # version, words and position, whether a normal number is left over, that number
+_NUMPY = struct.Struct("<624Ii?d")  # words, position, whether a normal number is left over, that number
+_BEFORE_FETCH = "before_fetch."
+"""Prefix of the states that were in force when the batch was fetched that the training loop already has in hand."""
+
+
+def capture_random_state(device: torch.device) -> RandomState:
+    """The state of this process's generators: ``python``, ``numpy``, ``torch``, and ``accelerator`` if there is one.
+
+    Args:
+        device: Where this rank computes.
+
+    Returns:
+        Fresh tensors on the host. A numpy generator that is not the usual Mersenne twister is left out.
+    """
+    version, words, left_over = random.getstate()
+    state = {"python": _tensor(_PYTHON.pack(version, *words, left_over is not None, left_over or 0.0))}
+    name, keys, position, has_gauss, gauss = cast(
+        "tuple[str, np.ndarray[Any, Any], int, int, float]", np.random.get_state(legacy=True)
+    )
+    if name == "MT19937":
+        state["numpy"] = _tensor(_NUMPY.pack(*keys.tolist(), position, bool(has_gauss), gauss))
+    state["torch"] = torch.get_rng_state()
+    if device.type != "cpu":
+        state["accelerator"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Put generators back to where they were; those without a state stay as they are.
+
+    Args:
+        state: From :func:`capture_random_state`.
+        device: Where this rank computes.
+    """
+    if "python" in state:
+        version, *words, has_gauss, gauss = _PYTHON.unpack(_bytes(state["python"]))
+        random.setstate((version, tuple(words), gauss if has_gauss else None))
+    if "numpy" in state:
+        *keys, position, has_gauss, gauss = _NUMPY.unpack(_bytes(state["numpy"]))
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_gauss), gauss))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "accelerator" in state and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["accelerator"], device)
+
+
+def gather_random_states(state: RandomState, group: dist.ProcessGroup) -> list[RandomState]:
+    """Every rank's state, by rank, on every rank; a collective. About 10 KB per rank travel.
+
+    Args:
+        state: This rank's.
+        group: The host group of all ranks.
+    """
+    header = json.dumps({name: tensor.numel() for name, tensor in state.items()}).encode()
+    payload = struct.pack("<I", len(header)) + header + b"".join(_bytes(tensor) for tensor in state.values())
+    return [_unpack(each) for each in exchange(payload, group)]
+
+
+def _unpack(payload: bytes) -> RandomState:
+    (length,) = struct.unpack_from("<I", payload)
+    sizes: dict[str, int] = json.loads(payload[4 : 4 + length])
+    state, at = RandomState(), 4 + length
+    for name, size in sizes.items():
+        state[name] = _tensor(payload[at : at + size])
+        at += size
+    return state
+
+
+def _tensor(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader that knows where it is; Lightning saves and loads that."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Be there again."""
+        ...
+
+
+class ResumeRandomness:
+    """Continues the random numbers of a run that was saved, at the very number where it left off.
+
+    Between the load of a checkpoint and the first batch, numbers are drawn that the uninterrupted run did not draw: to
+    set up the model, for the first iterator of the loader, in hooks. So states are held, and restored last:
+
+    - :meth:`begin`, when training starts, puts all generators to where they were when the checkpoint was saved.
+    - In the middle of an epoch a stateful loader begins to iterate anew, and draws a seed for its workers: it gets a
+      generator of its own for that, until :meth:`began`.
+    - A loader without a length is one batch ahead of the training. :meth:`watch` makes its state that of the batch
+      which comes next; the generators have then to be where they were when that batch was fetched first.
+    """
+
+    def __init__(self) -> None:
+        self._held: RandomState | None = None
+        self._lent: list[DataLoader[Any]] = []  # those whose generator is ours, until the first batch
+        self._watched: list[OneBatchAhead] = []
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are states that have not been restored yet."""
+        return self._held is not None
+
+    def capture(self, device: torch.device) -> RandomState:
+        """What a checkpoint of this moment needs of this rank.
+
+        Args:
+            device: Where this rank computes.
+        """
+        if self._held is not None:
+            return self._held  # nothing has been trained since they were loaded
+        state = capture_random_state(device)
+        for loader in self._watched[:1]:
+            state |= {_BEFORE_FETCH + name: tensor for name, tensor in loader.random_state_in_hand().items()}
+        return state
+
+    def hold(self, states: Sequence[RandomState] | None, rank: int, world_size: int) -> None:
+        """Keep the states of a checkpoint until training starts; forget what was held before.
+
+        Args:
+            states: By rank, as saved; None: the checkpoint has none, which changes nothing.
+            rank: This rank.
+            world_size: Number of ranks now. If there were more or fewer, their states mean nothing now: rank 0 warns.
+        """
+        self._held = None
+        if states is None:
+            return
+        if len(states) == world_size:
+            self._held = dict(states[rank])
+        elif rank == 0:
+            warnings.warn(
+                f"the checkpoint has the random states of {len(states)} ranks and this run has {world_size}: training "
+                f"continues with fresh random numbers (dropout, shuffling), so losses will differ in detail from those "
+                f"of an uninterrupted run. Resume with {len(states)} ranks for the same numbers",
+                stacklevel=2,
+            )
+
+    def watch(self, loader: object, device: torch.device, *, mid_epoch: bool, in_hand: Callable[[], bool]) -> object:
+        """Prepare a training loader before it is iterated.
+
+        Args:
+            loader: As the Trainer has it; only one that is stateful matters.
+            device: Where this rank computes.
+            mid_epoch: Whether the held states are those of the middle of an epoch.
+            in_hand: Says whether the training loop has fetched a batch that it has not trained on yet.
+
+        Returns:
+            The loader to use instead.
+        """
+        if not isinstance(loader, Stateful):
+            return loader
+        resumes = self._held is not None and mid_epoch
+        if resumes and isinstance(loader, DataLoader) and loader.generator is None:
+            # Seeded by numbers that are thrown away with all others drawn before `begin`.
+            loader.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+            self._lent.append(loader)
+        if _has_length(loader):
+            return loader
+        before = {
+            name.removeprefix(_BEFORE_FETCH): tensor
+            for name, tensor in (self._held or {}).items()
+            if name.startswith(_BEFORE_FETCH) and resumes
+        }
+        self._watched = [OneBatchAhead(cast(Any, loader), device, before, in_hand)]
+        return self._watched[0]
+
+    def begin(self, device: torch.device) -> None:
+        """Restore what is held; to be called last before the first batch, or the first epoch's end, of a run."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            restore_random_state(held, device)
+
+    def began(self) -> None:
+        """Give loaders their own generator back; to be called when the first batch is there."""
+        while self._lent:
+            self._lent.pop().generator = None
+
+    def forget(self) -> None:
+        """Let go of a run's loaders."""
+        self.began()
+        self._held, self._watched = None, []
+
+
+class OneBatchAhead:
+    """A stateful loader without a length, from which one batch is fetched before the one before it is trained on.
+
+    While a batch is in hand, the state of the loader is the one before that batch: a run that resumes has to fetch it
+    again. In everything else this is the loader itself.
+
+    Args:
+        loader: What is iterated.
+        device: Where this rank computes.
+        before: What generators are put to before the first batch is fetched; nothing for none.
+        in_hand: Says whether a batch is in hand.
+    """
+
+    def __init__(self, loader: Any, device: torch.device, before: RandomState, in_hand: Callable[[], bool]) -> None:
+        vars(self).update(_loader=loader, _device=device, _before=before, _in_hand=in_hand, _previous=None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the loader's."""
+        return getattr(vars(self)["_loader"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
+        setattr(vars(self)["_loader"], name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the loader's batches, noting where it was before each."""
+        own = vars(self)
+        batches = iter(own["_loader"])
+        while True:
+            own["_previous"] = (copy.deepcopy(own["_loader"].state_dict()), capture_random_state(own["_device"]))
+            before, own["_before"] = own["_before"], {}
+            restore_random_state(before, own["_device"])
+            if before:
+                own["_previous"] = (own["_previous"][0], before)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training is in the loader."""
+        own = vars(self)
+        ahead = own["_in_hand"]() and own["_previous"] is not None
+        return own["_previous"][0] if ahead else own["_loader"].state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the loader be there again."""
+        vars(self)["_loader"].load_state_dict(state_dict)
+
+    def random_state_in_hand(self) -> RandomState:
+        """Where generators were before the batch in hand was fetched; nothing if there is none."""
+        own = vars(self)
+        return own["_previous"][1] if own["_in_hand"]() and own["_previous"] is not None else {}
+
+
+def _has_length(loader: object) -> bool:
+    try:
+        len(cast(Any, loader))
+    except (TypeError, NotImplementedError):
+        return False
+    return True

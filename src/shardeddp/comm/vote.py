@@ -1,0 +1,37 @@
+"""Vote: the highest of a number that every rank casts, asked for in one batch and known in the next."""
+
+import torch
+import torch.distributed as dist
+
+
+class Vote:
+    """One small maximum over all ranks in flight at a time, on the host, so that nobody waits for it.
+
+    Every rank has to call the methods in the same order.
+
+    Args:
+        group: The host group of all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._ballot = torch.zeros(1, dtype=torch.uint8)
+        self._work: dist.Work | None = None
+
+    def cast(self, number: int) -> None:
+        """Send this rank's number on its way; what was under way is dropped.
+
+        Args:
+            number: From 0 to 255.
+        """
+        self.count()
+        self._ballot = torch.tensor([number], dtype=torch.uint8)
+        self._work = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def count(self) -> int:
+        """The highest number of those cast; 0 if none were since the last count. Waits for what is not there yet."""
+        if self._work is None:
+            return 0
+        work, self._work = self._work, None
+        work.wait()
+        return int(self._ballot)

@@ -1,0 +1,218 @@
+"""CheckpointStrategy: what Lightning asks of a strategy about checkpoints, as one file or as a directory of shards."""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from shardeddp.checkpoint import cleaning
+from shardeddp.checkpoint.encoding import dict_codec
+from shardeddp.checkpoint.full import save_full
+from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.opening import open_checkpoint
+from shardeddp.checkpoint.restore import load_model, load_optimizer, stage
+from shardeddp.checkpoint.saver import Saver
+from shardeddp.checkpoint.snapshot import ParameterNames, take_snapshot
+from shardeddp.comm import agree_on_any, together
+from shardeddp.config import CheckpointOptions
+from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.hooks import runtime_of
+from shardeddp.strategy.processes import ProcessStrategy
+
+StateDictType = Literal["sharded", "full"]
+
+_CODECS = (dict_codec(AttributeDict, "attributes"),)
+
+
+class CheckpointStrategy(ProcessStrategy):
+    """Saves and loads checkpoints of sharded models.
+
+    Args:
+        sharding_strategy: For the record in each checkpoint.
+        state_dict_type: What :meth:`save_checkpoint` writes.
+        checkpoint_options: More about it.
+        process_options: Of :class:`ProcessStrategy`.
+    """
+
+    def __init__(
+        self,
+        sharding_strategy: str,
+        state_dict_type: StateDictType,
+        checkpoint_options: CheckpointOptions,
+        **process_options: Any,
+    ) -> None:
+        super().__init__(**process_options)
+        if state_dict_type not in get_args(StateDictType):
+            raise ConfigurationError(
+                f"state_dict_type={state_dict_type!r}: expected one of {', '.join(get_args(StateDictType))}"
+            )
+        self._sharding_strategy = sharding_strategy.lower()
+        self._state_dict_type: StateDictType = state_dict_type
+        self.checkpoint_options = checkpoint_options
+        self._saver = Saver(checkpoint_options)
+        self._pending_load: Callable[[], None] | None = None  # from reading a checkpoint until the model is sharded
+
+    # -- saving
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint, as ``state_dict_type`` says; a collective of all ranks."""
+        if self._mesh is None or self._state_dict_type == "full":
+            self.wait_for_checkpoint()
+            write = partial(self.checkpoint_io.save_checkpoint, path=filepath, storage_options=storage_options)
+            save_full(checkpoint, str(filepath), write, self._mesh)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options are for one file: use state_dict_type='full', or leave them out of save_checkpoint()"
+            )
+        target = Path(self._local_path(self.broadcast(filepath)))
+        snapshot = take_snapshot(checkpoint, self._parameter_names(), self._mesh, _CODECS)
+        run = Run(
+            uuid=uuid.uuid4().hex,
+            step=checkpoint.get("global_step", 0),
+            epoch=checkpoint.get("epoch", 0),
+            world_size=self._mesh.topology.world_size,
+            shard_size=self._mesh.topology.shard_size,
+            sharding_strategy=self._sharding_strategy,
+            versions={
+                "torch": str(torch.__version__),
+                "lightning": lightning.__version__,
+                "python": platform.python_version(),
+            },
+        )
+        self._saver.save(snapshot, target, run, self._mesh.saving)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is being written any more.
+
+        Raises:
+            CheckpointError: The one that was could not be saved.
+        """
+        self._saver.wait()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._saver.started and not any(agree_on_any([self._saver.busy], self.mesh.control)):
+            self.wait_for_checkpoint()
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint, when no save is under way any more, if it lies where this run keeps checkpoints."""
+        if self.is_global_zero:
+            root = self._checkpoint_root(filepath)
+            self._saver.then(lambda: _remove(filepath, root))
+
+    def _checkpoint_root(self, filepath: str | Path) -> Path:
+        """The directory of a callback that keeps checkpoints around a path, else the run's own."""
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("ShardedDP knows where its checkpoints are only while a Trainer runs")
+        path = Path(os.path.realpath(os.path.dirname(filepath)))
+        inside = [root for root in _checkpoint_roots(module.trainer) if path.is_relative_to(os.path.realpath(root))]
+        return Path(inside[0] if inside else module.trainer.default_root_dir)
+
+    def _sweep(self, trainer: Trainer) -> None:
+        """Clear away what killed runs have left in the directories of this one's checkpoints."""
+        if not self.is_global_zero:
+            return
+        for root in _checkpoint_roots(trainer):
+            for note in cleaning.sweep(root).left:
+                warnings.warn(note, stacklevel=2)
+
+    def _parameter_names(self) -> ParameterNames:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("ShardedDP has no module to save: the Trainer connects it")
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        return [
+            [
+                names.get(id(parameter), f"parameter_{index}")
+                for index, parameter in enumerate(it for group in optimizer.param_groups for it in group["params"])
+            ]
+            for optimizer in self.optimizers
+        ]
+
+    @staticmethod
+    def _local_path(path: str | Path) -> str:
+        if "://" in str(path):
+            raise NotImplementedError(
+                f"sharded checkpoints need a file system, found {path}: save to a local or mounted path, or use "
+                f"state_dict_type='full'"
+            )
+        return os.fspath(path)
+
+    # -- loading
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of either kind; the tensors of model and optimizers are read when they are loaded."""
+        self.wait_for_checkpoint()
+        path = self.broadcast(checkpoint_path)
+        if os.path.isdir(path):
+            opening = partial(open_checkpoint, Path(path), weights_only, _CODECS)
+            return together("reading the checkpoint", opening, self.mesh.control)
+        if type(self.checkpoint_io) is TorchCheckpointIO and os.path.isfile(path) and zipfile.is_zipfile(path):
+            # Mapped, so that a rank reads no more of the file than it puts into its shards.
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
+        return super().load_checkpoint(path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model's part of a checkpoint, at once or as soon as there are shards to load it into."""
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("ShardedDP has no module to load into: the Trainer connects it")
+        state = checkpoint["state_dict"]
+        staged = [state, checkpoint.get("optimizer_states", ())] if self._fitting else [state]
+
+        def load() -> None:
+            stage(staged, module)
+            load_model(module, state, strict, self.checkpoint_options.cast)
+
+        if runtime_of(module) is None:
+            self._pending_load = load
+        else:
+            together("loading the checkpoint", load, self.mesh.control)
+
+    @property
+    def _fitting(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+
+        def load() -> None:
+            for optimizer, state in zip(self.optimizers, states, strict=False):
+                inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+                load_optimizer(inner, state)
+
+        together("loading optimizer states", load, self.mesh.control)
+
+
+def _checkpoint_roots(trainer: Trainer) -> list[str]:
+    """The local directories in which callbacks keep checkpoints."""
+    roots = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    return [root for root in roots if root and "://" not in root]
+
+
+def _remove(filepath: str | Path, root: Path) -> None:
+    cleaning.remove(filepath, root)

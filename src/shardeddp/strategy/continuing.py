@@ -1,0 +1,134 @@
+"""ContinuingStrategy: a run that ends before its time - by a signal or an error - and goes on exactly in another."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from shardeddp.checkpoint.random_state import ResumeRandomness, gather_random_states
+from shardeddp.comm import exchange
+from shardeddp.comm.muster import Muster
+from shardeddp.plugins.interruption import Interruption
+from shardeddp.plugins.preemption import Preemption
+from shardeddp.strategy.checkpoints import CheckpointStrategy
+
+KEY = "shardeddp"
+"""Where a checkpoint has what Lightning does not know of: ``{"random_states": [one per rank]}``."""
+
+
+class ContinuingStrategy(CheckpointStrategy):
+    """Answers signals, keeps errors of one rank from holding up others, and continues random numbers.
+
+    Args:
+        options: Of :class:`CheckpointStrategy`.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._randomness = ResumeRandomness()
+        self._preemption = Preemption()
+        self._interruption: Interruption | None = None
+
+    # -- a run begins and ends
+
+    def _begin_run(self, trainer: Trainer) -> None:
+        """To be called by ``setup``: before Lightning registers its handlers of signals."""
+        if self._interruption is None:
+            size = self.mesh.topology.world_size
+            self._interruption = Interruption(Muster(self.mesh.rank, size), self.mesh.rank)
+        self._preemption.attach(trainer)
+
+    def _end_run(self) -> None:
+        """To be called by ``teardown``."""
+        self._preemption.detach()
+        self._randomness.forget()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer = self._trainer_at_work()
+        self._preemption.begin(trainer, self.mesh.control, self._find_launcher())
+        if self._randomness.holds:
+            loop = trainer.fit_loop
+            if not loop.restarting and loop.is_resuming:
+                # Between epochs. Lightning would train on with the iterator that was made in setting up, while the
+                # uninterrupted run makes one when the epoch has started, after all hooks.
+                loop._resuming_from_checkpoint = False
+            self._randomness.begin(self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._randomness.began()
+
+    def _trainer_at_work(self) -> Trainer:
+        if self.lightning_module is None:
+            raise RuntimeError("ShardedDP has no module yet: the Trainer connects it when it starts to run")
+        return self.lightning_module.trainer
+
+    def _find_launcher(self) -> int | None:
+        """The process of this machine's first rank, if that one has started this one."""
+        mine = [self.node_rank, self.local_rank, os.getpid()]
+        everyone = [json.loads(text) for text in exchange(json.dumps(mine).encode(), self.mesh.control)]
+        return next((pid for node, local, pid in everyone if (node, local, pid) == (mine[0], 0, os.getppid())), None)
+
+    # -- random numbers
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._trainer_at_work()
+        if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
+            return dataloader
+        loop = trainer.fit_loop
+
+        def in_hand() -> bool:
+            fetcher = loop._data_fetcher
+            return isinstance(fetcher, _PrefetchDataFetcher) and bool(fetcher.batches)
+
+        mid_epoch = loop.restarting and not loop.epoch_loop.batch_progress.is_last_batch
+        return self._randomness.watch(dataloader, self.root_device, mid_epoch=mid_epoch, in_hand=in_hand)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint with every rank's random state; nothing if not all ranks are there, after an error."""
+        if self._apart():
+            return
+        if self._mesh is not None:
+            states = gather_random_states(self._randomness.capture(self.root_device), self._mesh.control)
+            checkpoint[KEY] = {"random_states": states}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; its random states come into force when training starts."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._mesh is not None and self._fitting:
+            states = checkpoint.get(KEY, {}).get("random_states")
+            self._randomness.hold(states, self._mesh.rank, self._mesh.topology.world_size)
+        return checkpoint
+
+    # -- errors of one rank
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._apart():
+            super().barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._apart() else super().broadcast(obj, src)
+
+    def _apart(self) -> bool:
+        """Whether this rank handles an exception that others do not have, so that nothing may wait for them."""
+        module = self.lightning_module
+        if self._interruption is None or module is None or module._trainer is None:
+            return False
+        return self._interruption.apart(module.trainer)
