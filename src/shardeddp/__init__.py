@@ -1,7 +1,7 @@
 """shardeddp: sharded training for PyTorch Lightning, of unmodified LightningModules."""
 
-from shardeddp.config import ActivationCheckpointing, CPUOffload, MixedPrecision
-from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError, ReleasedParameterError
+from shardeddp.config import ActivationCheckpointing, CheckpointOptions, CPUOffload, MixedPrecision
+from shardeddp.errors import CheckpointError, ConfigurationError, LayoutMismatchError, RankError, ReleasedParameterError
 from shardeddp.plugins.registry import register_names
 from shardeddp.sharding.gradients import clip_grad_norm_, clip_grad_value_
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -14,6 +14,8 @@ __all__ = [
     "ActivationCheckpointing",
     "AutoPolicy",
     "CPUOffload",
+    "CheckpointError",
+    "CheckpointOptions",
     "ClassPolicy",
     "ConfigurationError",
     "LayoutMismatchError",

@@ -189,6 +189,7 @@ def test_the_index_says_what_the_writer_of_dcp_says(directory: Path, tmp_path: P
     assert {type(place) for place in ours.storage_data.values()} == {
         type(place) for place in stock.storage_data.values()
     }
+    assert sorted(place.index for place in ours.storage_data if place.fqn == "model.weight") == [0, 1, 2, 3]
     assert ours.storage_data[MetadataIndex("model.half", (2,))].relative_path == "__1_0.distcp"
 
 

@@ -131,6 +131,19 @@ def test_a_compressed_record_is_refused(check: Callable[[bytes], bool]) -> None:
         check(bytes(bomb))
 
 
+@pytest.mark.parametrize(("field", "value"), [(10, 8), (24, 2**30)], ids=["method", "size"])
+def test_a_record_that_would_be_unpacked_is_refused(check: Callable[[bytes], bool], field: int, value: int) -> None:
+    content = archive(("archive/data/0", bytes(100)))
+    struct.pack_into("<H" if value < 2**16 else "<I", content, content.rindex(b"PK\1\2") + field, value)
+    with pytest.raises(CheckpointError, match="is compressed"):
+        check(bytes(content))
+
+
+def test_bytes_behind_the_archive_are_refused(check: Callable[[bytes], bool]) -> None:
+    with pytest.raises(CheckpointError, match="does not end as"):
+        check(saved(1) + b"more")
+
+
 def test_a_record_that_reaches_out_of_the_item_is_refused(check: Callable[[bytes], bool]) -> None:
     content = archive(("archive/data/0", bytes(100)))
     directory = content.rindex(b"PK\1\2")

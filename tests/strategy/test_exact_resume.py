@@ -100,8 +100,9 @@ class Generated(DataLoader[Tensor]):
             self.batch_sampler.sampler.start = batches * BATCH  # type: ignore[union-attr]
 
     def state_dict(self) -> dict[str, int]:
-        """The number of the next batch."""
-        return {"position": self.position}
+        """The number of the next batch; after the last one, which Lightning does not look beyond, that of the first."""
+        sized = not isinstance(self.dataset, NoisyStream)
+        return {"position": self.position % len(self) if sized else self.position}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Begin at that batch."""

@@ -35,6 +35,12 @@ def _open_arguments(marker: Path) -> bytes:
     return b"(" + _text(marker) + _text("w") + b"t"
 
 
+def _new_objects(marker: Path) -> bytes:
+    """The class and the arguments of `tuple(map(open, [marker], ["w"]))`, where the map is a new object, too."""
+    arguments = b"]" + _text(marker) + b"a]" + _text("w") + b"a"
+    return b"cbuiltins\ntuple\ncbuiltins\nmap\n(cio\nopen\n" + arguments + b"t\x81\x85"
+
+
 PICKLES: Mapping[str, Callable[[Path], bytes]] = {
     "reduce, protocol 2": lambda m: pickle.dumps(Bait(m), protocol=2),
     "reduce, protocol 5": lambda m: pickle.dumps(Bait(m), protocol=5),
@@ -43,8 +49,8 @@ PICKLES: Mapping[str, Callable[[Path], bytes]] = {
     "reduce as a key": lambda m: b"\x80\x02}" + b"cio\nopen\n" + _open_arguments(m) + b"RK\x01s.",
     "object": lambda m: b"\x80\x02(cio\nopen\n" + _text(m) + _text("w") + b"o.",
     "instance": lambda m: b"\x80\x02(" + _text(m) + _text("w") + b"iio\nopen\n.",
-    "new object": lambda m: b"\x80\x02c_io\nFileIO\n" + _open_arguments(m) + b"\x81.",
-    "new object with keywords": lambda m: b"\x80\x04c_io\nFileIO\n" + _open_arguments(m) + b"}\x92.",
+    "new object": lambda m: b"\x80\x02" + _new_objects(m) + b"\x81.",
+    "new object with keywords": lambda m: b"\x80\x04" + _new_objects(m) + b"}\x92.",
     "build": lambda m: (
         # The state is made before it is set: a call on the way.
         b"\x80\x02cargparse\nNamespace\n)\x81}" + _text("x") + b"cio\nopen\n" + _open_arguments(m) + b"Rsb."
@@ -85,7 +91,7 @@ BOMBS: Mapping[str, bytes] = {
     "length of a text": b"\x80\x04\x8d\xff\xff\xff\xff\xff\x00\x00\x00.",
     "length of an integer": b"\x80\x02\x8b\xff\xff\xff\x7f.",
     "byte array of a length": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
-    "tuples in tuples as a key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
+    "tuples in tuples as a key": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
     "tuples in tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
     "lists shared by lists": pickle.dumps(_shared(lambda part: [part] * 10, 30), protocol=2),
     "tuples shared by tuples": pickle.dumps(_shared(lambda part: (part, part), 60), protocol=2),
@@ -96,16 +102,19 @@ BOMBS: Mapping[str, bytes] = {
     + (_text("utf-16") + b"\x86R") * 40
     + b".",
     "a list in itself": b"\x80\x02]q\x00h\x00a.",
-    "marks only": b"\x80\x02" + b"(" * 2_000_000 + b".",
+    "marks only": b"\x80\x02" + b"(" * 1_000_000 + b".",
 }
 """Small pickles that keep a reader busy, or take its memory, or its stack."""
 
 
-def archive_of(data: bytes, compression: int = zipfile.ZIP_STORED, storage: bytes = b"") -> bytes:
+def archive_of(
+    data: bytes, compression: int = zipfile.ZIP_STORED, storage: bytes = b"", byteorder: bytes = b"little"
+) -> bytes:
     """An archive like that of ``torch.save``, around any pickle."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", compression) as archive:
         archive.writestr("archive/data.pkl", data)
         archive.writestr("archive/data/0", storage)
+        archive.writestr("archive/byteorder", byteorder)
         archive.writestr("archive/version", b"3\n")
     return stream.getvalue()

@@ -9,6 +9,7 @@ import io
 import os
 import pickle
 import socket
+import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -95,7 +96,7 @@ def _elsewhere(name: str, place: Callable[[Path, Path], object]) -> Spoil:
     """Move a file out of the directory, and put something in its place."""
 
     def spoil(folder: Path, marker: Path) -> None:
-        away = folder.parent / f"{folder.name}-away"
+        away = folder / f"away-{name}"
         (folder / name).rename(away)
         place(folder / name, away)
 
@@ -182,6 +183,17 @@ TENSOR = (
     b"K\0K\6K\4\x86K\4K\1\x86\x89ccollections\nOrderedDict\n)RtR."
 )
 """The pickle of a tensor like the weight, with its storage in record ``data/0``."""
+
+
+def _overlapping(data: bytes) -> bytes:
+    """The directory says that two records of 300 bytes start at the beginning."""
+    changed = bytearray(data)
+    for name in (b"archive/data/0", b"archive/version"):
+        entry = data.rindex(name) - 46
+        changed[entry + 20 : entry + 28] = struct.pack("<2I", 300, 300)
+        changed[entry + 42 : entry + 46] = bytes(4)
+    return bytes(changed)
+
 
 NAMES = (
     "../x__0_0.distcp",
@@ -298,7 +310,20 @@ CASES: Mapping[str, Spoil] = {
     "archive: a storage of 4 TiB": _item(
         WEIGHT, lambda _: archive_of(TENSOR.replace(b"K\x18t", b"\x8a\x06" + b"\0" * 5 + b"\1t"))
     ),
-    "archive: one element for all": _item(WEIGHT, lambda _: _saved(torch.ones(1).expand(6, 4)).ljust(1600, b"\0")),
+    "archive: one element for all": _item(
+        WEIGHT,
+        lambda _: archive_of(
+            TENSOR.replace(b"K\4K\1\x86", b"K\0K\0\x86").replace(b"K\x18t", b"K\1t"), storage=b"\0" * 4
+        ),
+    ),
+    "archive: of a big-endian machine": _item(
+        WEIGHT, lambda _: archive_of(TENSOR, storage=b"\0" * 96, byteorder=b"big")
+    ),
+    "archive: two records in one place": _item(WEIGHT, lambda _: _overlapping(archive_of(TENSOR, storage=b"\0" * 96))),
+    "archive: encrypted": _item(
+        WEIGHT,
+        lambda _: archive_of(TENSOR, storage=b"\0" * 96).replace(b"PK\1\2\x14\3\x14\0\0", b"PK\1\2\x14\3\x14\0\1"),
+    ),
     "archive: its end elsewhere": _item(WEIGHT, lambda _: archive_of(TENSOR, storage=b"\0" * 96) + b"\0" * 30),
 }
 """What makes an honest checkpoint hostile, by name."""

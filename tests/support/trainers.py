@@ -21,6 +21,7 @@ EXPECTED_WARNINGS = (
     ("You defined a `validation_step` but have no `val_dataloader`", UserWarning),
     ("The `srun` command is available", UserWarning),
     ("GPU available but not used", UserWarning),
+    ("Checkpoint directory .* exists and is not empty", UserWarning),
     ("the checkpoint has the random states of . ranks", UserWarning),  # resuming in another world
 )
 

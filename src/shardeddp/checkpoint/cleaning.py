@@ -95,10 +95,9 @@ def _sweep(directory: Path, durability: Durability) -> Swept:
             why = "another process is at it" if ours is False else "its file system has no locks"
             return Swept(left=(f"{directory} was not cleaned up: {why}.",))
         sweeper = _Sweeper(directory, here, durability)
-        found = [(name, match) for name in sorted(os.listdir(here)) if (match := WORKING_NAME.fullmatch(name))]
-        # Checkpoints that wait for their name go first: what is deleted afterwards is needed by nobody.
-        for name, match in sorted(found, key=lambda item: item[1]["kind"] != "old"):
-            sweeper.clean(name, match["name"] if match["kind"] == "old" else None)
+        for name in sorted(os.listdir(here)):
+            if match := WORKING_NAME.fullmatch(name):
+                sweeper.clean(name, match["name"] if match["kind"] == "old" else None)
         return Swept(removed=tuple(sweeper.removed), restored=tuple(sweeper.restored), left=tuple(sweeper.left))
 
 
@@ -140,7 +139,7 @@ def _why_kept(path: Path, name: str, mode: int, root: Path | None) -> str | None
     """Why something is not ours to delete."""
     if not name:
         return "the path does not end in a name."
-    if root is not None and not path.is_relative_to(root):
+    if root is not None and not path.parent.is_relative_to(root):
         return f"it lies outside of {root}."
     if stat.S_ISDIR(mode) and not carries_manifest(path):
         return f"it is a directory without a {MANIFEST} of this package."

@@ -300,8 +300,8 @@ def bury(path: Path, parent: int, durability: Durability) -> tuple[str, ...]:
     Returns:
         What is left, in sentences; the next sweep tries again.
     """
-    grave = path.with_name(f".del-{uuid.uuid4().hex}")
     try:
+        grave = path.with_name(f".del-{uuid.uuid4().hex}")
         os.rename(path, grave)
         sync_directory(parent, durability)
         delete_tree(grave, MARKERS)

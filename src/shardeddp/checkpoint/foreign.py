@@ -57,7 +57,7 @@ class ForeignCheckpoint:
         path: The directory; it may be a link to one.
         trust_pickle: Run the pickles of the directory, which may then hold more than data. Only for what you would
             run as a program, too.
-        max_index_nbytes: Refuse a larger ``.metadata``. Reading one takes about 30 times its size of memory.
+        max_index_nbytes: Refuse a larger ``.metadata``. Reading one takes about 15 times its size of memory.
 
     Raises:
         CheckpointError: It is no such directory, or contradicts itself, or needs ``trust_pickle``: says where.
@@ -247,7 +247,9 @@ def _part(span: Span, item: Item, what: str) -> Span:
 
 def _check_view(view: TensorView, tensor: ForeignTensor, piece: ForeignPiece) -> None:
     expected, found = (tensor.dtype, piece.box.sizes), (view.dtype, view.shape)
-    if expected != found or view.span < piece.box.numel:
+    if expected == found and view.span < piece.box.numel:
+        raise CheckpointError(f"{tensor.name!r}: the tensor stored at byte {piece.item.offset:,} is in itself twice")
+    if expected != found:
         raise CheckpointError(
             f"{tensor.name!r}: the index says {expected[0]} of shape {expected[1]}, and at byte {piece.item.offset:,}"
             f" of {piece.item.file} there is {found[0]} of shape {found[1]}"

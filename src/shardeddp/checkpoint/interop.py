@@ -89,7 +89,7 @@ def _place(item: Item) -> _StorageInfo:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        items = ((_plain(key), _plain(each)) for key, each in cast("dict[Any, Any]", value).items())
+        items = ((key, _plain(each)) for key, each in cast("dict[Any, Any]", value).items())
         return OrderedDict(items) if type(value) is OrderedDict else dict(items)
     if isinstance(value, list):
         return [_plain(each) for each in cast("list[Any]", value)]

@@ -116,8 +116,8 @@ class _Window:
 def _check_end(window: _Window, count: int) -> None:
     """Whether the directory had as many entries as it says: `zipfile` does not look, and a wrong length hides some."""
     window.seek(-_END.size, os.SEEK_END)
-    signature, *_, expected, _, _, comment_nbytes = _END.unpack(window.read(_END.size))
-    if signature != b"PK\5\6" or comment_nbytes:
+    signature, *_, expected, _, _, _ = _END.unpack(window.read(_END.size))
+    if signature != b"PK\5\6":
         raise zipfile.BadZipFile("it does not end as torch.save ends one")
     if expected != min(count, 0xFFFF) or not count:
         raise zipfile.BadZipFile(f"{expected} records were expected, {count} found")

@@ -74,38 +74,6 @@ class CheckpointReader:
         return bytes(data)
 
     def read(self, name: str, interval: Interval) -> torch.Tensor:
-        """Elements of a flattened tensor, 1D, on the host."""
-        ...
-
-
-class CheckpointReader:
-    """Reads a sharded checkpoint of this package.
-
-    Args:
-        path: Its directory.
-
-    Raises:
-        CheckpointError: It is not a whole checkpoint.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.manifest: Manifest = read_manifest(self.path)
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """By name."""
-        return self.manifest.tensors
-
-    def tree(self) -> Any:
-        """What ``state.json`` holds, checked; JSON with names in place of tensors."""
-        expected = self.manifest.files[STATE]
-        data = bytearray(expected.nbytes)
-        self._read_exactly(STATE, 0, memoryview(data))
-        self._check(STATE, "", Interval(0, len(data)), memoryview(data), expected.checksum)
-        return parse_json(bytes(data), STATE)
-
-    def read(self, name: str, interval: Interval) -> torch.Tensor:
         """Elements of a flattened tensor.
 
         Returns:

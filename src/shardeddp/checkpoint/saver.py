@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardeddp.checkpoint.durable import make_directories
 from shardeddp.checkpoint.manifest import Run
 from shardeddp.checkpoint.snapshot import Snapshot
 from shardeddp.checkpoint.writing import write_checkpoint
@@ -53,6 +54,9 @@ class Saver:
         if not self._options.asynchronous:
             write_checkpoint(snapshot, target, run, group, self._options)
             return
+        if dist.get_rank(group) == 0:
+            # Callbacks may look there, or link to what is going to be there, before the thread comes to it.
+            make_directories(target.parent, self._options.permissions, self._options.durability)
         copied = snapshot.copied()
         self._thread = threading.Thread(
             target=self._write, args=(copied, target, run, group), name="shardeddp-checkpoint"

@@ -5,18 +5,35 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from shardeddp.checkpoint.encoding import Codec, encode
 from shardeddp.checkpoint.manifest import Path, name_of
-from shardeddp.comm import Mesh
 from shardeddp.plan.intervals import Box, Interval, boxes
+from shardeddp.plan.topology import Topology
 from shardeddp.sharding.shard_tensor import ShardTensor
 
 ParameterNames = Sequence[Sequence[str]]
 """For each optimizer, the fqns of its parameters in the order of its groups."""
+
+
+class Ranks(Protocol):
+    """Those who save a checkpoint together: a ``Mesh``, or a process alone."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def topology(self) -> Topology: ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One process that needs no process group."""
+
+    rank: int = 0
+    topology: Topology = Topology(world_size=1, shard_size=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +88,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Mesh, codecs: Sequence[Codec] = ()
+    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks, codecs: Sequence[Codec] = ()
 ) -> Snapshot:
     """Name every tensor of a checkpoint and cut it into what each rank writes; no communication.
 
@@ -97,7 +114,7 @@ def take_snapshot(
 
 
 class _Collector:
-    def __init__(self, paths: Mapping[int, Path], mesh: Mesh) -> None:
+    def __init__(self, paths: Mapping[int, Path], mesh: Ranks) -> None:
         self.tensors: list[Described] = []
         self.shares: list[Share] = []
         self._paths = paths

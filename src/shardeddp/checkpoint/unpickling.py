@@ -23,10 +23,8 @@ MAX_STACK = 1_000_000
 """Values under construction; a pickler writes containers in batches of 1000, tuples whole."""
 
 MAX_DIMS = 64
-"""What torch allows a tensor to have."""
-
 MAX_DEPTH = 64
-MAX_VISITS = 500_000
+MAX_VISITS = 250_000
 """Values of a tree, counted where they are met: shared lists in shared lists are small here and endless to a reader."""
 
 MAX_NAME = 300
@@ -36,21 +34,13 @@ _SCALARS = (str, int, float, bool, bytes, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What stands for a class or function: makes a value of the arguments in the file.
-
-    Args:
-        make: Raises ValueError or TypeError for arguments that do not fit.
-    """
+    """What stands for a class or function: ``make`` raises ValueError or TypeError for arguments that do not fit."""
 
     make: Callable[..., Any]
 
 
 class Record:
-    """An object of a known class, as the file describes it: nothing of the class itself is involved.
-
-    Args:
-        kind: The name of the class.
-    """
+    """An object of a class called ``kind``, as the file describes it: nothing of the class itself is involved."""
 
     __slots__ = ("kind", "state")
 
@@ -81,26 +71,24 @@ def make_size(numbers: Any = ()) -> tuple[int, ...]:
 
 def _make_latin1(text: Any, encoding: Any) -> bytes:
     """How protocol 2 spells bytes; any other codec would be a program."""
-    if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("expected a text in latin1")
-    return text.encode("latin1")
+    if isinstance(text, str) and encoding == "latin1":
+        return text.encode("latin1")
+    raise ValueError("expected a text in latin1")
 
 
 def _make_bytearray(data: Any = b"") -> bytearray:
     """Of bytes alone: an integer would be a length to allocate."""
-    if not isinstance(data, bytes):
-        raise ValueError("expected bytes")
-    return bytearray(data)
+    if isinstance(data, bytes):
+        return bytearray(data)
+    raise ValueError("expected bytes")
 
 
-def _make_set(items: Any = ()) -> set[Any]:
-    if not isinstance(items, list):
-        raise ValueError("expected a list")
+def _make_set(items: list[Any]) -> set[Any]:
     return {_key(item) for item in items}
 
 
-def _make_ordered_dict() -> OrderedDict[Any, Any]:
-    return OrderedDict()
+def _make_frozenset(items: list[Any]) -> frozenset[Any]:
+    return frozenset(_make_set(items))
 
 
 def _key(value: Any) -> Any:
@@ -111,14 +99,19 @@ def _key(value: Any) -> Any:
     return value
 
 
+_BUILTIN = {
+    "bytes": Maker(lambda: b""),
+    "bytearray": Maker(_make_bytearray),
+    "set": Maker(_make_set),
+    "frozenset": Maker(_make_frozenset),
+    "complex": Maker(complex),
+}
 BUILTINS: Mapping[str, Any] = {
     **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
     "torch.Size": Maker(make_size),
-    "collections.OrderedDict": Maker(_make_ordered_dict),
+    "collections.OrderedDict": Maker(lambda: OrderedDict[Any, Any]()),
     "_codecs.encode": Maker(_make_latin1),
-    **{f"{home}.bytearray": Maker(_make_bytearray) for home in ("builtins", "__builtin__")},
-    **{f"{home}.set": Maker(_make_set) for home in ("builtins", "__builtin__")},
-    **{f"{home}.complex": Maker(complex) for home in ("builtins", "__builtin__")},
+    **{f"{home}.{name}": make for home in ("builtins", "__builtin__") for name, make in _BUILTIN.items()},
 }
 """Globals of plain data, under the names of protocol 2 and of the later ones."""
 
@@ -168,14 +161,7 @@ def check_tree(value: Any, where: str) -> None:
 
 
 class _Machine:
-    """The stack machine of a pickle, for data.
-
-    Args:
-        data: As for :func:`unpickle`, like the others.
-        where: See there.
-        known: See there.
-        persistent: See there.
-    """
+    """The stack machine of a pickle, for data; its arguments are those of :func:`unpickle`."""
 
     def __init__(
         self, data: bytes, where: str, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None
@@ -283,8 +269,21 @@ class _Machine:
         self.stack.append(self.persistent(self.stack.pop()))
 
     def memoize(self, index: int) -> None:
-        """Keep the last value for later use."""
+        """Keep the last value for later use; places are taken in their order."""
+        if index > len(self.memo):
+            raise ValueError(f"expected place {len(self.memo):,} of the memo to be taken, found {index:,}")
         self.memo[index] = self.stack[-1]
+
+    def mark(self) -> None:
+        """Where the parts of a container start."""
+        if len(self.marks) > MAX_STACK // 100:
+            raise ValueError("more containers in containers than data has")
+        self.marks.append(len(self.stack))
+
+    def start_frame(self) -> None:
+        """A frame is for readers of streams; its bytes are all there."""
+        if self.number("<Q") > len(self.data) - self.at:
+            raise ValueError("a frame ends behind the end")
 
     def check_protocol(self) -> None:
         """The first instruction."""
@@ -306,19 +305,19 @@ def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 _STOP = ord(".")
 _CODES: Mapping[int, Callable[[_Machine], Any]] = {
     0x80: _Machine.check_protocol,
-    0x95: lambda it: it.number("<Q"),  # a frame is for readers of streams
-    ord("("): lambda it: it.marks.append(len(it.stack)),
+    0x95: _Machine.start_frame,
+    ord("("): _Machine.mark,
     ord("N"): _push(lambda it: None),
     0x88: _push(lambda it: True),
     0x89: _push(lambda it: False),
     ord("J"): _push(lambda it: it.number("<i")),
-    ord("K"): _push(lambda it: it.number("<B")),
+    ord("K"): _push(lambda it: it.take(1)[0]),
     ord("M"): _push(lambda it: it.number("<H")),
-    0x8A: _push(lambda it: int.from_bytes(it.take(it.number("<B")), "little", signed=True)),
+    0x8A: _push(lambda it: int.from_bytes(it.take(it.take(1)[0]), "little", signed=True)),
     ord("G"): _push(lambda it: it.number(">d")),
-    0x8C: _push(lambda it: it.take(it.number("<B")).decode("utf-8", "surrogatepass")),
+    0x8C: _push(lambda it: it.take(it.take(1)[0]).decode("utf-8", "surrogatepass")),
     ord("X"): _push(lambda it: it.take(it.number("<I")).decode("utf-8", "surrogatepass")),
-    ord("C"): _push(lambda it: it.take(it.number("<B"))),
+    ord("C"): _push(lambda it: it.take(it.take(1)[0])),
     ord("B"): _push(lambda it: it.take(it.number("<I"))),
     0x96: _push(lambda it: bytearray(it.take(it.number("<Q")))),
     ord("]"): _push(lambda it: []),
@@ -332,12 +331,12 @@ _CODES: Mapping[int, Callable[[_Machine], Any]] = {
     ord("u"): lambda it: it.set_items(it.since_mark()),
     ord("t"): _push(lambda it: tuple(it.since_mark())),
     0x91: _push(lambda it: frozenset(map(_key, it.since_mark()))),
-    0x85: lambda it: it.push_tuple(1),
+    0x85: _push(lambda it: (it.stack.pop(),)),
     0x86: lambda it: it.push_tuple(2),
     0x87: lambda it: it.push_tuple(3),
-    ord("h"): _push(lambda it: it.memo[it.number("<B")]),
+    ord("h"): _push(lambda it: it.memo[it.take(1)[0]]),
     ord("j"): _push(lambda it: it.memo[it.number("<I")]),
-    ord("q"): lambda it: it.memoize(it.number("<B")),
+    ord("q"): lambda it: it.memoize(it.take(1)[0]),
     ord("r"): lambda it: it.memoize(it.number("<I")),
     0x94: lambda it: it.memoize(len(it.memo)),
     ord("c"): lambda it: it.push_global(it.line(), it.line()),

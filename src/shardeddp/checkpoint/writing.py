@@ -6,12 +6,13 @@ import json
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardeddp.checkpoint import directory
@@ -35,7 +36,7 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.snapshot import Described, Snapshot
-from shardeddp.comm.agreement import gather_results, together
+from shardeddp.comm.agreement import gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.intervals import Box
@@ -80,7 +81,7 @@ class Report:
 
 
 def write_checkpoint(
-    snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup, options: CheckpointOptions
+    snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup | None, options: CheckpointOptions
 ) -> None:
     """Write a checkpoint and commit it; a collective of all ranks that ends the same way on each.
 
@@ -88,7 +89,7 @@ def write_checkpoint(
         snapshot: What this rank has of it.
         target: The directory that it becomes; what is there is replaced when the new one is whole and on the disk.
         run: What to say of the training.
-        group: Host group of all ranks that nothing else uses meanwhile.
+        group: Host group of all ranks that nothing else uses meanwhile; None for a process that saves alone.
         options: How safe, and for whom to read.
 
     Raises:
@@ -101,30 +102,33 @@ class _Writing:
     """One save, from the side of one rank."""
 
     def __init__(
-        self, snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup, options: CheckpointOptions
+        self, snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup | None, options: CheckpointOptions
     ) -> None:
         self._snapshot = snapshot
         self._target = target
         self._run = run
         self._group = group
         self._options = options
-        self._rank = dist.get_rank(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
         self._staging: Staging | None = None  # rank 0's
         self._folder = target  # of the staging, when rank 0 has said where that is
 
     def run(self) -> None:
         """Do it all; see :func:`write_checkpoint`."""
-        sizes = gather_results("planning the checkpoint", lambda: str(self._snapshot.nbytes).encode(), self._group)
+        sizes = self._gather("planning the checkpoint", lambda: str(self._snapshot.nbytes).encode())
         try:
             needed = sum(map(int, sizes))
-            folders = gather_results("preparing the checkpoint", lambda: self._prepare(needed), self._group)
+            folders = self._gather("preparing the checkpoint", lambda: self._prepare(needed))
             self._folder = Path(os.fsdecode(folders[0]))
-            reports = gather_results(f"writing {self._target}", self._write, self._group)
-            together(f"committing {self._target}", lambda: self._commit(reports), self._group)
+            reports = self._gather(f"writing {self._target}", self._write)
+            self._gather(f"committing {self._target}", lambda: self._commit(reports))
         except Exception:
             if self._staging is not None:
                 directory.discard(self._staging)
             raise
+
+    def _gather(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
+        return [action()] if self._group is None else gather_results(step, action, self._group)
 
     def _prepare(self, needed: int) -> bytes:
         """Rank 0 alone: the directory to write in."""
@@ -143,7 +147,7 @@ class _Writing:
         with self._created(name) as descriptor, disk_errors("writing", self._folder / name, self._snapshot.nbytes):
             file = DataFile(descriptor, name, crc=self._options.zip_crc)
             for share in self._snapshot.shares:
-                elements = share.elements.cpu()
+                elements = _plain(share.elements)
                 key = share.name, share.box.offsets, share.box.sizes
                 if share.written:
                     pieces[key] = file.put_tensor(elements.view(share.box.sizes))
@@ -152,10 +156,10 @@ class _Writing:
             objects = [file.put_object(value) for _, value in self._snapshot.objects] if self._rank == 0 else []
             return Report(file.close(), pieces, copies, objects).to_bytes()
 
-    def _commit(self, reports: Sequence[bytes]) -> None:
+    def _commit(self, reports: Sequence[bytes]) -> bytes:
         """Rank 0 alone: the indexes, the manifest last, and the change of names that makes it a checkpoint."""
         if self._staging is None:
-            return
+            return b""
         merged = [Report.from_bytes(report) for report in reports]
         _compare_replicas(merged)
         files = {f"__{rank}_0.distcp": report.file for rank, report in enumerate(merged)}
@@ -180,6 +184,7 @@ class _Writing:
         self._put(MANIFEST, replace(manifest, files=files).to_bytes())
         for note in directory.commit(self._staging):
             warnings.warn(note, stacklevel=2)
+        return b""
 
     def _put(self, name: str, content: bytes) -> None:
         directory.write_file(self._folder, name, content, self._options.permissions, self._options.durability)
@@ -194,6 +199,11 @@ class _Writing:
             os.close(descriptor)
             raise
         directory.finish(descriptor, self._folder / name, self._options.durability)
+
+
+def _plain(elements: torch.Tensor) -> torch.Tensor:
+    """In host memory as they are, without a conjugation that is still to come."""
+    return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
 
 
 def _compare_replicas(reports: Sequence[Report]) -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch.trainer import Trainer
 from torch import nn
 from typing_extensions import override
 
+from shardeddp.plugins.last import resolve_last
 from shardeddp.sharding.materialize import allocate_on_host
 
 
@@ -29,6 +30,12 @@ class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
     ) -> None:
         super().__init__(strategy, start_method)
         self._gather = gather
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            resolve_last(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from shardeddp.comm import Mesh
 from shardeddp.plan.intervals import Interval
 from shardeddp.sharding import dispatch
+from shardeddp.sharding.chunks import Chunked
 from shardeddp.sharding.gathered import Gathered, GatheredView, gather, outside_of_graphs, refuse_recorded_write
 from shardeddp.sharding.questions import asks_only_about
 
@@ -74,7 +75,7 @@ class ShardSpec:
         return full.reshape(-1)[self.interval.start : self.interval.stop]
 
 
-class ShardTensor(torch.Tensor):
+class ShardTensor(Chunked, torch.Tensor):
     """A tensor with its global shape, of which this rank holds one interval of the flattened elements.
 
     With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the gathered full tensor, and

@@ -24,6 +24,7 @@ from typing_extensions import override
 from shardeddp.checkpoint import cleaning
 from shardeddp.checkpoint.encoding import dict_codec
 from shardeddp.checkpoint.full import save_full
+from shardeddp.checkpoint.last import last_checkpoints
 from shardeddp.checkpoint.manifest import Run
 from shardeddp.checkpoint.opening import open_checkpoint
 from shardeddp.checkpoint.restore import load_model, load_optimizer, stage
@@ -37,7 +38,7 @@ from shardeddp.strategy.processes import ProcessStrategy
 
 StateDictType = Literal["sharded", "full"]
 
-_CODECS = (dict_codec(AttributeDict, "attributes"),)
+_CODECS = (dict_codec(AttributeDict, "attribute_dict"),)
 
 
 class CheckpointStrategy(ProcessStrategy):
@@ -159,6 +160,12 @@ class CheckpointStrategy(ProcessStrategy):
         return os.fspath(path)
 
     # -- loading
+
+    def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
+        """What ``ckpt_path="last"`` means: see :func:`shardeddp.checkpoint.last.last_checkpoints`."""
+        self.wait_for_checkpoint()
+        found = last_checkpoints(candidates, folders)
+        return str(found[0]) if found else None
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from shardeddp.checkpoint.full import gather_full, whole
@@ -24,6 +23,7 @@ from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tens
 from shardeddp.plan.placement import Placement
 from shardeddp.plan.topology import Topology
 from shardeddp.plugins.compiled import AcceptsCompiled
+from shardeddp.plugins.last import ShardedScriptLauncher
 from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
 from shardeddp.plugins.timeout import collective_timeout
 from shardeddp.sharding.hooks import runtime_of
@@ -114,7 +114,7 @@ class ProcessStrategy(AcceptsCompiled):
         # A shard_size that does not fit fails here, before any process is started.
         self.placement.topology(self.num_nodes, self.num_processes)
         if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self._environment, self.num_processes, self.num_nodes)
+            self._launcher = ShardedScriptLauncher(self._environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = ShardedMultiProcessingLauncher(self, self._start_method, gather_full)
 

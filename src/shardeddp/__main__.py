@@ -1,0 +1,8 @@
+"""``python -m shardeddp``: the command line."""
+
+import sys
+
+from shardeddp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

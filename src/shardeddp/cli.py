@@ -1,0 +1,288 @@
+"""The command line: verify, inspect, consolidate and shard checkpoints, without a GPU or a process group."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from shardeddp.checkpoint.committed import read_manifest
+from shardeddp.checkpoint.export import Exported, Selection, from_ckpt, to_ckpt, to_safetensors
+from shardeddp.checkpoint.inspection import as_json, module_rows, tensor_rows
+from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.checkpoint.verification import Verification, checkpoints_in, examine
+from shardeddp.errors import CheckpointError
+from shardeddp.monitor.checkpoints import inspection_view, verification_view
+from shardeddp.monitor.report import human_bytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B?", flags=re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+_EPILOG = "Exit status: 0 all is well, 1 a checkpoint is damaged or something failed, 2 the command line is wrong."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Of the command line; None: this process's.
+
+    Returns:
+        The exit status.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except _UsageError as error:
+        print(f"shardeddp {options.name}: {error}", file=sys.stderr)
+        return 2
+    except (CheckpointError, NotImplementedError) as error:
+        print(f"shardeddp {options.name}: {error}", file=sys.stderr)
+    except BrokenPipeError:  # the reader of our output has seen enough; nothing more can be said to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"shardeddp {options.name}: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"shardeddp {options.name}: interrupted", file=sys.stderr)
+        return 130
+    return 1
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Check every byte of checkpoints."""
+    results: list[tuple[Verification, float]] = []
+    console = Console()
+    for given in options.directories:
+        one = any(os.path.lexists(given / name) for name in (MANIFEST, DCP_METADATA))
+        paths = [given] if one or not given.is_dir() else checkpoints_in(given)
+        if not paths:
+            raise CheckpointError(f"{given} is no checkpoint, and there is none in it")
+        found: list[Verification] = []
+        for path in paths:
+            start = time.perf_counter()
+            with _progress(f"verifying {path.name}", options.json) as (started, advanced):
+                found.append(examine(path, advanced, started))
+            results.append((found[-1], time.perf_counter() - start))
+            if not options.json:
+                console.print(verification_view(*results[-1]), soft_wrap=True)
+        if not one and not options.json:
+            newest = next((each.path for each in found if each.good), None)
+            console.print(f"newest good checkpoint in {given}: {newest or 'none'}", soft_wrap=True, highlight=False)
+    if options.json:
+        print(json.dumps([_verification_json(*result) for result in results], indent=2))
+    return 0 if all(found.good for found, _ in results) else 1
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Show what is in a checkpoint."""
+    path = _require_checkpoint(options.directory, foreign=False)
+    manifest = read_manifest(path)
+    every = options.all or options.tensors is not None
+    rows = tensor_rows(manifest, options.tensors or "*") if every or options.json else module_rows(manifest)
+    if options.tensors is not None and not rows:
+        raise CheckpointError(f"{path}: no tensor has a name like {options.tensors!r}; --all lists them")
+    if options.json:
+        print(json.dumps(as_json(path, manifest, rows), indent=2))
+    else:
+        console = Console()
+        console.print(inspection_view(path, manifest, rows, console.width, folded=not every))
+    return 0
+
+
+def consolidate(options: argparse.Namespace) -> int:
+    """Make one file, or few, of a checkpoint directory."""
+    if options.output.suffix == ".ckpt":
+        _check_ckpt_options(options)
+    path = _require_checkpoint(options.directory, options.foreign)
+    selection = Selection(
+        foreign=options.foreign,
+        trust_pickle=options.trust_pickle,
+        ema=options.ema,
+        strip_prefix=options.strip_prefix,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+        weights_only=options.weights_only,
+    )
+    with _progress(f"writing {options.output.name}") as (started, advanced):
+        reports: dict[str, Any] = {"force": options.force, "started": started, "progress": advanced}
+        if options.output.suffix == ".ckpt":
+            exported = to_ckpt(path, options.output, selection, **reports)
+        else:
+            limit = options.max_shard_size
+            exported = to_safetensors(path, options.output, selection, max_nbytes=limit, **reports)
+    _report(options.name, exported)
+    return 0
+
+
+def shard(options: argparse.Namespace) -> int:
+    """Make a checkpoint directory of a plain file."""
+    trust, force = options.trust_pickle, options.force
+    _report(options.name, from_ckpt(options.file, options.output, trust_pickle=trust, force=force))
+    return 0
+
+
+def _report(command: str, exported: Exported) -> None:
+    for note in exported.notes:
+        print(f"shardeddp {command}: {note}", file=sys.stderr)
+    what = f"{exported.num_tensors:,} tensors, {human_bytes(exported.nbytes)}"
+    shown = [str(path) for path in exported.paths]
+    files = shown[0] if len(shown) == 1 else f"{shown[0]} and {len(shown) - 1} more"
+    print(f"wrote {what} to {files}")
+
+
+class _UsageError(Exception):
+    """The command line asks for what does not go together."""
+
+
+def _check_ckpt_options(options: argparse.Namespace) -> None:
+    if options.dtype:
+        raise _UsageError("a .ckpt file keeps the dtypes of the training: --dtype is for safetensors files")
+    if not options.weights_only and (options.ema or options.strip_prefix):
+        raise _UsageError(
+            "a whole .ckpt file is as the training saved it: --ema and --strip-prefix go with --weights-only"
+        )
+
+
+def _require_checkpoint(path: Path, foreign: bool) -> Path:
+    """The path, if it may be a checkpoint of the kind that is meant; the rest is for its reader to say."""
+    if not path.is_dir():
+        what = "is no directory" if os.path.lexists(path) else "does not exist"
+        raise CheckpointError(f"{path} {what}: expected the directory of a sharded checkpoint")
+    own, theirs = (os.path.lexists(path / name) for name in (MANIFEST, DCP_METADATA))
+    if not own and not theirs:
+        inside = checkpoints_in(path)
+        hint = f"; {inside[0]} is one" if inside else ""
+        raise CheckpointError(f"{path} is no sharded checkpoint: there is no {MANIFEST} in it{hint}")
+    if not own and not foreign:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of shardeddp: there is no {MANIFEST} in it. Another tool wrote it, or its "
+            f"manifest was lost: `shardeddp verify` checks it, `shardeddp consolidate --foreign` reads it"
+        )
+    return path
+
+
+@contextmanager
+def _progress(title: str, quiet: bool = False) -> Generator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A bar, if somebody sees it.
+
+    Yields:
+        What to call with the number of bytes that there will be, and with each that are done.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=None)
+        yield (lambda nbytes: bar.update(task, total=nbytes)), (lambda nbytes: bar.advance(task, nbytes))
+
+
+def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:
+    damages = [
+        {
+            "file": damage.file,
+            "tensor": damage.tensor or None,
+            "bytes": [damage.where.start, damage.where.stop] if damage.where else None,
+            "expected": damage.expected,
+            "found": damage.found,
+        }
+        for damage in found.damages
+    ]
+    figures = {"path": str(found.path), "good": found.good, "step": found.step, "nbytes": found.nbytes}
+    return {**figures, "seconds": round(seconds, 3), "damages": damages, "unchecked": found.unchecked}
+
+
+# -- the command line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardeddp",
+        description="Tools for sharded checkpoints. They need no GPU and no process group.",
+        epilog=_EPILOG,
+    )
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    _add_verify(commands)
+    _add_inspect(commands)
+    _add_consolidate(commands)
+    _add_shard(commands)
+    return parser
+
+
+def _add_command(commands: Any, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        function.__name__, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EPILOG
+    )
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _add_verify(commands: Any) -> None:
+    parser = _add_command(commands, verify, "compare every byte of checkpoints with its checksum")
+    where = "a checkpoint, of shardeddp or of torch.distributed.checkpoint, or a directory of checkpoints"
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=where)
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = _add_command(commands, inspect, "show what is in a checkpoint, without reading its tensors")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--tensors", metavar="PATTERN", help="tensors whose names match: 'model.blocks.0.*', or a part")
+    which.add_argument("--all", action="store_true", help="every tensor, not one row per module")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, with every tensor")
+
+
+def _add_consolidate(commands: Any) -> None:
+    parser = _add_command(commands, consolidate, "make a safetensors or a .ckpt file of a checkpoint directory")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    kinds = "NAME.safetensors: the weights; NAME.ckpt: all, as Lightning writes it without sharding"
+    parser.add_argument("-o", "--output", required=True, type=_output, metavar="FILE", help=kinds)
+    parser.add_argument("--weights-only", action="store_true", help=".ckpt: no optimizers, schedulers, callbacks")
+    parser.add_argument(
+        "--ema", action="store_true", help="the averaged weights that Lightning's WeightAveraging saved"
+    )
+    parser.add_argument("--strip-prefix", default="", metavar="PREFIX", help="drop this from names: 'net.'")
+    parser.add_argument("--dtype", choices=DTYPES, help="safetensors: of all floating-point tensors")
+    limit = "safetensors: begin another file above this (default 5GB)"
+    parser.add_argument("--max-shard-size", default="5GB", type=_nbytes, metavar="SIZE", help=limit)
+    parser.add_argument("--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP")
+    _add_common(parser)
+
+
+def _add_shard(commands: Any) -> None:
+    parser = _add_command(commands, shard, "make a checkpoint directory of a plain .ckpt file")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the plain checkpoint")
+    parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="the directory that it becomes")
+    _add_common(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace what is there")
+    danger = "unpickle anything: that runs the code of whoever wrote it"
+    parser.add_argument("--trust-pickle", action="store_true", help=danger)
+
+
+def _output(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".safetensors", ".ckpt"):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .safetensors or .ckpt, found {text!r}")
+    return path
+
+
+def _nbytes(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"expected a size like 5GB, 500MB or 2GiB, found {text!r}")
+    unit = found[2].upper()
+    return max(1, int(float(found[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit.removesuffix("I")]))

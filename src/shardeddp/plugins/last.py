@@ -1,0 +1,63 @@
+"""``ckpt_path="last"``: the checkpoint of the highest step. Lightning takes the one with the newest time stamp.
+
+Clocks differ between machines, and a copy or a backup changes time stamps. Lightning looks the path up when it has
+launched the ranks and before it asks the strategy anything, so the launcher is where that can be done otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+
+class FindsLast(Protocol):
+    """What a strategy has to offer."""
+
+    def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
+        """The checkpoint to go on from.
+
+        Args:
+            candidates: Paths of checkpoints that are called "last".
+            folders: Where callbacks keep checkpoints, in case that none of those can be used.
+        """
+        ...
+
+
+def resolve_last(trainer: Trainer) -> None:
+    """Let a Trainer ask its strategy which checkpoint is the last."""
+    connector = trainer._checkpoint_connector
+    connector._parse_ckpt_path = partial(_parse, trainer)  # type: ignore[method-assign]
+
+
+class ShardedScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's own launcher of scripts, for a strategy that finds checkpoints."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            resolve_last(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def _parse(
+    trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool
+) -> Any:
+    connector = trainer._checkpoint_connector
+    parsed = type(connector)._parse_ckpt_path(connector, state_fn, ckpt_path, model_provided, model_connected)
+    on_exception = [callback for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
+    asked = ckpt_path == "last" or (ckpt_path is None and on_exception and trainer.state.fn == TrainerFn.FITTING)
+    if not asked or parsed is None:
+        return parsed
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    candidates = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
+    candidates |= {callback.ckpt_path for callback in on_exception}
+    folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
+    strategy: FindsLast = trainer.strategy  # type: ignore[assignment]
+    return strategy.find_last(sorted(candidates), folders)

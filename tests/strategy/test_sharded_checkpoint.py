@@ -1,0 +1,205 @@
+"""Sharded checkpoints under a Trainer: from any sharding to any other, kept by callbacks, written behind training."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from shardeddp import CheckpointError, CheckpointOptions, ShardedDP
+from shardeddp.checkpoint.committed import find_checkpoints, read_manifest
+from shardeddp.checkpoint.full import gather_full
+from shardeddp.checkpoint.opening import open_checkpoint
+from support.resuming import fit, same_batches
+from support.tasks import Block, EvaluatedGpt, TinyGpt, token_loader
+from support.trainers import full_weights, make_trainer
+from world import Worlds
+
+pytestmark = pytest.mark.timeout(90)
+
+
+# -- from any to any
+
+
+def whole_state(model: TinyGpt) -> dict[str, Any]:
+    """Weights and optimizer states, whole."""
+    states = gather_full(model.trainer.optimizers[0].state_dict()["state"], keep=True)
+    return {"model": full_weights(model), "optimizer": states}
+
+
+def strategy_of(name: str) -> ShardedDP:
+    """``hybrid_shard/2/world`` is hybrid sharding in groups of two, whose replicas split the optimizer's share."""
+    strategy, *rest = name.split("/")
+    size = int(rest[0]) if rest else None
+    return ShardedDP(strategy, size, {Block}, optimizer_shard="world" if rest[1:] else "group")
+
+
+def save_as(strategy: str, path: str) -> dict[str, Any]:
+    return whole_state(fit(strategy_of(strategy), 1, None, path))
+
+
+def load_as(strategy: str, path: str) -> dict[str, Any]:
+    # The epoch that was trained is all that is asked for: nothing is trained after the load.
+    return whole_state(fit(strategy_of(strategy), 1, path))
+
+
+KINDS = [
+    (1, "full_shard"),
+    (2, "no_shard"),
+    (2, "shard_optimizer"),
+    (3, "full_shard"),
+    (4, "hybrid_shard/2"),
+    (4, "hybrid_shard/2/world"),
+]
+
+
+@pytest.mark.parametrize(("size", "strategy"), KINDS)
+def test_what_is_saved_under_one_sharding_is_the_same_under_every_other(
+    world: Worlds, tmp_path: Path, size: int, strategy: str
+) -> None:
+    path = str(tmp_path / "state.ckpt")
+    saved = world(size).run(save_as, strategy, path)[0]
+    assert set(saved["optimizer"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    for other_size, other in KINDS:
+        for loaded in world(other_size).run(load_as, other, path)[:1]:
+            for name, weight in saved["model"].items():
+                assert torch.equal(loaded["model"][name], weight), (other, name)
+            for index, state in saved["optimizer"].items():
+                assert all(torch.equal(loaded["optimizer"][index][key], state[key]) for key in state), (other, index)
+
+
+def test_every_element_is_written_once_and_by_all_ranks_in_equal_parts(world: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "state.ckpt"
+    world(4).run(save_as, "hybrid_shard/2", str(path))
+    manifest = read_manifest(path)
+    tied = [manifest.tensors[f"model.{name}.weight"] for name in ("embed", "head")]
+    assert tied[0].pieces == tied[1].pieces
+    sharded = [it for it in manifest.tensors.values() if it.path[0] != "extra" and it.numel > 1 and it is not tied[1]]
+    written = dict.fromkeys(manifest.files, 0)
+    for tensor, piece in ((tensor, piece) for tensor in sharded for piece in tensor.pieces):
+        written[piece.item.file] += piece.box.numel * tensor.dtype.itemsize
+    parts = [written[f"__{rank}_0.distcp"] for rank in range(4)]
+    assert sum(parts) == sum(tensor.nbytes for tensor in sharded)
+    assert max(parts) < 1.2 * min(parts)
+
+
+# -- kept by callbacks
+
+
+def keep_checkpoints(folder: str, asynchronous: bool, save_last: Any) -> dict[str, Any]:
+    seed_everything(1, verbose=False)
+    options: dict[str, Any] = {"monitor": "train_loss", "mode": "max", "save_top_k": 2, "every_n_train_steps": 1}
+    if save_last == "link":
+        options["save_top_k"] = -1  # Lightning links to the last of the best
+    keeper = ModelCheckpoint(folder, "{step}", save_last=save_last, **options)
+    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(asynchronous=asynchronous))
+    model = LogsItsLoss()
+    trainer = make_trainer(strategy, max_epochs=2, callbacks=[keeper], enable_checkpointing=True)
+    trainer.fit(model, same_batches())
+    weights, best = full_weights(model), open_checkpoint(Path(keeper.best_model_path), None)["state_dict"]
+    best = {name: tensor + 0 for name, tensor in best.items()}
+    trainer.test(model, token_loader(8), ckpt_path="best", verbose=False)
+    tested = full_weights(model)
+    kept = sorted(os.listdir(folder)), os.path.islink(f"{folder}/last.ckpt")
+    assert not find_checkpoints(folder).skipped
+    dist.barrier()
+    resumed = LogsItsLoss()
+    keeper = ModelCheckpoint(folder, **options)
+    again = make_trainer(strategy_of("full_shard"), max_epochs=2, callbacks=[keeper], enable_checkpointing=True)
+    again.fit(resumed, same_batches(), ckpt_path="last")
+    return {"kept": kept, "best": best, "weights": weights, "tested": tested, "resumed": full_weights(resumed)}
+
+
+class LogsItsLoss(EvaluatedGpt):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss.detach(), sync_dist=True)
+        return loss
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_callbacks_keep_the_best_and_the_last(
+    world: Worlds, tmp_path: Path, asynchronous: bool, save_last: Any
+) -> None:
+    folder = tmp_path / "kept"
+    for answers in world(2).run(keep_checkpoints, str(folder), asynchronous, save_last):
+        names, linked = answers["kept"]
+        assert "last.ckpt" in names
+        assert len(names) == (9 if linked else 3)
+        assert linked == (save_last == "link")
+        for name, weight in answers["weights"].items():
+            assert torch.equal(answers["tested"][name], answers["best"][name]), name
+            assert torch.equal(answers["resumed"][name], weight), name
+
+
+# -- the last one
+
+
+def resume_last(folder: str) -> int:
+    model = TinyGpt()
+    keeper = ModelCheckpoint(folder, every_n_train_steps=1)
+    trainer = make_trainer(strategy_of("full_shard"), max_epochs=0, callbacks=[keeper], enable_checkpointing=True)
+    trainer.fit_loop.epoch_loop.max_steps = 0
+    trainer.fit(model, same_batches(), ckpt_path="last")
+    return trainer.global_step
+
+
+def train_some(folder: str) -> None:
+    keeper = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_last=True, every_n_train_steps=1)
+    fit(strategy_of("full_shard"), 1, callbacks=[keeper], enable_checkpointing=True)
+
+
+def test_the_last_checkpoint_is_that_of_the_highest_step_whatever_the_clock_says(world: Worlds, tmp_path: Path) -> None:
+    world(1).run(train_some, str(tmp_path))
+    shutil.copytree(tmp_path / "step=2.ckpt", tmp_path / "last-v1.ckpt")
+    for name, days in (("last.ckpt", -1), ("last-v1.ckpt", 1)):
+        os.utime(tmp_path / name, times=(2e9 + days * 86400,) * 2)
+    assert world(1).run(resume_last, str(tmp_path)) == [4]
+
+
+def resume_last_with_a_warning(folder: str) -> int:
+    with pytest.warns(UserWarning, match="not whole, left aside.*last.ckpt"):
+        return resume_last(folder)
+
+
+def test_a_last_checkpoint_that_is_not_whole_is_left_aside(world: Worlds, tmp_path: Path) -> None:
+    world(1).run(train_some, str(tmp_path))
+    (tmp_path / "last.ckpt" / "__0_0.distcp").unlink()
+    shutil.rmtree(tmp_path / "step=4.ckpt")
+    assert world(1).run(resume_last_with_a_warning, str(tmp_path)) == [3]
+
+
+# -- refused
+
+
+def load_damaged(path: str) -> list[str]:
+    model = fit(strategy_of("full_shard"), 1)
+    before = full_weights(model)
+    trainer = make_trainer(strategy_of("full_shard"), max_epochs=2)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.fit(model, same_batches(), ckpt_path=path)
+    dist.barrier()
+    assert all(torch.equal(weight, before[name]) for name, weight in full_weights(model).items())
+    return [str(caught.value)]
+
+
+def test_damage_is_found_before_anything_changes_and_all_ranks_say_the_same(world: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "state.ckpt"
+    world(2).run(save_as, "full_shard", str(path))
+    tensor = read_manifest(path).tensors["optimizer_0.state.blocks.2.down.weight.exp_avg"]
+    piece = tensor.pieces[-1]
+    with open(path / piece.item.file, "r+b") as file:
+        file.seek(piece.payload + 3)
+        byte = file.read(1)[0]
+        file.seek(piece.payload + 3)
+        file.write(bytes([byte ^ 1]))
+    first, second = world(2).run(load_damaged, str(path))
+    assert first == second
+    for part in (piece.item.file, tensor.name, f"bytes {piece.payload:,} to", piece.checksums[0], "found"):
+        assert part in first[0]
