@@ -1,11 +1,19 @@
 """shardeddp: sharded training for PyTorch Lightning, of unmodified LightningModules."""
 
 from shardeddp.config import ActivationCheckpointing, CheckpointOptions, CPUOffload, MixedPrecision
-from shardeddp.errors import CheckpointError, ConfigurationError, LayoutMismatchError, RankError, ReleasedParameterError
+from shardeddp.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DamagedCheckpointError,
+    LayoutMismatchError,
+    RankError,
+    ReleasedParameterError,
+)
 from shardeddp.plugins.registry import register_names
 from shardeddp.sharding.gradients import clip_grad_norm_, clip_grad_value_
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.strategy import ShardedDP
+from shardeddp.strategy.loading import load_from_checkpoint
 from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, Policy, PredicatePolicy, SizePolicy
 
 __version__ = "0.1.0"
@@ -18,6 +26,7 @@ __all__ = [
     "CheckpointOptions",
     "ClassPolicy",
     "ConfigurationError",
+    "DamagedCheckpointError",
     "LayoutMismatchError",
     "MixedPrecision",
     "NamePolicy",
@@ -30,6 +39,7 @@ __all__ = [
     "SizePolicy",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "load_from_checkpoint",
 ]
 
 register_names(ShardedDP)

@@ -205,11 +205,16 @@ def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:
 # -- the command line
 
 
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=28)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardeddp",
         description="Tools for sharded checkpoints. They need no GPU and no process group.",
         epilog=_EPILOG,
+        formatter_class=_formatter,
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_verify(commands)
@@ -221,7 +226,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_command(commands: Any, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        function.__name__, help=text, description=text[0].upper() + text[1:] + ".", epilog=_EPILOG
+        function.__name__,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_EPILOG,
+        formatter_class=_formatter,
     )
     parser.set_defaults(command=function)
     return parser

@@ -39,3 +39,7 @@ class LayoutMismatchError(ConfigurationError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used, or could not be written; says what was expected and found, and where."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Something in a checkpoint is not as it was written."""

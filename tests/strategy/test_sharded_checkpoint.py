@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from shardeddp import CheckpointError, CheckpointOptions, ShardedDP
+from shardeddp import CheckpointError, CheckpointOptions, ShardedDP, load_from_checkpoint
 from shardeddp.checkpoint.committed import find_checkpoints, read_manifest
 from shardeddp.checkpoint.full import gather_full
 from shardeddp.checkpoint.opening import open_checkpoint
@@ -203,3 +203,77 @@ def test_damage_is_found_before_anything_changes_and_all_ranks_say_the_same(worl
     assert first == second
     for part in (piece.item.file, tensor.name, f"bytes {piece.payload:,} to", piece.checksums[0], "found"):
         assert part in first[0]
+
+
+def load_again_after(path: str) -> None:
+    make_trainer(strategy_of("full_shard"), max_epochs=1).fit(TinyGpt(), same_batches(), ckpt_path=path)
+
+
+def test_the_error_names_the_newest_checkpoint_that_is_whole(world: Worlds, tmp_path: Path) -> None:
+    world(1).run(train_some, str(tmp_path))
+    for name in ("last.ckpt", "step=4.ckpt"):
+        (tmp_path / name / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"state.json has 2 bytes.*The newest that is whole is .*step=3.ckpt"):
+        world(1).run(load_again_after, str(tmp_path / "last.ckpt"))
+
+
+class Wider(TinyGpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Parameter(torch.zeros(2))
+        self.embed.double()
+
+
+def load_what_does_not_fit(path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(strategy_of("full_shard"), max_epochs=1).fit(Wider(), same_batches(), ckpt_path=path)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_listed_and_not_loaded(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "state.ckpt")
+    world(2).run(save_as, "full_shard", path)
+    first, second = world(2).run(load_what_does_not_fit, path)
+    assert first == second
+    assert 'Missing key(s) in the checkpoint: "more"' in first
+    assert "embed.weight is torch.float32, expected torch.float64 (checkpoint_options: cast=True" in first
+
+
+# -- written behind training
+
+
+def save_where_nothing_can_be(folder: str) -> tuple[int, str]:
+    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(asynchronous=True))
+    trainer = make_trainer(strategy, max_epochs=4)
+    steps: list[int] = []
+
+    class SavesOnce(TinyGpt):
+        def on_train_batch_end(self, *_: Any) -> None:
+            steps.append(trainer.global_step)
+            if len(steps) == 1:
+                trainer.save_checkpoint(f"{folder}/taken.ckpt")
+
+    with pytest.raises(CheckpointError) as caught:
+        trainer.fit(SavesOnce(), same_batches())
+    return len(steps), str(caught.value)
+
+
+def test_an_error_of_the_thread_ends_training_on_all_ranks_in_the_same_batch(world: Worlds, tmp_path: Path) -> None:
+    (tmp_path / "taken.ckpt").mkdir()
+    (tmp_path / "taken.ckpt" / "notes.txt").write_text("not a checkpoint")
+    first, second = world(2).run(save_where_nothing_can_be, str(tmp_path))
+    assert first == second
+    assert first[0] < 16
+    assert "taken.ckpt is a directory that is no checkpoint" in first[1]
+    assert sorted(os.listdir(tmp_path)) == ["taken.ckpt"]
+
+
+# -- elsewhere
+
+
+def test_a_module_is_made_of_a_directory_without_ranks(world: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "state.ckpt"
+    weights = world(2).run(save_as, "full_shard", str(path))[0]["model"]
+    model = load_from_checkpoint(TinyGpt, path)
+    assert model.head.weight is model.embed.weight
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())

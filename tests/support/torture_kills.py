@@ -1,4 +1,4 @@
-"""Kills ranks of a training in the middle of saving, and looks at what is left; the ranks are forked, so it is quick."""
+"""Kills ranks of a training in the middle of saving, and looks at what is left; ranks are forked, so it is quick."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,6 +36,9 @@ FOREIGN = {
     ".hidden/x": "mine",
 }
 """Files that are nobody's business, by name."""
+
+SAVES = 10
+"""Of a training that keeps two checkpoints and the last."""
 
 PATIENCE_S = 20.0
 
@@ -88,23 +91,23 @@ class Runner:
         self._worlds = 0
         self._expected: dict[int, Picture] = {}
         self._final = ""
-        self._save_s = 0.02
+        self._save_s, self._training_s = 0.0, 0.0
 
     def learn(self) -> None:
         """Train without being disturbed: what a checkpoint of each step holds, and how long a save takes."""
         folder = self._root / "undisturbed"
-        began, saving = time.monotonic(), 0.0
         children = self._start(folder, asynchronous=False, keep=-1)
-        last = time.monotonic()
-        while all(os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for child in children):
+        self._watch(children, lambda: self._board.read(0).training)
+        began = last = time.monotonic()
+        saving = 0.0
+        while not all(map(_has_ended, children)):
             now = time.monotonic()
             saving += (now - last) * self._board.read(0).saving
             last = now
             time.sleep(0.0005)
         assert self._reap(children, PATIENCE_S) == ([0] * RANKS, 0), (folder / "log-0").read_text()
-        self._save_s = saving / self._board.read(0).begun
         self._training_s = time.monotonic() - began
-        self._saves = self._board.read(0).begun
+        self._save_s = saving / self._board.read(0).begun
         digests = dict(line.split() for line in (folder / "digests-0").read_text().splitlines())
         for found in find_checkpoints(folder / "checkpoints").checkpoints:
             self._expected[found.step] = picture_of(found.path)
@@ -148,17 +151,21 @@ class Runner:
         )
 
     def _wait_for_the_moment(self, draw: random.Random, children: Sequence[int]) -> None:
-        """Mostly in a save: its number is drawn, and how far it gets; else at any time."""
-        number, share = draw.randint(1, self._saves), draw.random()
-        in_save = draw.random() < 0.85
-        deadline = time.monotonic() + (PATIENCE_S if in_save else share * self._training_s)
-        watched = draw.randrange(RANKS)
-        while time.monotonic() < deadline and not (in_save and self._board.read(watched).begun >= number):
-            if any(os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) for child in children):
-                return
-            time.sleep(0.0003)
-        if in_save:
+        """Mostly in a save: its number is drawn, and how far it gets; else at any time of the training."""
+        number, share, watched = draw.randint(1, SAVES), draw.random(), draw.randrange(RANKS)
+        if draw.random() < 0.85:
+            self._watch(children, lambda: self._board.read(watched).begun >= number)
             time.sleep(1.1 * share * self._save_s)
+        else:
+            self._watch(children, lambda: self._board.read(watched).training)
+            until = time.monotonic() + share * self._training_s
+            self._watch(children, lambda: time.monotonic() >= until)
+
+    def _watch(self, children: Sequence[int], reached: Callable[[], bool]) -> None:
+        """Return when it is so, or when some rank has ended by itself."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached() and not any(map(_has_ended, children)) and time.monotonic() < deadline:
+            time.sleep(0.0003)
 
     def _kill(self, ranks: Sequence[int], children: Sequence[int]) -> list[Phase]:
         for rank in ranks:
@@ -244,10 +251,15 @@ class Runner:
         return [codes[child] for child in children], hung
 
 
+def _has_ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _train(board: Board, rank: int, folder: Path, asynchronous: bool, path: str | None, keep: int) -> None:
     failures.LOOKUP = timedelta(milliseconds=50)  # survivors need not wait long for a reason that nobody gives
-    Reporter(board, rank, folder / f"notes-{rank}").install()
-    digests = train(folder / "checkpoints", asynchronous, path, keep)
+    reporter = Reporter(board, rank, folder / f"notes-{rank}")
+    reporter.install()
+    digests = train(folder / "checkpoints", asynchronous, path, keep, reporter.started)
     (folder / f"digests-{rank}").write_text("".join(f"{step} {text}\n" for step, text in digests.items()))
 
 

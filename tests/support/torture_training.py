@@ -57,6 +57,10 @@ class Phase:
     call: str
 
     @property
+    def training(self) -> bool:
+        return self.call != ""
+
+    @property
     def saving(self) -> bool:
         return self.begun > self.returned
 
@@ -95,11 +99,15 @@ class Reporter:
     def install(self) -> None:
         saver.write_checkpoint = self.write_checkpoint
 
+    def started(self) -> None:
+        """Training begins."""
+        self._board.write(self._rank, 0, 0, 0, "training")
+
     def write_checkpoint(self, snapshot: Any, target: Path, run: Any, *rest: Any) -> None:
         self._begun += 1
         self._calls = 0
         os.write(self._notes, b"begun %d\n" % run.step)
-        self._board.write(self._rank, self._begun, self._returned)
+        self._board.write(self._rank, self._begun, self._returned, 0, "begin")
         sys.setprofile(self._profile)
         try:
             self._write_checkpoint(snapshot, target, run, *rest)
@@ -108,7 +116,7 @@ class Reporter:
         os.write(self._notes, b"returned %d\n" % run.step)
         os.fsync(self._notes)
         self._returned += 1
-        self._board.write(self._rank, self._begun, self._returned)
+        self._board.write(self._rank, self._begun, self._returned, 0, "training")
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call" and argument.__module__ in ("posix", "fcntl"):
@@ -142,8 +150,9 @@ class Batches:
         return STEPS
 
     def __iter__(self) -> Iterator[Tensor]:
-        for self._position in range(self._position + 1, STEPS + 1):
-            yield self._tokens[self._position - 1]
+        for batch in self._tokens[self._position :]:
+            self._position += 1
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self._position}
@@ -153,23 +162,40 @@ class Batches:
 
 
 class NotesWeights(Callback):
-    """Keeps a digest of the weights after each step."""
+    """Keeps a digest of the weights after each step.
 
-    def __init__(self) -> None:
+    Args:
+        started: Called when the first batch comes.
+    """
+
+    def __init__(self, started: Callable[[], object]) -> None:
         self.digests: dict[int, str] = {}
+        self._started = started
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._started()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.digests[trainer.global_step] = digest(full_weights(module))
 
 
-def train(folder: Path, asynchronous: bool, path: str | None = None, keep: int = 2) -> dict[int, str]:
+def train(
+    folder: Path, asynchronous: bool, path: str | None, keep: int, started: Callable[[], object]
+) -> dict[int, str]:
     """Train to the end; on every rank of a world.
+
+    Args:
+        folder: Of the checkpoints.
+        asynchronous: Whether they are saved in a thread.
+        path: To go on from.
+        keep: How many, besides the last.
+        started: Called when the first batch comes.
 
     Returns:
         Digests of the weights after each step.
     """
     seed_everything(1, verbose=False)
-    notes = NotesWeights()
+    notes = NotesWeights(started)
     saving = ModelCheckpoint(
         folder, "{step}", monitor="score", mode="max", save_last=True, save_top_k=keep, every_n_train_steps=EVERY,
         enable_version_counter=False,

@@ -54,7 +54,8 @@ def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manif
     """
     with disk_errors("reading the checkpoint", path), opened_directory(path) as directory:
         try:
-            manifest = Manifest.from_bytes(_read_bounded(directory, max_nbytes))
+            data = _read_bounded(directory, max_nbytes)
+            manifest = Manifest.from_bytes(data, memory_nbytes=_allocated_nbytes(directory))
             for name, file in manifest.files.items():
                 _check_file(directory, name, file.nbytes)
         except CheckpointError as error:
@@ -166,6 +167,12 @@ def _read_bounded(directory: int, max_nbytes: int) -> bytes:
     if len(data) != nbytes:
         raise CheckpointError(f"{MANIFEST} changed while it was read: {nbytes:,} bytes were expected")
     return data
+
+
+def _allocated_nbytes(directory: int) -> int:
+    """What the files of a directory take on the disk: whoever has much to index may have a large index."""
+    with os.scandir(directory) as entries:
+        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
 
 
 def _check_file(directory: int, name: str, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint directory as the dictionary that Lightning has in a ``.ckpt`` file, tensors left on the disk.
+"""The contents of a checkpoint directory as the dictionary that Lightning has in a ``.ckpt`` file, tensors unread.
 
 For tools, which have neither a model nor a process group; the directory may be one of another tool.
 """

@@ -39,6 +39,10 @@ from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 
 GB = 10**9
+
+NOT_SHARDED = "none"
+"""The sharding strategy in a checkpoint that was made of a plain file."""
+
 _OF_A_MODEL = ("epoch", "global_step", "pytorch-lightning_version", "loops", "hparams_name", "hparams_type", WEIGHTS)
 """What Lightning keeps in a checkpoint of weights alone, beside hyper-parameters."""
 
@@ -136,10 +140,11 @@ def to_ckpt(
     started: Progress = silent,
     progress: Progress = silent,
 ) -> Exported:
-    """Write a checkpoint as the one file that Lightning writes without sharding; arguments as for :func:`to_safetensors`.
+    """Write a checkpoint as the one file that Lightning writes without sharding.
 
-    Optimizer states are numbered as torch numbers them. With ``weights_only`` the file has the weights and what
-    ``LightningModule.load_from_checkpoint`` needs; without, it can be resumed from under any strategy.
+    Arguments and errors are those of :func:`to_safetensors`. Optimizer states are numbered as torch numbers them. With
+    ``weights_only`` the file has the weights and what ``LightningModule.load_from_checkpoint`` needs; without, a run
+    can be resumed from it under any strategy.
     """
     if selection.dtype is not None:
         raise NotImplementedError("a .ckpt file keeps the dtypes of the training; a safetensors file may have others")
@@ -192,10 +197,16 @@ def from_ckpt(
     if target.exists() and not force:
         raise CheckpointError(f"{target} exists already; --force replaces a checkpoint")
     checkpoint = _load(source, trust_pickle)
+    # Names are found by identity, and pickle gives back one object where one was saved under two names.
+    checkpoint[WEIGHTS] = {name: _another(value) for name, value in checkpoint[WEIGHTS].items()}
     names = [parameter_names(checkpoint[WEIGHTS], state) for state in checkpoint.get(OPTIMIZERS, ())]
     snapshot = take_snapshot(checkpoint, names, Alone())
     write_checkpoint(snapshot, target, _run(checkpoint), None, options or CheckpointOptions())
     return Exported(paths=[target], nbytes=snapshot.nbytes, num_tensors=len(snapshot.tensors))
+
+
+def _another(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -261,7 +272,7 @@ def _load(source: Path, trust_pickle: bool) -> dict[str, Any]:
         raise CheckpointError(f"{source} is not what torch.save writes since torch 1.6: expected a zip archive")
     try:
         checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=not trust_pickle)
-    except Exception as error:  # noqa: BLE001 - torch has no class for what is wrong with a file
+    except Exception as error:  # torch has no class for what is wrong with a file
         hint = "" if trust_pickle else ". --trust-pickle unpickles anything, which runs the code of whoever wrote it"
         raise CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}{hint}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
@@ -277,6 +288,6 @@ def _run(checkpoint: Mapping[str, Any]) -> Run:
         epoch=int(checkpoint.get("epoch", 0)),
         world_size=1,
         shard_size=1,
-        sharding_strategy="none",
+        sharding_strategy=NOT_SHARDED,
         versions=packages | {"python": platform.python_version()},
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardeddp.checkpoint.manifest import Manifest, StoredTensor
+from shardeddp.checkpoint.manifest import Manifest, StoredTensor, name_of
 
 _WILD = frozenset("*?[")
 
@@ -38,7 +38,8 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
 
     Args:
         manifest: Of the checkpoint.
-        pattern: Of the names, as in a shell; a pattern without wildcards is a part of the name.
+        pattern: Of the names, as in a shell, with or without what they begin with (``model.``); a pattern without
+            wildcards is a part of the name.
     """
     wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
     owners: dict[Any, str] = {}
@@ -46,7 +47,8 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
     for tensor in manifest.tensors.values():
         places = tuple((piece.item.file, piece.payload) for piece in tensor.pieces)
         owner = owners.setdefault(places, tensor.name) if places else tensor.name
-        if fnmatch.fnmatchcase(tensor.name, wanted):
+        names = tensor.name, name_of(tensor.path[1:])
+        if any(fnmatch.fnmatchcase(name, wanted) for name in names):
             rows.append(_row(tensor, owner))
     return rows
 

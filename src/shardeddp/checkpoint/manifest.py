@@ -19,13 +19,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
-from shardeddp.checkpoint.strict_json import parse_json
+from shardeddp.checkpoint.strict_json import JsonLimits, parse_json
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.intervals import Box, interval_of
 
@@ -175,8 +175,12 @@ class Manifest:
         return b'{"sha256":"%s",\n"manifest":%s}' % (hashlib.sha256(body).hexdigest().encode(), body)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
+    def from_bytes(cls, data: bytes, memory_nbytes: int = 0) -> Manifest:
         """Read what :meth:`to_bytes` has written.
+
+        Args:
+            data: The file.
+            memory_nbytes: It may take as much memory as this, if that is more than what any JSON may.
 
         Raises:
             CheckpointError: It is damaged, of another format, or contradicts itself: says where.
@@ -190,7 +194,9 @@ class Manifest:
             raise CheckpointError(
                 f"{MANIFEST} is damaged: expected sha256 {digest[1].decode()} over its {len(body):,} bytes, found {found}"
             )
-        return _read(parse_json(body, MANIFEST))
+        limits = JsonLimits()
+        limits = replace(limits, memory_nbytes=max(limits.memory_nbytes, memory_nbytes))
+        return _read(parse_json(body, MANIFEST, limits))
 
 
 def name_of(path: Sequence[str | int]) -> str:

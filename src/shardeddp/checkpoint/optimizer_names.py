@@ -40,7 +40,7 @@ def _shape(state: Mapping[str, Any]) -> _Shape | None:
 
 
 def _only_fit(shapes: Sequence[_Shape | None], known: Sequence[tuple[str, _Shape]]) -> list[str] | None:
-    """The names whose shapes are these, in order, if there is one such choice: the earliest and the latest are equal."""
+    """The names whose shapes are these, in order, if there is one such choice: the earliest is the latest."""
     first = _earliest(shapes, known)
     last = _earliest(shapes[::-1], known[::-1])
     if first is None or last is None or first != last[::-1]:

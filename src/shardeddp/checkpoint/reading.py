@@ -14,7 +14,7 @@ from shardeddp.checkpoint.committed import read_manifest
 from shardeddp.checkpoint.durable import open_regular
 from shardeddp.checkpoint.manifest import BLOCK_NBYTES, STATE, Manifest, Piece, StoredTensor
 from shardeddp.checkpoint.strict_json import parse_json
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import DamagedCheckpointError
 from shardeddp.plan.intervals import Interval, interval_of
 
 
@@ -116,7 +116,7 @@ class CheckpointReader:
             while done < len(out):
                 count = os.preadv(descriptor, [out[done:]], offset + done)
                 if count == 0:
-                    raise CheckpointError(
+                    raise DamagedCheckpointError(
                         f"{self.path / file} ends at byte {offset + done:,}, expected {offset + len(out):,}"
                     )
                 done += count
@@ -127,7 +127,7 @@ class CheckpointReader:
         found = checksum(data)
         if found != expected:
             of = f" of {name}" if name else ""
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.path / file} is damaged: bytes {where.start:,} to {where.stop:,}{of} have checksum {found}, "
                 f"expected {expected}"
             )

@@ -23,9 +23,14 @@ class Ranks(Protocol):
     """Those who save a checkpoint together: a ``Mesh``, or a process alone."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This one's."""
+        ...
+
     @property
-    def topology(self) -> Topology: ...
+    def topology(self) -> Topology:
+        """All of them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Alone:
     """One process that needs no process group."""
 
     rank: int = 0
-    topology: Topology = Topology(world_size=1, shard_size=1)
+    topology: Topology = field(default_factory=lambda: Topology(world_size=1, shard_size=1))
 
 
 @dataclass(frozen=True, slots=True)

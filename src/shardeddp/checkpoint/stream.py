@@ -29,8 +29,12 @@ def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[m
         dtype: To convert the elements to.
     """
     numel = max(1, CHUNK_NBYTES // max(1, tensor.element_size()))
-    flat = None if isinstance(tensor, LazyTensor) else tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    take = tensor.take if isinstance(tensor, LazyTensor) else _taker(tensor)
     for start in range(0, tensor.numel(), numel):
-        interval = Interval(start, min(tensor.numel(), start + numel))
-        part = tensor.take(interval) if isinstance(tensor, LazyTensor) else (flat)[interval.start : interval.stop]
+        part = take(Interval(start, min(tensor.numel(), start + numel)))
         yield memory_of(part if dtype is None else part.to(dtype)).cast("B")
+
+
+def _taker(tensor: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return lambda interval: flat[interval.start : interval.stop]

@@ -135,8 +135,8 @@ class _Writing:
         if self._rank:
             return b""
         options = self._options
+        preflight(self._target.parent, needed)
         self._staging = directory.stage(self._target, options.permissions, options.durability)
-        preflight(self._staging.path, needed)
         return os.fsencode(self._staging.path)
 
     def _write(self) -> bytes:

@@ -8,7 +8,13 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardeddp.errors import CheckpointError, ConfigurationError, LayoutMismatchError, RankError
+from shardeddp.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DamagedCheckpointError,
+    LayoutMismatchError,
+    RankError,
+)
 
 T = TypeVar("T")
 
@@ -63,9 +69,14 @@ def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGr
     if isinstance(cause, ConfigurationError) and len(failures) == len(sent):
         raise cause
     first = min(failures)
-    if all(failure.kind == CheckpointError.__name__ for failure in failures.values()):
-        raise CheckpointError(failures[first].text + f" (found on rank {', '.join(map(str, failures))})") from cause
+    kinds = {failure.kind for failure in failures.values()}
+    if kinds <= _OF_CHECKPOINTS.keys():
+        ranks = ", ".join(map(str, failures))
+        raise _OF_CHECKPOINTS[failures[first].kind](f"{failures[first].text} (found on rank {ranks})") from cause
     raise RankError(step, {rank: failure.trace for rank, failure in failures.items()}) from cause
+
+
+_OF_CHECKPOINTS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointError)}
 
 
 class _Failure(NamedTuple):

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardeddp.checkpoint.export import NOT_SHARDED
 from shardeddp.checkpoint.inspection import Row, total
 from shardeddp.checkpoint.manifest import Manifest
 from shardeddp.checkpoint.verification import Verification
@@ -32,8 +33,8 @@ def inspection_view(path: Path, manifest: Manifest, rows: Sequence[Row], width: 
         width: Of the terminal, in columns.
         folded: Whether a row may stand for several tensors.
     """
-    caption = "one row per module; --all lists every tensor, --tensors PATTERN some" if folded else ""
-    return Group(_facts(path, manifest), Text(), _tensor_table(rows, width, caption))
+    hint = [Text("one row per module; --all lists every tensor, --tensors PATTERN some", style="dim")]
+    return Group(_facts(path, manifest), Text(), _tensor_table(rows, width), *(hint if folded else []))
 
 
 def verification_view(found: Verification, seconds: float) -> RenderableType:
@@ -56,14 +57,17 @@ def verification_view(found: Verification, seconds: float) -> RenderableType:
 
 def _facts(path: Path, manifest: Manifest) -> Table:
     run = manifest.run
-    ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}, {run.sharding_strategy}"
+    ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
+    files = len(manifest.files) + 1
+    sharding = "" if run.sharding_strategy == NOT_SHARDED else f", {run.sharding_strategy}"
+    shards = f", shards over {run.shard_size}" if run.shard_size != run.world_size else ""
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
     facts = {
         "checkpoint": str(path),
         "saved at": f"step {run.step:,}, epoch {run.epoch:,}",
-        "by": f"{ranks}" + (f", shards over {run.shard_size}" if run.shard_size != run.world_size else ""),
+        "by": ranks + sharding + shards,
         "versions": versions,
-        "holds": f"{human_bytes(manifest.nbytes)} in {len(manifest.files) + 1:,} files, {len(manifest.tensors):,} tensors",
+        "holds": f"{len(manifest.tensors):,} tensors, {human_bytes(manifest.nbytes)}, {files:,} files",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column(no_wrap=True, style="bold")
@@ -73,7 +77,7 @@ def _facts(path: Path, manifest: Manifest) -> Table:
     return table
 
 
-def _tensor_table(rows: Sequence[Row], width: int, caption: str) -> Table:
+def _tensor_table(rows: Sequence[Row], width: int) -> Table:
     together = total(rows)
     wide = width >= _NARROW
     table = Table(
@@ -81,8 +85,6 @@ def _tensor_table(rows: Sequence[Row], width: int, caption: str) -> Table:
         show_footer=True,
         show_edge=False,
         padding=(0, 1, 0, 0),
-        caption=Text(caption) if caption else None,
-        caption_justify="left",
     )
     table.add_column("tensor", "total", overflow="fold")
     table.add_column("shape", f"{together.num_tensors:,} tensors", overflow="fold")

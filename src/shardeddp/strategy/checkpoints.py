@@ -7,7 +7,7 @@ import platform
 import uuid
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,17 +22,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from shardeddp.checkpoint import cleaning
+from shardeddp.checkpoint.committed import carries_manifest
+from shardeddp.checkpoint.contents import read_foreign_contents
 from shardeddp.checkpoint.encoding import dict_codec
 from shardeddp.checkpoint.full import save_full
 from shardeddp.checkpoint.last import last_checkpoints
-from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.manifest import DCP_METADATA, Run
 from shardeddp.checkpoint.opening import open_checkpoint
 from shardeddp.checkpoint.restore import load_model, load_optimizer, stage
 from shardeddp.checkpoint.saver import Saver
 from shardeddp.checkpoint.snapshot import ParameterNames, take_snapshot
+from shardeddp.checkpoint.verification import newest_verified
 from shardeddp.comm import agree_on_any, together
 from shardeddp.config import CheckpointOptions
-from shardeddp.errors import ConfigurationError
+from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.processes import ProcessStrategy
 
@@ -67,6 +70,7 @@ class CheckpointStrategy(ProcessStrategy):
         self._state_dict_type: StateDictType = state_dict_type
         self.checkpoint_options = checkpoint_options
         self._saver = Saver(checkpoint_options)
+        self._loading_from = Path()  # of the checkpoint that was read last
         self._pending_load: Callable[[], None] | None = None  # from reading a checkpoint until the model is sharded
 
     # -- saving
@@ -126,15 +130,13 @@ class CheckpointStrategy(ProcessStrategy):
         if module is None:
             raise RuntimeError("ShardedDP knows where its checkpoints are only while a Trainer runs")
         path = Path(os.path.realpath(os.path.dirname(filepath)))
-        inside = [root for root in _checkpoint_roots(module.trainer) if path.is_relative_to(os.path.realpath(root))]
+        inside = [root for root in checkpoint_folders(module.trainer) if path.is_relative_to(os.path.realpath(root))]
         return Path(inside[0] if inside else module.trainer.default_root_dir)
 
-    def _sweep(self, trainer: Trainer) -> None:
-        """Clear away what killed runs have left in the directories of this one's checkpoints."""
-        if not self.is_global_zero:
-            return
-        for root in _checkpoint_roots(trainer):
-            for note in cleaning.sweep(root).left:
+    def _sweep(self, folders: Iterable[str | Path]) -> None:
+        """Clear away what killed runs have left in directories of checkpoints."""
+        if self.is_global_zero:
+            for note in (note for folder in folders for note in cleaning.sweep(folder).left):
                 warnings.warn(note, stacklevel=2)
 
     def _parameter_names(self) -> ParameterNames:
@@ -164,6 +166,7 @@ class CheckpointStrategy(ProcessStrategy):
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
         """What ``ckpt_path="last"`` means: see :func:`shardeddp.checkpoint.last.last_checkpoints`."""
         self.wait_for_checkpoint()
+        self._sweep(folders)
         found = last_checkpoints(candidates, folders)
         return str(found[0]) if found else None
 
@@ -172,13 +175,36 @@ class CheckpointStrategy(ProcessStrategy):
         """Read a checkpoint of either kind; the tensors of model and optimizers are read when they are loaded."""
         self.wait_for_checkpoint()
         path = self.broadcast(checkpoint_path)
+        self._loading_from = Path(path)
+        if not os.path.lexists(path):
+            self._sweep([self._loading_from.parent])  # it may be there under the name of what was being replaced
+            self.barrier()
         if os.path.isdir(path):
-            opening = partial(open_checkpoint, Path(path), weights_only, _CODECS)
-            return together("reading the checkpoint", opening, self.mesh.control)
+            options = self.checkpoint_options
+            opening = partial(
+                open_any, Path(path), weights_only, foreign=options.foreign, trust_pickle=options.trust_pickle
+            )
+            try:
+                return together("reading the checkpoint", opening, self.mesh.control)
+            except CheckpointError as error:
+                raise self._with_advice(error) from error
         if type(self.checkpoint_io) is TorchCheckpointIO and os.path.isfile(path) and zipfile.is_zipfile(path):
             # Mapped, so that a rank reads no more of the file than it puts into its shards.
             return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
         return super().load_checkpoint(path, weights_only)
+
+    def _load(self, load: Callable[[], None]) -> None:
+        try:
+            together("loading the checkpoint", load, self.mesh.control)
+        except DamagedCheckpointError as error:
+            raise self._with_advice(error) from error
+
+    def _with_advice(self, error: CheckpointError) -> CheckpointError:
+        """Say which checkpoint can be used instead; a collective of all ranks."""
+        newest = newest_verified(self._loading_from.parent) if self.is_global_zero else None
+        newest = self.broadcast(newest)
+        advice = "No other checkpoint lies beside it" if newest is None else f"The newest that is whole is {newest}"
+        return type(error)(f"{error}. {advice}")
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -196,7 +222,7 @@ class CheckpointStrategy(ProcessStrategy):
         if runtime_of(module) is None:
             self._pending_load = load
         else:
-            together("loading the checkpoint", load, self.mesh.control)
+            self._load(load)
 
     @property
     def _fitting(self) -> bool:
@@ -212,10 +238,33 @@ class CheckpointStrategy(ProcessStrategy):
                 inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
                 load_optimizer(inner, state)
 
-        together("loading optimizer states", load, self.mesh.control)
+        self._load(load)
 
 
-def _checkpoint_roots(trainer: Trainer) -> list[str]:
+def open_any(path: Path, weights_only: bool | None, *, foreign: bool, trust_pickle: bool = False) -> dict[str, Any]:
+    """Read everything of a directory but the tensors, which are read when they are used.
+
+    Args:
+        path: A sharded checkpoint of this package, or of another tool.
+        weights_only: False: unpickle what only pickle could save.
+        foreign: Whether it may be of another tool.
+        trust_pickle: Unpickle the index of such a one without looking at what is in it.
+
+    Raises:
+        CheckpointError: It is damaged, or not to be read without saying so.
+    """
+    if carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
+        return open_checkpoint(path, weights_only, _CODECS)
+    if not foreign:
+        raise CheckpointError(
+            f"{path} was written by another tool, and its index is a pickle. To load it by a reader that runs none, "
+            f"say so: ShardedDP(checkpoint_options=CheckpointOptions(foreign=True)); or convert it once, with "
+            f"'shardeddp consolidate --foreign'"
+        )
+    return read_foreign_contents(path, trust_pickle).checkpoint
+
+
+def checkpoint_folders(trainer: Trainer) -> list[str]:
     """The local directories in which callbacks keep checkpoints."""
     roots = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
     return [root for root in roots if root and "://" not in root]

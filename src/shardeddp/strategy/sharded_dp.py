@@ -43,7 +43,7 @@ from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
 from shardeddp.sharding.spec import UnitSpec
-from shardeddp.strategy.checkpoints import StateDictType
+from shardeddp.strategy.checkpoints import StateDictType, checkpoint_folders
 from shardeddp.strategy.continuing import ContinuingStrategy
 from shardeddp.strategy.processes import StartMethod
 from shardeddp.wrap import PolicyLike, build_units, resolve_policy
@@ -203,7 +203,7 @@ class ShardedDP(ContinuingStrategy):
         if self.accelerator is None or module is None:
             raise RuntimeError("ShardedDP.setup() needs the accelerator and the module that a Trainer connects")
         self.accelerator.setup(trainer)
-        self._sweep(trainer)
+        self._sweep(checkpoint_folders(trainer))
         self._begin_run(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         runtime = runtime_of(module)
@@ -234,7 +234,7 @@ class ShardedDP(ContinuingStrategy):
         runtime = shard_model(units, self.mesh, self.placement, self.prefetch, birth)
         place_module(module, self.root_device)
         if load is not None and not deferred:
-            together("loading the checkpoint", load, self.mesh.control)
+            self._load(load)
         if self.is_global_zero:
             report_units(self._sharding_strategy, runtime)
         return runtime

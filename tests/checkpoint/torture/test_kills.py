@@ -40,7 +40,8 @@ def summary(outcomes: list[Outcome]) -> str:
             f"last call: {dict(calls.most_common())}",
             f"runs that left something: {sum(it.leftovers > 0 for it in outcomes)}; "
             f"newer than what had returned: {sum(it.found > it.returned for it in outcomes)}",
-            f"survivors: slowest {max(it.survivors_s for it in outcomes):.1f} s, hung {sum(it.hung for it in outcomes)}",
+            f"survivors: slowest {max(it.survivors_s for it in outcomes):.1f} s, "
+            f"hung {sum(it.hung for it in outcomes)}",
         ]
     )
 
