@@ -128,7 +128,9 @@ def consolidate(options: argparse.Namespace) -> int:
 def shard(options: argparse.Namespace) -> int:
     """Make a checkpoint directory of a plain file."""
     trust, force = options.trust_pickle, options.force
-    _report(options.name, from_ckpt(options.file, options.output, trust_pickle=trust, force=force))
+    with Console(stderr=True).status(f"writing {options.output.name}"):
+        exported = from_ckpt(options.file, options.output, trust_pickle=trust, force=force)
+    _report(options.name, exported)
     return 0
 
 
@@ -180,7 +182,7 @@ def _progress(title: str, quiet: bool = False) -> Generator[tuple[Callable[[int]
         What to call with the number of bytes that there will be, and with each that are done.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     hidden = quiet or not console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(title, total=None)

@@ -169,11 +169,10 @@ def fit(
     options = {name: value for name, value in options.items() if name != "val"}
     trainer = make_trainer(
         ShardedDP(strategy, 1 if strategy == "hybrid_shard" else None, auto_wrap_policy=None, state_dict_type=kind),
-        max_epochs=EPOCHS,
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1, **SAVES[save])],
         use_distributed_sampler=loader != "generated" and loader != "eager" and "own sampler" not in options,
-        **{name: value for name, value in options.items() if name != "own sampler"},
+        **{"max_epochs": EPOCHS, **{name: value for name, value in options.items() if name != "own sampler"}},
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -218,6 +217,11 @@ def test_between_epochs_with_every_loader(world: Worlds, tmp_path: Path, loader:
 
 def test_between_epochs_with_a_sampler_that_draws_from_the_global_generator(world: Worlds, tmp_path: Path) -> None:
     check(world, tmp_path, "plain", "epoch end", step=12, **{"own sampler": True, "limit_train_batches": 6})
+
+
+@pytest.mark.parametrize(("save", "step"), [("epoch end", 6), ("validation end", 6), ("middle", 8)])
+def test_of_a_run_that_counts_steps(world: Worlds, tmp_path: Path, save: str, step: int) -> None:
+    check(world, tmp_path, "eager", save, step=step, max_epochs=-1, max_steps=24)
 
 
 STATEFUL = ["generated", "eager", "generated stream", "eager stream"]

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from shardeddp.checkpoint.opening import open_checkpoint
 from shardeddp import ShardedDP
 from shardeddp.plan.placement import PLACEMENTS, Placement
 from support.tasks import TinyGpt, token_loader
@@ -87,7 +88,8 @@ def kill_group(group: int) -> None:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    return torch.load(path, weights_only=True)["state_dict"]
+    opened = open_checkpoint(path, None) if path.is_dir() else torch.load(path, weights_only=True)
+    return {name: tensor + 0 for name, tensor in opened["state_dict"].items()}
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 
 import shardeddp
+from shardeddp.checkpoint.opening import open_checkpoint
 from support.tasks import EvaluatedGpt, token_loader
 from support.trainers import EXPECTED_WARNINGS
 
@@ -63,7 +64,8 @@ def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool, deferred:
         predictions = trainer.predict(model, loader)
     path = out / f"{strategy}.ckpt"
     trainer.save_checkpoint(path)
-    saved = torch.load(path, weights_only=True)["state_dict"]
+    opened = open_checkpoint(path, None) if path.is_dir() else torch.load(path, weights_only=True)
+    saved = opened["state_dict"]
     weights = {
         name: tensor.full_tensor() if isinstance(tensor, shardeddp.ShardTensor) else tensor
         for name, tensor in model.state_dict().items()

@@ -242,6 +242,7 @@ class _Reader:
         self._document = document
         self._files = {_file_name(name): StoredFile(nbytes=_count(nbytes), checksum=_text(checksum))
                        for name, (nbytes, checksum) in document["files"].items()}
+        self._nbytes = sum(file.nbytes for file in self._files.values())
 
     def manifest(self) -> Manifest:
         document = self._document
@@ -275,6 +276,8 @@ class _Reader:
             end = interval.stop
         if end != tensor.numel:
             raise ValueError(f"the pieces of {tensor.name} end at element {end} of {tensor.numel}")
+        if tensor.nbytes > self._nbytes:  # pieces that share bytes could ask for any amount of memory
+            raise ValueError(f"{tensor.name} has {tensor.nbytes} bytes, all files together {self._nbytes}")
         return tensor
 
     def _piece(self, offsets: Any, sizes: Any, file: Any, offset: Any, nbytes: Any, *rest: Any) -> Piece:

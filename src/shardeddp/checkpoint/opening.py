@@ -13,7 +13,7 @@ import torch
 
 from shardeddp.checkpoint.encoding import Codec, decode, opaque_paths
 from shardeddp.checkpoint.lazy import LazyTensor
-from shardeddp.checkpoint.manifest import LIGHTNING_META
+from shardeddp.checkpoint.manifest import LIGHTNING_META, STATE
 from shardeddp.checkpoint.reading import CheckpointReader
 from shardeddp.errors import CheckpointError
 
@@ -34,12 +34,23 @@ def open_checkpoint(path: Path, weights_only: bool | None, codecs: Sequence[Code
         CheckpointError: It is damaged, or holds objects that are not to be unpickled.
     """
     reader = CheckpointReader(path)
-    checkpoint: dict[str, Any] = decode(reader.tree(), partial(_tensor, reader), codecs)
+    checkpoint = _decoded(reader, codecs)
     opaque = {key: paths for key, value in checkpoint.items() if (paths := opaque_paths(value))}
     if opaque and weights_only is False:
         checkpoint |= _unpickled(reader, opaque)
     elif opaque:
         _refuse_unknown(path, opaque)
+    return checkpoint
+
+
+def _decoded(reader: CheckpointReader, codecs: Sequence[Codec]) -> dict[str, Any]:
+    try:
+        checkpoint = decode(reader.tree(), partial(_tensor, reader), codecs)
+        if type(checkpoint) is not dict:
+            raise CheckpointError(f"{STATE} holds a {type(checkpoint).__name__}, expected a dict")
+    except CheckpointError as error:
+        known = str(reader.path) in str(error)
+        raise CheckpointError(f"{'' if known else f'{reader.path}: '}{error}") from error
     return checkpoint
 
 

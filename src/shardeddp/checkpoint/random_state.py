@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from shardeddp.comm.agreement import exchange
+from shardeddp.errors import CheckpointError
 
 RandomState = dict[str, torch.Tensor]
 """Name of a generator -> its state, 1D uint8."""
@@ -153,12 +154,16 @@ class ResumeRandomness:
             states: By rank, as saved; None: the checkpoint has none, which changes nothing.
             rank: This rank.
             world_size: Number of ranks now. If there were more or fewer, their states mean nothing now: rank 0 warns.
+
+        Raises:
+            CheckpointError: These are no random states.
         """
         self._held = None
         if states is None:
             return
+        _check(states)
         if len(states) == world_size:
-            self._held = dict(states[rank])
+            self._held = {name: tensor.clone() for name, tensor in states[rank].items()}  # read now, not when restored
         elif rank == 0:
             warnings.warn(
                 f"the checkpoint has the random states of {len(states)} ranks and this run has {world_size}: training "
@@ -256,8 +261,9 @@ class OneBatchAhead:
     def state_dict(self) -> dict[str, Any]:
         """Where the training is in the loader."""
         own = vars(self)
-        ahead = own["_in_hand"]() and own["_previous"] is not None
-        return own["_previous"][0] if ahead else own["_loader"].state_dict()
+        if own["_previous"] is not None and own["_in_hand"]():
+            return own["_previous"][0]
+        return own["_loader"].state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the loader be there again."""
@@ -267,6 +273,20 @@ class OneBatchAhead:
         """Where generators were before the batch in hand was fetched; nothing if there is none."""
         own = vars(self)
         return own["_previous"][1] if own["_in_hand"]() and own["_previous"] is not None else {}
+
+
+def _check(states: object) -> None:
+    sizes = {"python": _PYTHON.size, "numpy": _NUMPY.size, "torch": torch.get_rng_state().numel(), "accelerator": None}
+    ranks = cast("list[object]", states) if isinstance(states, list) else [None]
+    for rank, state in enumerate(ranks):
+        for name, tensor in cast("dict[str, object]", state if isinstance(state, dict) else {"": None}).items():
+            size = sizes.get(name.removeprefix(_BEFORE_FETCH), -1)
+            found = tensor.numel() if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8 else "none"
+            if size is not None and found != size:
+                raise CheckpointError(
+                    f"the random states in the checkpoint are damaged: expected {size} bytes for {name!r} of rank "
+                    f"{rank}, found {found}. Load an older checkpoint, or remove them: del checkpoint['shardeddp']"
+                )
 
 
 def _has_length(loader: object) -> bool:

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from shardeddp.checkpoint.checksums import checksum, memory_of
+from shardeddp.checkpoint.checksums import ALGORITHM, checksum, memory_of
 from shardeddp.checkpoint.committed import read_manifest
 from shardeddp.checkpoint.durable import open_regular
 from shardeddp.checkpoint.manifest import BLOCK_NBYTES, STATE, Manifest, Piece, StoredTensor
 from shardeddp.checkpoint.strict_json import parse_json
-from shardeddp.errors import DamagedCheckpointError
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.intervals import Interval, interval_of
 
 
@@ -55,6 +55,11 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.manifest: Manifest = read_manifest(self.path)
+        if self.manifest.algorithm != ALGORITHM:
+            raise CheckpointError(
+                f"{self.path} has checksums by {self.manifest.algorithm!r}, expected {ALGORITHM}: a newer shardeddp "
+                f"may read it"
+            )
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:

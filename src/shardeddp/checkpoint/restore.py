@@ -53,6 +53,9 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
     Args:
         optimizer: Any.
         state: As ``Optimizer.state_dict()`` has it.
+
+    Raises:
+        CheckpointError: It is of other parameter groups.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = {
@@ -60,7 +63,10 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
         for index, values in state["state"].items()
         if index < len(parameters)
     }
-    optimizer.load_state_dict({**state, "state": states})
+    try:
+        optimizer.load_state_dict({**state, "state": states})
+    except ValueError as error:
+        raise CheckpointError(f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}") from error
 
 
 def _check_fit(
@@ -74,9 +80,11 @@ def _check_fit(
             problems += [f"{which} key(s) in the checkpoint: {_quoted(names)}"] * bool(names)
     for name, value in state.items():
         target = own.get(name)
-        if not isinstance(value, torch.Tensor) or not isinstance(target, torch.Tensor):
+        if not isinstance(target, torch.Tensor):
             continue
-        if value.shape != target.shape and not _is_uninitialized(target):
+        if not isinstance(value, torch.Tensor):
+            problems.append(f"{name} is of type {type(value).__name__}, expected a tensor")
+        elif value.shape != target.shape and not _is_uninitialized(target):
             problems.append(f"{name} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
         elif value.dtype != target.dtype and not cast:
             problems.append(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardeddp.checkpoint.durable import make_directories
+from shardeddp.checkpoint.host_memory import HostMemory
 from shardeddp.checkpoint.manifest import Run
 from shardeddp.checkpoint.snapshot import Snapshot
 from shardeddp.checkpoint.writing import write_checkpoint
@@ -24,6 +25,7 @@ class Saver:
 
     def __init__(self, options: CheckpointOptions) -> None:
         self._options = options
+        self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the thread; the same on all ranks
         self._deletions: list[Callable[[], None]] = []  # wait for the save that goes on
@@ -57,7 +59,7 @@ class Saver:
         if dist.get_rank(group) == 0:
             # Callbacks may look there, or link to what is going to be there, before the thread comes to it.
             make_directories(target.parent, self._options.permissions, self._options.durability)
-        copied = snapshot.copied()
+        copied = snapshot.copied(self._memory)
         self._thread = threading.Thread(
             target=self._write, args=(copied, target, run, group), name="shardeddp-checkpoint"
         )

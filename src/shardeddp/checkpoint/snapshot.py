@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from shardeddp.checkpoint.encoding import Codec, encode
+from shardeddp.checkpoint.host_memory import HostMemory
 from shardeddp.checkpoint.manifest import Path, name_of
 from shardeddp.plan.intervals import Box, Interval, boxes
 from shardeddp.plan.topology import Topology
@@ -86,9 +87,10 @@ class Snapshot:
         """Bytes of elements that this rank writes."""
         return sum(share.elements.nbytes for share in self.shares if share.written)
 
-    def copied(self) -> Snapshot:
+    def copied(self, memory: HostMemory) -> Snapshot:
         """The same with elements of its own, in host memory, for a write behind the back of training."""
-        shares = [replace(share, elements=_to_host(share.elements)) for share in self.shares]
+        copies = memory.copies([share.elements for share in self.shares])
+        shares = [replace(share, elements=copy) for share, copy in zip(self.shares, copies, strict=True)]
         return replace(self, shares=shares)
 
 
@@ -217,7 +219,3 @@ def _without_shards(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_without_shards, value))
     return value
-
-
-def _to_host(elements: torch.Tensor) -> torch.Tensor:
-    return elements.to("cpu", copy=True)

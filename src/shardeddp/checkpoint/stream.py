@@ -36,5 +36,5 @@ def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[m
 
 
 def _taker(tensor: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     return lambda interval: flat[interval.start : interval.stop]

@@ -28,11 +28,12 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
 
 from shardeddp.comm.vote import Vote
 
@@ -83,7 +84,7 @@ class Preemption:
             launcher: The process that has started this one as a rank beside itself; None: something else has.
         """
         self._boundary = _Boundary(Vote(group), self._answer, lambda: self._seen)
-        trainer.callbacks.append(self._boundary)
+        _callbacks(trainer).append(self._boundary)
         if launcher is not None:
             self._boundary.launcher = launcher
         connector = trainer._signal_connector
@@ -94,8 +95,8 @@ class Preemption:
         """Leave a run that is over; Lightning restores the handlers that were there before."""
         if self._trainer is None:
             return
-        if self._boundary in self._trainer.callbacks:
-            self._trainer.callbacks.remove(self._boundary)
+        if self._boundary is not None:
+            _callbacks(self._trainer).remove(self._boundary)
         vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         self._trainer, self._boundary = None, None
 
@@ -154,16 +155,21 @@ class _Boundary(Checkpoint):
         self._vote, self._answer, self._seen = vote, answer, seen
         self._agreed = _NOTHING
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Answer, where a run can resume from."""
         loop = trainer.fit_loop
         self._ask(trainer, ready=not loop._should_accumulate() and not loop.epoch_loop.batch_progress.is_last_batch)
 
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer."""
         self._ask(trainer, ready=True)
 
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer for the last time: nothing is on its way after that."""
         self._ask(trainer, ready=True)
         self._ask(trainer, ready=True)
@@ -184,7 +190,7 @@ def _save(trainer: Trainer) -> str:
         if keeper.save_last is True and not keeper.save_weights_only:
             keeper._save_last_checkpoint(trainer, keeper._monitor_candidates(trainer))
             return keeper.last_model_path
-    if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks) or any(
+    if any(isinstance(callback, OnExceptionCheckpoint) for callback in _callbacks(trainer)) or any(
         keeper._should_save_on_exception(trainer) and not keeper.save_weights_only for keeper in keepers
     ):
         return "the checkpoint of a callback that saves on exceptions"
@@ -192,6 +198,10 @@ def _save(trainer: Trainer) -> str:
     path = str(Path(folder) / FILE_NAME) if "://" not in str(folder) else f"{folder}/{FILE_NAME}"
     trainer.save_checkpoint(path)
     return path
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return vars(trainer)["callbacks"]  # made where a type checker does not look
 
 
 def _requeues(trainer: Trainer) -> bool:

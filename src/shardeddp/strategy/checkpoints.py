@@ -234,7 +234,12 @@ class CheckpointStrategy(ProcessStrategy):
         states = checkpoint["optimizer_states"]
 
         def load() -> None:
-            for optimizer, state in zip(self.optimizers, states, strict=False):
+            if len(states) != len(self.optimizers):
+                raise CheckpointError(
+                    f"the checkpoint has the states of {len(states)} optimizers, expected {len(self.optimizers)}: train "
+                    f"with the optimizers that it was saved with, or load its weights alone"
+                )
+            for optimizer, state in zip(self.optimizers, states, strict=True):
                 inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
                 load_optimizer(inner, state)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -88,12 +89,17 @@ class ContinuingStrategy(CheckpointStrategy):
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return dataloader
         loop = trainer.fit_loop
+        epoch, batches = cast(_ProcessedTracker, loop.epoch_progress.current), loop.epoch_loop.batch_progress
+        if self._randomness.holds and batches.is_last_batch and epoch.ready == epoch.started == epoch.processed:
+            # Between epochs. A Trainer that counts steps would train on one more batch of the epoch that is over.
+            for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+                each._restarting = False  # the property of a loop that counts steps is always true
 
         def in_hand() -> bool:
             fetcher = loop._data_fetcher
             return isinstance(fetcher, _PrefetchDataFetcher) and bool(fetcher.batches)
 
-        mid_epoch = loop.restarting and not loop.epoch_loop.batch_progress.is_last_batch
+        mid_epoch = loop.restarting and not batches.is_last_batch
         return self._randomness.watch(dataloader, self.root_device, mid_epoch=mid_epoch, in_hand=in_hand)
 
     @override

@@ -1,0 +1,391 @@
+"""Saving and loading of a large state against torch.distributed.checkpoint over FSDP2, on one disk, in one run.
+
+Both save the parameters and the AdamW state of one model over the same CPU ranks (gloo), both flush what they write
+to the disk, and both read it back into shards. They take turns, several rounds over, each in fresh processes, so that a
+drift of the machine meets both and peak memory is its own. Files are read from the page cache.
+
+    python benchmarks/checkpoint.py                             # 1 GB over 2 ranks
+    python benchmarks/checkpoint.py --rounds 5 --folder FOLDER  # on the disk to be measured
+    python benchmarks/checkpoint.py --profile                   # where the time goes in ours
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import io
+import json
+import logging
+import os
+import platform
+import pstats
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from shardeddp import ShardedDP
+from shardeddp.checkpoint.verification import verify
+from shardeddp.config import CheckpointOptions
+
+WIDTH = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is saved, and how often that is measured."""
+
+    ranks: int
+    megabytes: int
+    repeats: int
+    rounds: int
+    profile: bool
+
+    @property
+    def layers(self) -> int:
+        """Linear layers whose parameters, with two moments each, have so many bytes."""
+        return max(1, round(self.megabytes * 1e6 / (3 * 4 * (WIDTH * WIDTH + WIDTH))))
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """One round of one engine on one rank: seconds, and bytes beyond what was in use before."""
+
+    save_s: list[float] = field(default_factory=list)
+    """Until the save call returns."""
+
+    done_s: list[float] = field(default_factory=list)
+    """Until everything is on the disk."""
+
+    load_s: list[float] = field(default_factory=list)
+    verify_s: list[float] = field(default_factory=list)
+    copy_s: list[float] = field(default_factory=list)
+    """To copy this rank's part to new memory once."""
+
+    save_nbytes: list[int] = field(default_factory=list)
+    load_nbytes: list[int] = field(default_factory=list)
+    shard_nbytes: int = 0
+    stored_nbytes: int = 0
+
+
+class Engine(Protocol):
+    """Something that saves and loads."""
+
+    def save(self, path: Path) -> None:
+        """Save; may return before it is done."""
+
+    def wait(self) -> None:
+        """Return when it is done."""
+
+    def load(self, path: Path) -> None:
+        """Load into the same model and optimizer."""
+
+    def shards(self) -> list[torch.Tensor]:
+        """What this rank holds of parameters and optimizer state."""
+
+
+class Layers(L.LightningModule):
+    """Linear layers, and AdamW."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Of no interest."""
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Two moments for each parameter."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Ours:
+    """ShardedDP behind a Trainer, after one step.
+
+    Args:
+        setting: Of the benchmark.
+        asynchronous: Whether to save in a thread.
+    """
+
+    def __init__(self, setting: Setting, asynchronous: bool) -> None:
+        self._strategy = ShardedDP(
+            auto_wrap_policy={nn.Linear}, checkpoint_options=CheckpointOptions(asynchronous=asynchronous)
+        )
+        self._module = Layers(setting.layers)
+        self._trainer = L.Trainer(
+            accelerator="cpu", devices=setting.ranks, strategy=self._strategy, max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        data: Any = torch.randn(setting.ranks, WIDTH)
+        self._trainer.fit(self._module, torch.utils.data.DataLoader(data, batch_size=1))
+
+    def save(self, path: Path) -> None:
+        """As a callback would."""
+        self._trainer.save_checkpoint(path)
+
+    def wait(self) -> None:
+        """Until the thread is done."""
+        self._strategy.wait_for_checkpoint()
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        """As a resuming Trainer would."""
+        checkpoint = self._strategy.load_checkpoint(path)
+        self._strategy.load_model_state_dict(checkpoint)
+        self._strategy.load_optimizer_state_dict(checkpoint)
+
+    def shards(self) -> list[torch.Tensor]:
+        """Local parts."""
+        state = self._trainer.optimizers[0].state_dict()["state"]
+        tensors = [
+            *self._module.parameters(),
+            *(it[name] for it in state.values() for name in ("exp_avg", "exp_avg_sq")),
+        ]
+        return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
+
+
+class Stock:
+    """torch's fully_shard and torch.distributed.checkpoint, as their documentation has it; after one step."""
+
+    def __init__(self, setting: Setting) -> None:
+        dist.init_process_group("gloo")
+        self._model = Layers(setting.layers).layers
+        for layer in self._model:
+            fully_shard(layer)
+        fully_shard(self._model)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._model(torch.randn(1, WIDTH)).square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def save(self, path: Path) -> None:
+        """Its file system writer flushes every file."""
+        dcp.save(self._state(), checkpoint_id=path)
+
+    def wait(self) -> None:
+        """Nothing: it has waited."""
+
+    def load(self, path: Path) -> None:
+        """In place, then back into the optimizer."""
+        state = self._state()
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def shards(self) -> list[torch.Tensor]:
+        """Local parts."""
+        state = self._optimizer.state.values()
+        tensors = [*self._model.parameters(), *(it[name] for it in state for name in ("exp_avg", "exp_avg_sq"))]
+        return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
+
+
+ENGINES: dict[str, Callable[[Setting], Engine]] = {
+    "stock": Stock,
+    "shardeddp": lambda setting: Ours(setting, asynchronous=False),
+    "shardeddp, in a thread": lambda setting: Ours(setting, asynchronous=True),
+}
+
+
+def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
+    """One round on one rank; leaves the figures in ``folder``."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(setting.ranks), RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // setting.ranks))
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    stdout = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # rank 0 prints a table of units that would tear the progress bar
+    torch.manual_seed(0)
+    engine = ENGINES[name](setting)
+    found = Measured(shard_nbytes=sum(shard.nbytes for shard in engine.shards()))
+    for number in range(setting.repeats + 1):
+        _measure_once(engine, Path(folder) / f"checkpoint-{number}", found, rank == 0 and name != "stock")
+    if setting.profile and rank == 0 and name != "stock":
+        os.dup2(stdout, 1)
+    if setting.profile:
+        _profile(engine, Path(folder) / "profiled", shown=rank == 0 and name == "shardeddp")
+    for values in (found.save_s, found.done_s, found.load_s, found.verify_s, found.copy_s, found.save_nbytes):
+        del values[:1]  # what is made or loaded once only
+    Path(folder, f"{rank}.json").write_text(json.dumps(asdict(found)))
+    dist.barrier()
+
+
+def _measure_once(engine: Engine, path: Path, found: Measured, verifies: bool) -> None:
+    with _timed(found.copy_s):
+        copies = [shard.clone() for shard in engine.shards()]
+    del copies
+    with _peak(found.save_nbytes), _timed(found.done_s):
+        with _timed(found.save_s, together=False):
+            engine.save(path)
+        engine.wait()
+    with _peak(found.load_nbytes), _timed(found.load_s):
+        engine.load(path)
+    if verifies:
+        start = time.perf_counter()
+        assert verify(path) == []
+        found.verify_s.append(time.perf_counter() - start)
+        found.stored_nbytes = sum(file.stat().st_size for file in path.iterdir())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path)
+
+
+@contextmanager
+def _timed(into: list[float], together: bool = True) -> Iterator[None]:
+    """Seconds from the moment at which all ranks are there until all ranks, or this one, are done."""
+    dist.barrier()
+    start = time.perf_counter()
+    yield
+    if together:
+        dist.barrier()
+    into.append(time.perf_counter() - start)
+
+
+@contextmanager
+def _peak(into: list[int]) -> Iterator[None]:
+    """The most resident memory beyond what there is now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    yield
+    into.append(_resident("VmHWM") - before)
+
+
+def _profile(engine: Engine, path: Path, shown: bool) -> None:
+    """Say where the time of one save and one load goes."""
+    actions: list[tuple[str, Callable[[], None]]] = [
+        ("save", lambda: engine.save(path)),
+        ("load", lambda: engine.load(path)),
+    ]
+    for what, action in actions:
+        profiler = cProfile.Profile()
+        dist.barrier()
+        profiler.runcall(action)
+        engine.wait()
+        if shown:
+            text = io.StringIO()
+            pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(14)
+            Console(stderr=True).print(f"{what}, rank 0\n{text.getvalue()}", highlight=False)
+
+
+def _resident(key: str) -> int:
+    """A figure of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {key} in /proc/self/status: peak memory is read on Linux only")
+
+
+def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Measured]]:
+    """Measure in turn; the times of rank 0, the memory of the worst rank."""
+    results: dict[str, list[Measured]] = {name: [] for name in names}
+    jobs = [(round_, name) for round_ in range(setting.rounds) for name in names]
+    for number, (round_, name) in enumerate(track(jobs, "measuring", console=Console(stderr=True))):
+        # Every second round backwards, so that nobody always runs after the same neighbour.
+        name = name if round_ % 2 == 0 else names[::-1][names.index(name)]
+        port = 20000 + (os.getpid() + number) % 20000
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            mp.spawn(measure, (name, setting, port, place), nprocs=setting.ranks)
+            ranks = [Measured(**json.loads(Path(place, f"{rank}.json").read_text())) for rank in range(setting.ranks)]
+        ranks[0].save_nbytes = [max(it) for it in zip(*(rank.save_nbytes for rank in ranks), strict=True)]
+        ranks[0].load_nbytes = [max(it) for it in zip(*(rank.load_nbytes for rank in ranks), strict=True)]
+        results[name].append(ranks[0])
+    return results
+
+
+def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
+    """Medians, and ratios to stock, to one copy of a rank's part, and to the size of that part."""
+    size = setting.layers * 3 * 4 * (WIDTH * WIDTH + WIDTH)
+    shown = Table(
+        title=f"{size / 1e9:.2f} GB (parameters and AdamW) over {setting.ranks} gloo ranks, torch {torch.__version__}, "
+        f"{platform.machine()}, {date.today()}"
+    )
+    for column in (
+        "engine",
+        "save",
+        "/ stock",
+        "call / copy",
+        "memory / shard",
+        "load",
+        "/ stock",
+        "memory / shard",
+        "verify",
+    ):
+        shown.add_column(column, justify="left" if column == "engine" else "right")
+    stock = results.get("stock")
+    for name, rounds in results.items():
+        save, load = _median(rounds, "done_s"), _median(rounds, "load_s")
+        against = [
+            "" if stock is None else f"{own / _median(stock, key):.2f}"
+            for own, key in ((save, "done_s"), (load, "load_s"))
+        ]
+        shard = rounds[0].shard_nbytes
+        verify_s = _median(rounds, "verify_s") if rounds[0].verify_s else None
+        shown.add_row(
+            name,
+            f"{save:.2f} s",
+            against[0],
+            f"{_median(rounds, 'save_s') / _median(rounds, 'copy_s'):.2f}",
+            f"{_median(rounds, 'save_nbytes') / shard:.2f}",
+            f"{load:.2f} s",
+            against[1],
+            f"{_median(rounds, 'load_nbytes') / shard:.2f}",
+            "" if verify_s is None else f"{rounds[0].stored_nbytes / verify_s / 1e9:.2f} GB/s",
+        )
+    return shown
+
+
+def _median(rounds: list[Measured], name: str) -> float:
+    return statistics.median(value for measured in rounds for value in getattr(measured, name))
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="what to compare")
+    sizes = {"ranks": 2, "megabytes": 1000, "repeats": 3, "rounds": 3}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: where temporary files go")
+    parser.add_argument("--profile", action="store_true", help="print where the time of our save and load goes")
+    parser.add_argument("--save", type=Path, help="write all figures to this file")
+    options = vars(parser.parse_args())
+    names, save, place = options.pop("only"), options.pop("save"), options.pop("folder")
+    setting = Setting(**options)
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        results = run(names, setting, Path(folder))
+    Console().print(table(results, setting))
+    if save is not None:
+        save.write_text(
+            json.dumps({name: [asdict(item) for item in items] for name, items in results.items()}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

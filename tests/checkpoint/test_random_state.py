@@ -1,0 +1,90 @@
+"""Random states come back to the very next number, travel between ranks as bytes, and are refused if they are none."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardeddp.checkpoint.random_state import (
+    ResumeRandomness,
+    capture_random_state,
+    gather_random_states,
+    restore_random_state,
+)
+from shardeddp.errors import CheckpointError
+from world import on_ranks
+
+CPU = torch.device("cpu")
+
+
+def numbers() -> list[float]:
+    """The next of every generator, with those of which two are drawn at a time."""
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.randn(3).tolist()]
+
+
+def test_every_generator_goes_on_where_it_was() -> None:
+    numbers()
+    random.gauss(0, 1)  # leaves one of a pair over
+    np.random.randn()
+    state = capture_random_state(CPU)
+    expected = [numbers() for _ in range(3)]
+    numbers()
+    restore_random_state(state, CPU)
+    assert [numbers() for _ in range(3)] == expected
+
+
+def test_a_state_is_small_and_made_of_bytes_only() -> None:
+    state = capture_random_state(CPU)
+    assert list(state) == ["python", "numpy", "torch"]
+    assert all(tensor.dtype == torch.uint8 and tensor.ndim == 1 for tensor in state.values())
+    assert sum(tensor.numel() for tensor in state.values()) < 12_000
+
+
+@on_ranks(3)
+def test_every_rank_gets_the_states_of_all() -> None:
+    torch.manual_seed(dist.get_rank())
+    mine = capture_random_state(CPU)
+    states = gather_random_states(mine, dist.group.WORLD)
+    expected = torch.rand(1)
+    assert len(states) == 3
+    assert not torch.equal(states[0]["torch"], states[1]["torch"])
+    restore_random_state(states[dist.get_rank()], CPU)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_states_are_restored_once_and_not_before_training_begins() -> None:
+    randomness = ResumeRandomness()
+    state = capture_random_state(CPU)
+    expected = numbers()
+    randomness.hold([state], 0, 1)
+    assert numbers() != expected
+    assert all(torch.equal(tensor, state[name]) for name, tensor in randomness.capture(CPU).items())
+    randomness.begin(CPU)
+    assert numbers() == expected
+    randomness.begin(CPU)
+    assert numbers() != expected
+
+
+def test_states_of_other_ranks_are_not_used() -> None:
+    randomness = ResumeRandomness()
+    with pytest.warns(UserWarning, match=r"random states of 1 ranks and this run has 2.*Resume with 1 ranks"):
+        randomness.hold([capture_random_state(CPU)], 0, 2)
+    randomness.hold([capture_random_state(CPU)], 1, 2)
+    assert not randomness.holds
+
+
+def test_a_checkpoint_without_states_changes_nothing() -> None:
+    randomness = ResumeRandomness()
+    randomness.hold(None, 0, 1)
+    assert not randomness.holds
+
+
+@pytest.mark.parametrize(
+    "states",
+    [3, [3], [{"torch": 3}], [{"torch": torch.zeros(4)}], [{"python": torch.zeros(4, dtype=torch.uint8)}], [{"x": 1}]],
+)
+def test_what_is_no_state_is_refused_when_it_is_read(states: object) -> None:
+    with pytest.raises(CheckpointError, match="random states"):
+        ResumeRandomness().hold(states, 0, 1)  # type: ignore[arg-type]

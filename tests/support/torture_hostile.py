@@ -1,0 +1,206 @@
+"""Hostile checkpoints in this package's own format: all checksums fit, and what they cover was written to do harm."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardeddp.checkpoint.manifest import MANIFEST, STATE
+from support.hostile import Bait, archive_of
+from support.torture_mutations import Files, edit_manifest, edit_state, put_file, seal_bytes, write_files
+
+DATA = "__0_0.distcp"
+
+Spoil = Callable[[Files, Path, Path], None]
+"""Makes the files of an honest checkpoint hostile; gets the directory for what is no ordinary file, and the marker."""
+
+
+def build(original: Files, folder: Path, marker: Path, name: str) -> None:
+    """Write one case of the corpus."""
+    files = dict(original)
+    folder.mkdir()
+    {**CASES, **HARMLESS}[name](files, folder, marker)
+    write_files(folder, files)
+
+
+def _manifest(change: Callable[[Any], object]) -> Spoil:
+    return lambda files, folder, marker: edit_manifest(files, change)
+
+
+def _state(change: Callable[[Any], object]) -> Spoil:
+    return lambda files, folder, marker: edit_state(files, change)
+
+
+def _raw_state(make: Callable[[Files, Path], bytes]) -> Spoil:
+    return lambda files, folder, marker: put_file(files, STATE, make(files, marker))
+
+
+def _raw_manifest(make: Callable[[bytes], bytes]) -> Spoil:
+    def spoil(files: Files, folder: Path, marker: Path) -> None:
+        body = files[MANIFEST].partition(b'"manifest":')[2][:-1]
+        files[MANIFEST] = seal_bytes(make(body))
+
+    return spoil
+
+
+def _named(name: str) -> Spoil:
+    """The data file under a name that lies elsewhere; all items follow."""
+
+    def change(manifest: Any) -> None:
+        manifest["files"][name] = manifest["files"].pop(DATA)
+        for entry in manifest["tensors"]:
+            for piece in entry[3]:
+                piece[2] = name if piece[2] == DATA else piece[2]
+        for entry in manifest["objects"]:
+            entry[1] = name
+
+    return _manifest(change)
+
+
+def _instead_of(name: str, place: Callable[[Path, Path], object]) -> Spoil:
+    """Something that is no ordinary file, in the place of one."""
+
+    def spoil(files: Files, folder: Path, marker: Path) -> None:
+        away = folder.with_name(f"{folder.name}-{name.strip('.')}")
+        away.write_bytes(files.pop(name))
+        place(folder / name, away)
+
+    return spoil
+
+
+def _first(manifest: Any) -> Any:
+    return manifest["tensors"][0]
+
+
+def _huge_shape(manifest: Any) -> None:
+    tensor = _first(manifest)
+    tensor[2] = [2**26, 2**20]
+    tensor[3] = [[[0, 0], [2**26, 2**20], *tensor[3][0][2:]]]
+
+
+def _huge_empty(manifest: Any) -> None:
+    """So many elements that no piece can hold, and no piece."""
+    _first(manifest)[2:] = [[2**26, 2**20], []]
+
+
+def _huge_file(manifest: Any) -> None:
+    manifest["files"][DATA][0] = 2**52
+
+
+def _many_checksums(manifest: Any) -> None:
+    _first(manifest)[3][0][6] = ["0" * 32] * 200_000
+
+
+def _endless_from_little(manifest: Any) -> None:
+    """A tensor that callbacks keep, so that it is read at once: many pieces that are all the same bytes."""
+    tensor = next(it for it in manifest["tensors"] if it[0][:2] == ["extra", "plain"] and it[2] != [])
+    (piece,) = tensor[3]
+    (size,) = piece[1]
+    tensor[2] = [20_000 * size]
+    tensor[3] = [[[number * size], *piece[1:]] for number in range(20_000)]
+
+
+def _twice_named(manifest: Any) -> None:
+    manifest["tensors"].append(_first(manifest))
+
+
+def _other_algorithm(manifest: Any) -> None:
+    manifest["algorithm"] = "none"
+
+
+def _bait(files: Files, marker: Path) -> bytes:
+    return pickle.dumps(Bait(marker))
+
+
+def _baited(name: str) -> Spoil:
+    """A pickle that runs code in a file that other tools unpickle; here it is never read."""
+    return lambda files, folder, marker: put_file(files, name, archive_of(_bait(files, marker)))
+
+
+def _tagged(tag: str, parts: Any) -> Spoil:
+    return _state(lambda tree: tree.update(callbacks={"evil": {f"${tag}": parts}}))
+
+
+CASES: dict[str, Spoil] = {
+    "a file above": _named("../secret.distcp"),
+    "an absolute file": _named("/etc/hostname"),
+    "a file in a folder": _named("data/__0_0.distcp"),
+    "a NUL in a name": _named("__0_0.distcp\0"),
+    "a name with a newline": _named("__0_0.distcp\n"),
+    "a name in other digits": _named("__\u0660_0.distcp"),
+    "a linked data file": _instead_of(DATA, lambda place, away: place.symlink_to(away)),
+    "a linked state": _instead_of(STATE, lambda place, away: place.symlink_to(away)),
+    "a linked manifest": _instead_of(MANIFEST, lambda place, away: place.symlink_to(away)),
+    "a pipe for data": _instead_of(DATA, lambda place, away: os.mkfifo(place)),
+    "a pipe for the manifest": _instead_of(MANIFEST, lambda place, away: os.mkfifo(place)),
+    "a directory for data": _instead_of(DATA, lambda place, away: place.mkdir()),
+    "a device for data": _instead_of(DATA, lambda place, away: place.symlink_to(os.devnull)),
+    "a tensor of exabytes": _manifest(_huge_shape),
+    "a tensor of exabytes without pieces": _manifest(_huge_empty),
+    "a file of petabytes": _manifest(_huge_file),
+    "one range for all of a large tensor": _manifest(_endless_from_little),
+    "checksums without end": _manifest(_many_checksums),
+    "a negative offset": _manifest(lambda manifest: _first(manifest)[3][0].__setitem__(5, -1)),
+    "a fraction for a size": _manifest(lambda manifest: _first(manifest)[2].__setitem__(0, 1.0)),
+    "true for a size": _manifest(lambda manifest: _first(manifest)[2].__setitem__(0, True)),
+    "an attribute of torch for a dtype": _manifest(lambda manifest: _first(manifest).__setitem__(1, "load")),
+    "a path through torch for a dtype": _manifest(
+        lambda manifest: _first(manifest).__setitem__(1, "serialization.load")
+    ),
+    "one tensor twice": _manifest(_twice_named),
+    "no checksums at all": _manifest(_other_algorithm),
+    "a number that is too large": _raw_manifest(
+        lambda body: body.replace(b'"step":', b'"step":9' + b"9" * 30 + b',"x":', 1)
+    ),
+    "digits without end": _raw_manifest(
+        lambda body: body.replace(b'"step":', b'"step":' + b"9" * 4_000_000 + b',"x":', 1)
+    ),
+    "a key twice": _raw_manifest(lambda body: body.replace(b'"step":', b'"step":7,"step":', 1)),
+    "lists in lists": _raw_manifest(lambda body: b"[" * 1_000_000 + b"]" * 1_000_000),
+    "lists beside lists": _raw_manifest(lambda body: b"[" + b"[]," * 10_000_000 + b"[]]"),
+    "not a number": _raw_manifest(lambda body: body.replace(b'"step":', b'"step":NaN,"x":', 1)),
+    "no mapping": _raw_manifest(lambda body: b"[1,2]"),
+    "more than a manifest": lambda files, folder, marker: files.update({MANIFEST: files[MANIFEST] + b" " * 70_000_000}),
+    "a pickle for the manifest": lambda files, folder, marker: files.update({MANIFEST: _bait(files, marker)}),
+    "a pickle for the state": _raw_state(_bait),
+    "state in a state in a state": _raw_state(lambda files, marker: b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "state with a key twice": _raw_state(lambda files, marker: b'{"global_step":1,' + files[STATE][1:]),
+    "state that names a class": _tagged("class", ["os", "system"]),
+    "state that calls": _tagged("reduce", ["os.system", ["true"]]),
+    "a default factory of its own": _tagged("defaultdict", ["os.system", []]),
+    "a dtype that is a function": _tagged("dtype", "load"),
+    "an array of exabytes": _tagged("array", ["float64", [2**40, 2**20], ""]),
+    "bytes that are none": _tagged("bytes", "@@@"),
+    "a tensor that is not there": _tagged("tensor", "model.secret"),
+    "a tensor with a path for a name": _tagged("tensor", "../../secret"),
+    "an object that only pickle saves": _tagged("opaque", "os.system"),
+}
+"""Each is refused."""
+
+HARMLESS: dict[str, Spoil] = {
+    "a pickle for the metadata of torch": _baited(".metadata"),
+    "a pickle for the file of Lightning": _baited("meta.pt"),
+}
+"""Each loads as if nothing were: what runs code in other tools is not read."""
+
+
+def callbacks_that_delete(files: Files, folder: Path, victim: str) -> None:
+    """Let the state of every ModelCheckpoint list a directory that it is to delete as soon as there is a better one.
+
+    Args:
+        files: Of a checkpoint.
+        folder: Where the callback keeps checkpoints; else it does not take its state over.
+        victim: The directory.
+    """
+
+    def change(tree: Any) -> None:
+        states = [state for key, state in tree["callbacks"].items() if "ModelCheckpoint" in key]
+        assert states, "nothing to spoil"
+        for state in states:
+            state.update(dirpath=str(folder), best_model_path=victim)
+            state.update(best_k_models={victim: {"$tensor": "extra.plain.1"}}, kth_best_model_path=victim)
+
+    edit_state(files, change)

@@ -1,0 +1,37 @@
+"""Opens checkpoints of this package in full, in a process whose time and memory are measured.
+
+Usage: torture_reader.py FOLDER    one line of JSON for each directory in it
+"""
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from shardeddp.checkpoint.opening import open_checkpoint
+from shardeddp.errors import CheckpointError
+from support.hostile_reader import peak, reset_peak
+from support.torture_training import whole
+
+
+def attempt(folder: Path) -> str:
+    """What came of it: the text of the documented error, or what must not be."""
+    try:
+        whole(open_checkpoint(folder, None))
+    except CheckpointError as error:
+        return f"refused: {error}"
+    except BaseException as error:  # noqa: BLE001 - any other kind is a finding
+        return f"{type(error).__name__}: {error}"
+    return "read"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    folders = sorted(path for path in Path(sys.argv[1]).iterdir() if path.suffix == ".ckpt")
+    attempt(folders[0])  # what is loaded once only
+    for folder in folders:
+        before, start = reset_peak(), time.process_time()
+        outcome = attempt(folder)
+        seconds = time.process_time() - start
+        print(json.dumps([folder.stem, outcome[:2000], seconds, peak() - before]), flush=True)
