@@ -30,25 +30,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
 
-import lightning as L
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
-from shardeddp import ShardedDP
+from checkpoint_engines import ENGINES, WIDTH, Engine
 from shardeddp.checkpoint.verification import verify
-from shardeddp.config import CheckpointOptions
-
-WIDTH = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,130 +79,6 @@ class Measured:
     stored_nbytes: int = 0
 
 
-class Engine(Protocol):
-    """Something that saves and loads."""
-
-    def save(self, path: Path) -> None:
-        """Save; may return before it is done."""
-
-    def wait(self) -> None:
-        """Return when it is done."""
-
-    def load(self, path: Path) -> None:
-        """Load into the same model and optimizer."""
-
-    def shards(self) -> list[torch.Tensor]:
-        """What this rank holds of parameters and optimizer state."""
-
-
-class Layers(L.LightningModule):
-    """Linear layers, and AdamW."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Of no interest."""
-        return self.layers(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Two moments for each parameter."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class Ours:
-    """ShardedDP behind a Trainer, after one step.
-
-    Args:
-        setting: Of the benchmark.
-        asynchronous: Whether to save in a thread.
-    """
-
-    def __init__(self, setting: Setting, asynchronous: bool) -> None:
-        self._strategy = ShardedDP(
-            auto_wrap_policy={nn.Linear}, checkpoint_options=CheckpointOptions(asynchronous=asynchronous)
-        )
-        self._module = Layers(setting.layers)
-        self._trainer = L.Trainer(
-            accelerator="cpu", devices=setting.ranks, strategy=self._strategy, max_steps=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        data: Any = torch.randn(setting.ranks, WIDTH)
-        self._trainer.fit(self._module, torch.utils.data.DataLoader(data, batch_size=1))
-
-    def save(self, path: Path) -> None:
-        """As a callback would."""
-        self._trainer.save_checkpoint(path)
-
-    def wait(self) -> None:
-        """Until the thread is done."""
-        self._strategy.wait_for_checkpoint()
-        dist.barrier()
-
-    def load(self, path: Path) -> None:
-        """As a resuming Trainer would."""
-        checkpoint = self._strategy.load_checkpoint(path)
-        self._strategy.load_model_state_dict(checkpoint)
-        self._strategy.load_optimizer_state_dict(checkpoint)
-
-    def shards(self) -> list[torch.Tensor]:
-        """Local parts."""
-        state = self._trainer.optimizers[0].state_dict()["state"]
-        tensors = [
-            *self._module.parameters(),
-            *(it[name] for it in state.values() for name in ("exp_avg", "exp_avg_sq")),
-        ]
-        return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
-
-
-class Stock:
-    """torch's fully_shard and torch.distributed.checkpoint, as their documentation has it; after one step."""
-
-    def __init__(self, setting: Setting) -> None:
-        dist.init_process_group("gloo")
-        self._model = Layers(setting.layers).layers
-        for layer in self._model:
-            fully_shard(layer)
-        fully_shard(self._model)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._model(torch.randn(1, WIDTH)).square().mean().backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def save(self, path: Path) -> None:
-        """Its file system writer flushes every file."""
-        dcp.save(self._state(), checkpoint_id=path)
-
-    def wait(self) -> None:
-        """Nothing: it has waited."""
-
-    def load(self, path: Path) -> None:
-        """In place, then back into the optimizer."""
-        state = self._state()
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-
-    def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def shards(self) -> list[torch.Tensor]:
-        """Local parts."""
-        state = self._optimizer.state.values()
-        tensors = [*self._model.parameters(), *(it[name] for it in state for name in ("exp_avg", "exp_avg_sq"))]
-        return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
-
-
-ENGINES: dict[str, Callable[[Setting], Engine]] = {
-    "stock": Stock,
-    "shardeddp": lambda setting: Ours(setting, asynchronous=False),
-    "shardeddp, in a thread": lambda setting: Ours(setting, asynchronous=True),
-}
-
-
 def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
     """One round on one rank; leaves the figures in ``folder``."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(setting.ranks), RANK=str(rank))
@@ -222,7 +89,7 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     stdout = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # rank 0 prints a table of units that would tear the progress bar
     torch.manual_seed(0)
-    engine = ENGINES[name](setting)
+    engine = ENGINES[name](setting.ranks, setting.layers)
     found = Measured(shard_nbytes=sum(shard.nbytes for shard in engine.shards()))
     for number in range(setting.repeats + 1):
         _measure_once(engine, Path(folder) / f"checkpoint-{number}", found, rank == 0 and name != "stock")

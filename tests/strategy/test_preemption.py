@@ -3,6 +3,7 @@
 Real processes get real signals, at moments that are drawn; whatever hangs runs into a timeout.
 """
 
+import itertools
 import os
 import random
 import signal
@@ -65,7 +66,7 @@ def draw(count: int, seed: int) -> list[tuple[str, list[int], float]]:
     return [(names[i % 3], chance.choice(SUBSETS), chance.uniform(0.0, 0.5)) for i in range(count)]
 
 
-@pytest.mark.parametrize(("launcher", "ranks", "moment_s"), draw(4, seed=1))
+@pytest.mark.parametrize(("launcher", "ranks", "moment_s"), draw(3, seed=1))
 def test_a_signal_to_any_ranks_ends_all_in_one_step(
     tmp_path: Path, launcher: str, ranks: list[int], moment_s: float
 ) -> None:
@@ -83,7 +84,14 @@ def test_a_hundred_signals_leave_a_hundred_runs_that_go_on_exactly(tmp_path: Pat
         assert (resumed, first > 0) == (straight, True), (index, launcher, ranks, moment_s)
 
 
-@pytest.mark.parametrize("arguments", [(), ("--accumulate", "3", "--epoch", "7"), ("--epoch", "1")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--accumulate", "3", "--epoch", "7"),
+        pytest.param((), marks=pytest.mark.torture),
+        pytest.param(("--epoch", "1"), marks=pytest.mark.torture),
+    ],
+)
 def test_a_preempted_run_goes_on_exactly(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     straight, _ = finish(tmp_path / "straight", str(tmp_path), "--steps", "60", *arguments)
     path = preempt(tmp_path, "each", [1], 0.1, *arguments)
@@ -94,7 +102,12 @@ def test_a_preempted_run_goes_on_exactly(tmp_path: Path, arguments: tuple[str, .
 
 @pytest.mark.parametrize(
     ("save", "name"),
-    [("last", "last.ckpt"), ("beside", FILE_NAME), ("exception", "excepted.ckpt"), ("on_exception", "excepted.ckpt")],
+    [
+        ("last", "last.ckpt"),
+        ("beside", FILE_NAME),
+        ("on_exception", "excepted.ckpt"),
+        pytest.param("exception", "excepted.ckpt", marks=pytest.mark.torture),
+    ],
 )
 def test_it_is_saved_once_where_a_callback_wants_it(tmp_path: Path, save: str, name: str) -> None:
     with job(tmp_path / "first", str(tmp_path / "out"), "--save", save, launcher=None) as running:
@@ -124,7 +137,7 @@ def test_sigusr1_does_the_same(tmp_path: Path) -> None:
 # -- SLURM
 
 
-@pytest.mark.parametrize("ranks", SUBSETS)
+@pytest.mark.parametrize("ranks", [SUBSETS[1], *(pytest.param(ranks, marks=pytest.mark.torture) for ranks in SUBSETS)])
 def test_slurm_requeues_once_and_training_goes_on(tmp_path: Path, ranks: list[int]) -> None:
     calls = tmp_path / "calls"
     scontrol = tmp_path / "bin" / "scontrol"
@@ -148,9 +161,17 @@ def test_slurm_requeues_once_and_training_goes_on(tmp_path: Path, ranks: list[in
 # -- errors
 
 
-@pytest.mark.parametrize("save", ["exception", "on_exception"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("launcher", ["script", "each"])
+@pytest.mark.parametrize(
+    ("launcher", "rank", "save"),
+    [
+        ("script", 1, "exception"),
+        ("each", 0, "on_exception"),
+        *(
+            pytest.param(launcher, rank, save, marks=pytest.mark.torture)
+            for launcher, rank, save in itertools.product(("script", "each"), (0, 1), ("exception", "on_exception"))
+        ),
+    ],
+)
 def test_an_error_on_one_rank_ends_all_with_what_it_was(tmp_path: Path, save: str, rank: int, launcher: str) -> None:
     began = time.monotonic()
     arguments = (str(tmp_path / "out"), "--save", save, "--fail-on", str(rank))
@@ -165,7 +186,7 @@ def test_an_error_on_one_rank_ends_all_with_what_it_was(tmp_path: Path, save: st
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("save", ["exception", "on_exception"])
+@pytest.mark.parametrize("save", ["on_exception", pytest.param("exception", marks=pytest.mark.torture)])
 def test_an_error_on_all_ranks_is_saved(tmp_path: Path, save: str) -> None:
     arguments = (str(tmp_path / "out"), "--save", save, "--fail-on", str(EVERY_RANK))
     with job(tmp_path / "first", *arguments, launcher=None) as running:

@@ -241,7 +241,7 @@ def test_a_kill_at_every_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_n
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(380)
 def test_a_kill_at_every_system_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
     if not crashes.has_strace():
         pytest.skip("strace is not installed; the same is done from inside the process")

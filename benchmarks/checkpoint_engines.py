@@ -1,0 +1,150 @@
+"""What `benchmarks/checkpoint.py` compares: ShardedDP's checkpoints, and torch.distributed.checkpoint over FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from shardeddp import ShardedDP
+from shardeddp.config import CheckpointOptions
+
+WIDTH = 2048
+
+
+class Engine(Protocol):
+    """Something that saves and loads."""
+
+    def save(self, path: Path) -> None:
+        """Save; may return before it is done."""
+
+    def wait(self) -> None:
+        """Return when it is done."""
+
+    def load(self, path: Path) -> None:
+        """Load into the same model and optimizer."""
+
+    def shards(self) -> list[torch.Tensor]:
+        """What this rank holds of parameters and optimizer state."""
+
+
+class Layers(L.LightningModule):
+    """Linear layers, and AdamW."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Of no interest."""
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Two moments for each parameter."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Ours:
+    """ShardedDP behind a Trainer, after one step.
+
+    Args:
+        ranks: Of the world.
+        layers: Of the model.
+        asynchronous: Whether to save in a thread.
+    """
+
+    def __init__(self, ranks: int, layers: int, asynchronous: bool) -> None:
+        self._strategy = ShardedDP(
+            auto_wrap_policy={nn.Linear}, checkpoint_options=CheckpointOptions(asynchronous=asynchronous)
+        )
+        self._module = Layers(layers)
+        self._trainer = L.Trainer(
+            accelerator="cpu", devices=ranks, strategy=self._strategy, max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        data: Any = torch.randn(ranks, WIDTH)
+        self._trainer.fit(self._module, torch.utils.data.DataLoader(data, batch_size=1))
+
+    def save(self, path: Path) -> None:
+        """As a callback would."""
+        self._trainer.save_checkpoint(path)
+
+    def wait(self) -> None:
+        """Until the thread is done."""
+        self._strategy.wait_for_checkpoint()
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        """As a resuming Trainer would."""
+        checkpoint = self._strategy.load_checkpoint(path)
+        self._strategy.load_model_state_dict(checkpoint)
+        self._strategy.load_optimizer_state_dict(checkpoint)
+
+    def shards(self) -> list[torch.Tensor]:
+        """Local parts."""
+        state = self._trainer.optimizers[0].state_dict()["state"]
+        tensors = [
+            *self._module.parameters(),
+            *(it[name] for it in state.values() for name in ("exp_avg", "exp_avg_sq")),
+        ]
+        return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
+
+
+class Stock:
+    """torch's fully_shard and torch.distributed.checkpoint, as their documentation has it; after one step.
+
+    Args:
+        ranks: Of the world.
+        layers: Of the model.
+    """
+
+    def __init__(self, ranks: int, layers: int) -> None:
+        dist.init_process_group("gloo")
+        self._model = Layers(layers).layers
+        for layer in self._model:
+            fully_shard(layer)
+        fully_shard(self._model)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._model(torch.randn(1, WIDTH)).square().mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def save(self, path: Path) -> None:
+        """Its file system writer flushes every file."""
+        dcp.save(self._state(), checkpoint_id=path)
+
+    def wait(self) -> None:
+        """Nothing: it has waited."""
+
+    def load(self, path: Path) -> None:
+        """In place, then back into the optimizer."""
+        state = self._state()
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def shards(self) -> list[torch.Tensor]:
+        """Local parts."""
+        state = self._optimizer.state.values()
+        tensors = [*self._model.parameters(), *(it[name] for it in state for name in ("exp_avg", "exp_avg_sq"))]
+        return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
+
+
+ENGINES: dict[str, Callable[[int, int], Engine]] = {
+    "stock": Stock,
+    "shardeddp": lambda ranks, layers: Ours(ranks, layers, asynchronous=False),
+    "shardeddp, in a thread": lambda ranks, layers: Ours(ranks, layers, asynchronous=True),
+}
