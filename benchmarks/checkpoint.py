@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import ctypes
 import gc
 import io
 import json
@@ -104,6 +105,7 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
 
 
 def _measure_once(engine: Engine, path: Path, found: Measured, verifies: bool) -> None:
+    _release_memory()
     with _timed(found.copy_s):
         copies = [shard.clone() for shard in engine.shards()]
     del copies
@@ -137,11 +139,17 @@ def _timed(into: list[float], together: bool = True) -> Iterator[None]:
 @contextmanager
 def _peak(into: list[int]) -> Iterator[None]:
     """The most resident memory beyond what there is now."""
-    gc.collect()
+    _release_memory()
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     yield
     into.append(_resident("VmHWM") - before)
+
+
+def _release_memory() -> None:
+    """Give freed memory back to the system, so that it is not taken for memory that is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _profile(engine: Engine, path: Path, shown: bool) -> None:

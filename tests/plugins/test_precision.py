@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from shardeddp import ConfigurationError, ShardedDP, ShardTensor
+from shardeddp.checkpoint.opening import open_checkpoint
 from shardeddp.plan.placement import PLACEMENTS
 from shardeddp.plugins.precision import ShardedMixedPrecision, ShardedPrecision, shard_precision
 from support.parity import Run, assert_same_training
@@ -123,7 +124,8 @@ def scaler_states(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any], float
     trainer.save_checkpoint(tmp_path / "sharded.ckpt")
     plugin = trainer.precision_plugin
     assert isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None
-    states = [torch.load(file, weights_only=True)["MixedPrecision"] for file in (path, tmp_path / "sharded.ckpt")]
+    saved = torch.load(path, weights_only=True), open_checkpoint(tmp_path / "sharded.ckpt", None)
+    states = [checkpoint["MixedPrecision"] for checkpoint in saved]
     return states[0], states[1], plugin.scaler.get_scale()
 
 

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from shardeddp.checkpoint.opening import open_checkpoint
 from shardeddp import ShardedDP
+from shardeddp.checkpoint.opening import open_checkpoint
 from shardeddp.plan.placement import PLACEMENTS, Placement
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer

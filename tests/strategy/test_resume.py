@@ -136,7 +136,8 @@ def test_a_run_resumes_in_another_world_and_under_another_strategy(
 
 
 @pytest.mark.parametrize(
-    ("size", "make"), [(1, full_shard), (3, full_shard), (2, one_unit), (2, shard_grad_op), (2, hybrid_shard), (4, no_shard)]
+    ("size", "make"),
+    [(1, full_shard), (3, full_shard), (2, one_unit), (2, shard_grad_op), (2, hybrid_shard), (4, no_shard)],
 )
 def test_shards_resume_in_another_world_and_under_another_strategy(
     world: Worlds,

@@ -1,4 +1,4 @@
-"""Checksums: xxh3 of 128 bits (https://xxhash.com), of the memory of tensors block by block. They find accidents only."""
+"""Checksums: xxh3 of 128 bits (https://xxhash.com), of the memory of tensors block by block; they find accidents."""
 
 import torch
 import xxhash
@@ -15,7 +15,7 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 def memory_of(elements: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host; writing to them changes the tensor."""
-    return memoryview(elements.detach().reshape(-1).view(torch.uint8).numpy()) if elements.numel() else memoryview(b"")
+    return elements.detach().reshape(-1).view(torch.uint8).numpy().data if elements.numel() else memoryview(b"")
 
 
 def block_checksums(elements: torch.Tensor) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardeddp.checkpoint.encoding import Opaque, decode, dict_codec, opaque_paths
+from shardeddp.checkpoint.encoding import Codec, Opaque, decode, dict_codec, opaque_paths
 from shardeddp.checkpoint.foreign import MODEL, ForeignCheckpoint
 from shardeddp.checkpoint.lazy import LazyTensor
 from shardeddp.checkpoint.manifest import LIGHTNING_META, name_of
@@ -30,8 +30,11 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """What nobody needs but whoever builds a model of it."""
 
-# Lightning's dict with attributes. To whoever has only this file, it is a dict.
-_CODECS = (dict_codec(dict, "attributes"),)
+ATTRIBUTES = "attribute_dict"
+"""The tag of Lightning's dict with attributes."""
+
+# To a tool it is a dict.
+_CODECS = (dict_codec(dict, ATTRIBUTES),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,14 @@ class Contents:
     """What is missing, in sentences for the user."""
 
 
-def read_contents(path: Path, keys: Collection[str] | None = None, trust_pickle: bool = False) -> Contents:
+def read_contents(
+    path: Path,
+    keys: Collection[str] | None = None,
+    *,
+    trust_pickle: bool = False,
+    how_to_trust: str = "--trust-pickle",
+    codecs: Sequence[Codec] = _CODECS,
+) -> Contents:
     """Open a checkpoint of this package.
 
     Args:
@@ -56,6 +66,8 @@ def read_contents(path: Path, keys: Collection[str] | None = None, trust_pickle:
         keys: The entries that are wanted, of those that are there; None: all.
         trust_pickle: Unpickle what only pickle could save; that runs the code of whoever wrote it. Else it is left
             out of hyper-parameters and refused anywhere else.
+        how_to_trust: What to tell the user to do for that.
+        codecs: For values of further types in it.
 
     Raises:
         CheckpointError: It is damaged, or holds objects that are not to be unpickled.
@@ -65,14 +77,14 @@ def read_contents(path: Path, keys: Collection[str] | None = None, trust_pickle:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} holds a {type(tree).__name__}, expected the entries of a Lightning checkpoint")
     wanted = {key: value for key, value in tree.items() if keys is None or key in keys}
-    checkpoint: dict[str, Any] = decode(wanted, partial(_lazy, reader), _CODECS)
+    checkpoint: dict[str, Any] = decode(wanted, partial(_lazy, reader), codecs)
     opaque = {key: places for key, value in checkpoint.items() if (places := opaque_paths(value))}
     notes: list[str] = []
     if opaque and trust_pickle:
         meta = torch.load(io.BytesIO(reader.file(LIGHTNING_META)), map_location="cpu", weights_only=False)
         checkpoint |= {key: meta[key] for key in opaque if key in meta}
     elif opaque:
-        notes.append(_without_opaque(checkpoint, opaque))
+        notes.append(_without_opaque(checkpoint, opaque, how_to_trust))
     return Contents(checkpoint=checkpoint, memory=partial(_place, reader), notes=notes)
 
 
@@ -127,18 +139,18 @@ def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
     return tuple((piece.item.file, piece.payload) for piece in pieces) or tensor.path
 
 
-def _without_opaque(checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[str]]) -> str:
+def _without_opaque(checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[str]], how_to_trust: str) -> str:
     """Drop what could not be saved from hyper-parameters; says what that was."""
     places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
     what = f"objects that only pickle can save, at {', '.join(places)}"
     if not opaque.keys() <= set(HYPER_PARAMETERS):
         raise CheckpointError(
-            f"it holds {what}. --weights-only leaves them out; --trust-pickle unpickles them, which can run any code: "
-            f"use it only if you trust whoever wrote them"
+            f"it holds {what}. {how_to_trust} unpickles them, which can run any code: use it only if you trust whoever "
+            f"wrote them"
         )
     for key in opaque:
         checkpoint[key] = _pruned(checkpoint[key])
-    return f"left out {what} (--trust-pickle unpickles them)"
+    return f"left out {what} ({how_to_trust} unpickles them)"
 
 
 def _pruned(value: Any) -> Any:

@@ -220,7 +220,7 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 def _open(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
     if selection.foreign:
         return read_foreign_contents(source, selection.trust_pickle)
-    return read_contents(source, keys, selection.trust_pickle)
+    return read_contents(source, keys, trust_pickle=selection.trust_pickle)
 
 
 def _weights(checkpoint: Mapping[str, Any], selection: Selection, notes: list[str]) -> Mapping[str, Any]:

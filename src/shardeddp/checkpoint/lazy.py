@@ -30,7 +30,7 @@ class LazyTensor(torch.Tensor):
     _staged: dict[Interval, torch.Tensor]
 
     def __new__(cls, path: Path, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:  # noqa: D102
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.path = path
         made._read = read
         made._staged = {}
@@ -47,17 +47,17 @@ class LazyTensor(torch.Tensor):
         """
 
     def stage(self, interval: Interval) -> None:
-        """Read an interval now, for the next :meth:`take` of it."""
+        """Read an interval now, for the next :meth:`elements` of it."""
         self._staged[interval] = self._read(interval)
 
-    def take(self, interval: Interval) -> torch.Tensor:
+    def elements(self, interval: Interval) -> torch.Tensor:
         """An interval of the flattened elements, 1D; for the caller to keep."""
         staged = self._staged.pop(interval, None)
         return self._read(interval) if staged is None else staged
 
     def whole(self) -> torch.Tensor:
         """All elements, in the tensor's shape."""
-        return self.take(self.all_of_it).view(self.shape)
+        return self.elements(self.all_of_it).view(self.shape)
 
     @property
     def all_of_it(self) -> Interval:
@@ -80,12 +80,16 @@ class LazyTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if asks_only_about(func) and func.__name__ not in ("detach", "__set__", "zeros_like", "empty_like"):
                 return func(*args, **(kwargs or {}))
-            args, kwargs = pytree.tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return _on_whole(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return _on_whole(func, args, kwargs)
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        read: Any = pytree.tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs or {}))
+    return func(*read[0], **read[1])

@@ -1,11 +1,12 @@
 """The manifest of a sharded checkpoint: where every byte of every tensor is, and its checksum; the only index we read.
 
 [Note: the files of a sharded checkpoint]
-A checkpoint is a directory, and it is one if and only if its manifest is whole and its files have the sizes given there:
+A checkpoint is a directory, and it is one if and only if its manifest is whole and its files have the sizes given
+there:
 
-- ``__{rank}_{k}.distcp``: data, a sequence of items. An item is what ``torch.save`` makes of one tensor (or of one other
-  object): a zip archive whose records are stored as they are. The *payload* of a tensor's item, its raw elements in
-  row-major order, is what this package reads.
+- ``__{rank}_{k}.distcp``: data, a sequence of items. An item is what ``torch.save`` makes of one tensor (or of one
+  other object): a zip archive whose records are stored as they are. The *payload* of a tensor's item, its raw elements
+  in row-major order, is what this package reads.
 - ``manifest.json``: this module.
 - ``state.json``: everything that is not a tensor of the model or an optimizer, without pickle.
 - ``.metadata``, ``meta.pt``: the indexes of ``torch.distributed.checkpoint`` and of Lightning over the same data. They
@@ -18,6 +19,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -192,7 +194,8 @@ class Manifest:
         found = hashlib.sha256(body).hexdigest()
         if found.encode() != digest[1]:
             raise CheckpointError(
-                f"{MANIFEST} is damaged: expected sha256 {digest[1].decode()} over its {len(body):,} bytes, found {found}"
+                f"{MANIFEST} is damaged: expected sha256 {digest[1].decode()} over its {len(body):,} bytes, found "
+                f"{found}"
             )
         limits = JsonLimits()
         limits = replace(limits, memory_nbytes=max(limits.memory_nbytes, memory_nbytes))
@@ -240,8 +243,10 @@ class _Reader:
         if document["block_nbytes"] != BLOCK_NBYTES:
             raise ValueError(f"expected blocks of {BLOCK_NBYTES} bytes, found {document['block_nbytes']!r}")
         self._document = document
-        self._files = {_file_name(name): StoredFile(nbytes=_count(nbytes), checksum=_text(checksum))
-                       for name, (nbytes, checksum) in document["files"].items()}
+        self._files = {
+            _file_name(name): StoredFile(nbytes=_count(nbytes), checksum=_text(checksum))
+            for name, (nbytes, checksum) in document["files"].items()
+        }
         self._nbytes = sum(file.nbytes for file in self._files.values())
 
     def manifest(self) -> Manifest:
@@ -251,7 +256,8 @@ class _Reader:
         entries = [*tensors, *objects]
         names = [name_of(entry.path) for entry in entries]
         if len(set(names)) != len(names):
-            raise ValueError(f"expected different names, found {next(it for it in names if names.count(it) > 1)!r} twice")
+            twice = next(name for name, count in Counter(names).items() if count > 1)
+            raise ValueError(f"expected different names, found {twice!r} twice")
         return Manifest(
             run=_run(**document["run"]),
             algorithm=_text(document["algorithm"]),
@@ -272,7 +278,7 @@ class _Reader:
             interval = interval_of(piece.box, tensor.shape)
             self._check_payload(tensor, piece)
             if interval.start != end:
-                raise ValueError(f"the pieces of {tensor.name} do not tile it: one ends at {end}, the next is {interval}")
+                raise ValueError(f"the pieces of {tensor.name} do not tile it: {interval} comes after element {end}")
             end = interval.stop
         if end != tensor.numel:
             raise ValueError(f"the pieces of {tensor.name} end at element {end} of {tensor.numel}")

@@ -1,28 +1,20 @@
-"""Opening: a sharded checkpoint as the dictionary that Lightning saved, its large tensors still on the disk."""
+"""Opening: a sharded checkpoint as the dictionary that Lightning saved, for a run; large tensors stay on the disk."""
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shardeddp.checkpoint.encoding import Codec, decode, opaque_paths
+from shardeddp.checkpoint.contents import read_contents
+from shardeddp.checkpoint.encoding import Codec
 from shardeddp.checkpoint.lazy import LazyTensor
-from shardeddp.checkpoint.manifest import LIGHTNING_META, STATE
-from shardeddp.checkpoint.reading import CheckpointReader
-from shardeddp.errors import CheckpointError
-
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-"""What a run that goes on does not need."""
+from shardeddp.checkpoint.snapshot import PLAIN_EXTRA
 
 
 def open_checkpoint(path: Path, weights_only: bool | None, codecs: Sequence[Codec] = ()) -> dict[str, Any]:
-    """Read everything of a checkpoint but its tensors.
+    """Read everything of a checkpoint but the tensors of model and optimizers, and what was sharded elsewhere.
 
     Args:
         path: The directory.
@@ -33,49 +25,23 @@ def open_checkpoint(path: Path, weights_only: bool | None, codecs: Sequence[Code
     Raises:
         CheckpointError: It is damaged, or holds objects that are not to be unpickled.
     """
-    reader = CheckpointReader(path)
-    checkpoint = _decoded(reader, codecs)
-    opaque = {key: paths for key, value in checkpoint.items() if (paths := opaque_paths(value))}
-    if opaque and weights_only is False:
-        checkpoint |= _unpickled(reader, opaque)
-    elif opaque:
-        _refuse_unknown(path, opaque)
-    return checkpoint
+    contents = read_contents(
+        path, trust_pickle=weights_only is False, how_to_trust="loading it with weights_only=False", codecs=codecs
+    )
+    for note in contents.notes:
+        warnings.warn(f"{path}: {note}", stacklevel=2)
+    return {key: _with_small_tensors(value) for key, value in contents.checkpoint.items()}
 
 
-def _decoded(reader: CheckpointReader, codecs: Sequence[Codec]) -> dict[str, Any]:
-    try:
-        checkpoint = decode(reader.tree(), partial(_tensor, reader), codecs)
-        if type(checkpoint) is not dict:
-            raise CheckpointError(f"{STATE} holds a {type(checkpoint).__name__}, expected a dict")
-    except CheckpointError as error:
-        known = str(reader.path) in str(error)
-        raise CheckpointError(f"{'' if known else f'{reader.path}: '}{error}") from error
-    return checkpoint
-
-
-def _tensor(reader: CheckpointReader, name: str) -> torch.Tensor:
-    try:
-        tensor = reader.tensors[name]
-    except KeyError:
-        raise CheckpointError(f"{reader.path} refers to {name!r} and holds no such tensor") from None
-    lazy = LazyTensor(tensor.path, tensor.shape, tensor.dtype, partial(reader.read, name))
-    # What callbacks keep is small and looked at often; what was sharded is read into shards again.
-    return lazy.whole() if tensor.path[:2] == ("extra", "plain") else lazy
-
-
-def _unpickled(reader: CheckpointReader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that could not be encoded, from Lightning's own file."""
-    meta = torch.load(io.BytesIO(reader.file(LIGHTNING_META)), map_location="cpu", weights_only=False)
-    return {key: meta[key] for key in keys if key in meta}
-
-
-def _refuse_unknown(path: Path, opaque: Mapping[str, list[str]]) -> None:
-    places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
-    text = f"{path} holds objects that only pickle can save, at {', '.join(places)}"
-    if not opaque.keys() <= set(_HYPER_PARAMETERS):
-        raise CheckpointError(
-            f"{text}. If you trust whoever wrote it, load it with weights_only=False: that unpickles them, which can "
-            f"run any code"
-        )
-    warnings.warn(f"{text}; they were not loaded (weights_only=False unpickles them)", stacklevel=2)
+def _with_small_tensors(value: Any) -> Any:
+    """What callbacks keep is small and looked at often: read at once."""
+    if isinstance(value, LazyTensor):
+        return value.whole() if value.path[: len(PLAIN_EXTRA)] == PLAIN_EXTRA else value
+    if isinstance(value, Mapping):
+        read = {key: _with_small_tensors(item) for key, item in value.items()}
+        if isinstance(value, dict):
+            value.update((key, item) for key, item in read.items() if item is not value[key])
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_small_tensors, value))
+    return value

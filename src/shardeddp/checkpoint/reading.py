@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,30 +16,6 @@ from shardeddp.checkpoint.manifest import BLOCK_NBYTES, STATE, Manifest, Piece, 
 from shardeddp.checkpoint.strict_json import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.intervals import Interval, interval_of
-
-
-class TensorInfo(Protocol):
-    """What is known of a stored tensor before it is read."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Source(Protocol):
-    """A checkpoint whose tensors can be read in part; of this package or of another."""
-
-    path: Path
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """By name."""
-        ...
-
-    def read(self, name: str, interval: Interval) -> torch.Tensor:
-        """Elements of a flattened tensor, 1D, on the host."""
-        ...
 
 
 class CheckpointReader:

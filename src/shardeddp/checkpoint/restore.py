@@ -69,9 +69,7 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
         raise CheckpointError(f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}") from error
 
 
-def _check_fit(
-    module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, cast: bool
-) -> None:
+def _check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, cast: bool) -> None:
     problems: list[str] = []
     if strict and not _loads_in_its_own_way(module):
         missing = [name for name in own if name not in state]
@@ -119,7 +117,7 @@ def _shard_like(value: Any, target: Any) -> Any:
         return value
     if isinstance(target, ShardTensor) and target.shape == value.shape:
         spec: ShardSpec = target.spec
-        return ShardTensor(value.take(spec.interval), spec)
+        return ShardTensor(value.elements(spec.interval), spec)
     return value.whole()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -15,6 +15,9 @@ from shardeddp.checkpoint.manifest import Path, name_of
 from shardeddp.plan.intervals import Box, Interval, boxes
 from shardeddp.plan.topology import Topology
 from shardeddp.sharding.shard_tensor import ShardTensor
+
+SHARDED_EXTRA, PLAIN_EXTRA = ("extra", "sharded"), ("extra", "plain")
+"""Under which paths tensors lie that belong neither to the model nor to an optimizer."""
 
 ParameterNames = Sequence[Sequence[str]]
 """For each optimizer, the fqns of its parameters in the order of its groups."""
@@ -127,7 +130,7 @@ class _Collector:
         self._paths = paths
         self._mesh = mesh
         self._stored: dict[tuple[Any, ...], str] = {}  # by memory
-        self._extras = {"sharded": 0, "plain": 0}
+        self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
         self._loads = [0] * mesh.topology.world_size  # bytes of sharded tensors that each rank writes
         self._holders: defaultdict[int, list[int]] = defaultdict(list)
         for rank in range(mesh.topology.world_size):
@@ -146,9 +149,9 @@ class _Collector:
 
     def _extra(self, tensor: torch.Tensor) -> Path:
         # Counted apart: the sharded ones have to have the same names on all ranks, the others are rank 0's.
-        kind = "sharded" if isinstance(tensor, ShardTensor) else "plain"
+        kind = SHARDED_EXTRA if isinstance(tensor, ShardTensor) else PLAIN_EXTRA
         self._extras[kind] += 1
-        return ("extra", kind, str(self._extras[kind]))
+        return (*kind, str(self._extras[kind]))
 
     def _cut(self, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, ShardTensor):
@@ -187,10 +190,9 @@ def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, Pa
         id(value): ("model", key) for key, value in model.items() if isinstance(value, torch.Tensor)
     }
     for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
-        for index, state in optimizer.get("state", {}).items():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    paths[id(value)] = (f"optimizer_{number}", "state", fqns[index], key)
+        for path, value in _states(number, optimizer, fqns):
+            if isinstance(value, torch.Tensor):
+                paths[id(value)] = path
     return paths
 
 
@@ -200,14 +202,20 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
         (("model", key), value) for key, value in model.items() if not isinstance(value, torch.Tensor)
     ]
     for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
-        for index, state in optimizer.get("state", {}).items():
-            rest = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-            found += [((f"optimizer_{number}", "state", fqns[index], key), value) for key, value in rest.items()]
+        found += [it for it in _states(number, optimizer, fqns) if not isinstance(it[1], torch.Tensor)]
         groups = [
             {**group, "params": [fqns[index] for index in group["params"]]} for group in optimizer["param_groups"]
         ]
         found.append(((f"optimizer_{number}", "param_groups"), groups))
     return found
+
+
+def _states(number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]) -> Iterator[tuple[Path, Any]]:
+    """Every value that an optimizer keeps of a parameter, under the parameter's name."""
+    states: Mapping[int, Mapping[str, Any]] = optimizer.get("state", {})
+    for index, state in states.items():
+        for key, value in state.items():
+            yield (f"optimizer_{number}", "state", fqns[index], key), value
 
 
 def _without_shards(value: Any) -> Any:

@@ -29,7 +29,7 @@ def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[m
         dtype: To convert the elements to.
     """
     numel = max(1, CHUNK_NBYTES // max(1, tensor.element_size()))
-    take = tensor.take if isinstance(tensor, LazyTensor) else _taker(tensor)
+    take = tensor.elements if isinstance(tensor, LazyTensor) else _taker(tensor)
     for start in range(0, tensor.numel(), numel):
         part = take(Interval(start, min(tensor.numel(), start + numel)))
         yield memory_of(part if dtype is None else part.to(dtype)).cast("B")

@@ -214,9 +214,10 @@ def _compare_replicas(reports: Sequence[Report]) -> None:
             if checksums != expected:
                 name, offsets, sizes = key
                 raise CheckpointError(
-                    f"replicas differ: {name}, elements from {offsets} of sizes {sizes}, is not the same on rank {rank} "
-                    f"as on rank {writer}. They have to be equal to the last bit: one of these ranks has computed or "
-                    f"kept something wrong. Nothing was saved; go on from the last checkpoint, on other machines"
+                    f"replicas differ: {name}, elements from {offsets} of sizes {sizes}, is not the same on rank "
+                    f"{rank} as on rank {writer}. They have to be equal to the last bit: one of these ranks has "
+                    f"computed or kept something wrong. Nothing was saved: go on from the last checkpoint, on other "
+                    f"machines"
                 )
 
 

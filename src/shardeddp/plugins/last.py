@@ -46,9 +46,7 @@ class ShardedScriptLauncher(_SubprocessScriptLauncher):
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
-def _parse(
-    trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool
-) -> Any:
+def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
     connector = trainer._checkpoint_connector
     parsed = type(connector)._parse_ckpt_path(connector, state_fn, ckpt_path, model_provided, model_connected)
     on_exception = [callback for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]

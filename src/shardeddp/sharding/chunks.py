@@ -1,7 +1,7 @@
 """What ``torch.distributed.checkpoint`` asks of a tensor that only holds a part of itself: its chunks, as boxes.
 
-The three methods are that package's own protocol, so ``dcp.save`` and ``dcp.load`` take the state dict of a sharded model
-as it is. Checkpoints of the Trainer do not come this way.
+The three methods are that package's own protocol, so ``dcp.save`` and ``dcp.load`` take the state dict of a sharded
+model as it is. Checkpoints of the Trainer do not come this way.
 """
 
 from __future__ import annotations

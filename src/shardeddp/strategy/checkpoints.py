@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from shardeddp.checkpoint import cleaning
 from shardeddp.checkpoint.committed import carries_manifest
-from shardeddp.checkpoint.contents import read_foreign_contents
+from shardeddp.checkpoint.contents import ATTRIBUTES, read_foreign_contents
 from shardeddp.checkpoint.encoding import dict_codec
 from shardeddp.checkpoint.full import save_full
 from shardeddp.checkpoint.last import last_checkpoints
@@ -41,7 +41,7 @@ from shardeddp.strategy.processes import ProcessStrategy
 
 StateDictType = Literal["sharded", "full"]
 
-_CODECS = (dict_codec(AttributeDict, "attribute_dict"),)
+_CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
 
 
 class CheckpointStrategy(ProcessStrategy):
@@ -236,8 +236,8 @@ class CheckpointStrategy(ProcessStrategy):
         def load() -> None:
             if len(states) != len(self.optimizers):
                 raise CheckpointError(
-                    f"the checkpoint has the states of {len(states)} optimizers, expected {len(self.optimizers)}: train "
-                    f"with the optimizers that it was saved with, or load its weights alone"
+                    f"the checkpoint has the states of {len(states)} optimizers, expected {len(self.optimizers)}: "
+                    f"train with the optimizers that it was saved with, or load its weights alone"
                 )
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
