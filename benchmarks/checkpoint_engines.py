@@ -29,6 +29,9 @@ class Engine(Protocol):
     def wait(self) -> None:
         """Return when it is done."""
 
+    def forget(self) -> None:
+        """Drop the optimizer's state: a run that resumes has none."""
+
     def load(self, path: Path) -> None:
         """Load into the same model and optimizer."""
 
@@ -82,6 +85,10 @@ class Ours:
         self._strategy.wait_for_checkpoint()
         dist.barrier()
 
+    def forget(self) -> None:
+        """As before the first step."""
+        self._trainer.optimizers[0].state.clear()
+
     def load(self, path: Path) -> None:
         """As a resuming Trainer would."""
         checkpoint = self._strategy.load_checkpoint(path)
@@ -123,6 +130,10 @@ class Stock:
 
     def wait(self) -> None:
         """Nothing: it has waited."""
+
+    def forget(self) -> None:
+        """As before the first step."""
+        self._optimizer.state.clear()
 
     def load(self, path: Path) -> None:
         """In place, then back into the optimizer."""

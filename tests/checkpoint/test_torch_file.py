@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from shardeddp.checkpoint.lazy import LazyTensor
-from shardeddp.checkpoint.torch_file import write_torch_file
+from shardeddp.checkpoint.torch_file import TorchFile, plain
 from shardeddp.plan.intervals import Interval
 
 
 def written(tree: Any, path: Path, **options: Any) -> Any:
     with open(path, "w+b") as file:
-        write_torch_file(file, tree, **options)
+        TorchFile(plain(tree), **options).write(file)
     return torch.load(path, weights_only=True, mmap=True)
 
 
@@ -70,7 +70,7 @@ def test_elements_of_lazy_tensors_are_read_in_parts_and_once() -> None:
 
     numel = 5 * 2**20
     file = io.BytesIO()
-    write_torch_file(file, LazyTensor(("model", "long"), (5, 2**20), torch.int64, read))
+    TorchFile(LazyTensor(("model", "long"), (5, 2**20), torch.int64, read)).write(file)
     assert [asked[0].start, *(it.stop for it in asked)] == [*(it.start for it in asked), numel]
     assert len(asked) > 1
     assert torch.equal(torch.load(io.BytesIO(file.getvalue()), weights_only=True), torch.arange(numel).view(5, -1))
@@ -90,5 +90,5 @@ def test_the_archive_is_whole_and_its_elements_are_aligned(tmp_path: Path) -> No
 def test_equal_trees_make_equal_files() -> None:
     files = [io.BytesIO(), io.BytesIO()]
     for file in files:
-        write_torch_file(file, {"a": torch.ones(5), "b": [1, torch.zeros(2, 2)]})
+        TorchFile({"a": torch.ones(5), "b": [1, torch.zeros(2, 2)]}).write(file)
     assert files[0].getvalue() == files[1].getvalue()

@@ -33,7 +33,7 @@ from shardeddp.checkpoint.optimizer_names import parameter_names
 from shardeddp.checkpoint.safetensors import Entry, write_safetensors
 from shardeddp.checkpoint.snapshot import Alone, take_snapshot
 from shardeddp.checkpoint.stream import Progress, silent
-from shardeddp.checkpoint.torch_file import write_torch_file
+from shardeddp.checkpoint.torch_file import TorchFile, plain
 from shardeddp.checkpoint.writing import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
@@ -165,7 +165,7 @@ def to_ckpt(
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     started(nbytes)
     with new_files([target], force) as [file]:
-        write_torch_file(file, checkpoint, contents.memory, progress)
+        TorchFile(plain(checkpoint), contents.memory).write(file, progress=progress)
         file.flush()
         file.seek(0)
         unsafe = sorted(get_unsafe_globals_in_checkpoint(file))

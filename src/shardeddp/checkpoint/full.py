@@ -1,10 +1,17 @@
 """Full state: every sharded tensor of a nested state gathered, one at a time, to ordinary tensors on the host."""
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardeddp.checkpoint.durable import make_directories
+from shardeddp.checkpoint.new_files import new_files
+from shardeddp.checkpoint.snapshot import memory_of_shards
+from shardeddp.checkpoint.stream import chunks
+from shardeddp.checkpoint.torch_file import TorchFile
 from shardeddp.comm import Mesh, together
 from shardeddp.sharding.shard_tensor import ShardTensor
 
@@ -55,6 +62,39 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
         write(full)
     else:
         together(f"writing {name}", lambda: write(full) if keep else None, mesh.control)
+
+
+def stream_full(state: Any, path: Path, mesh: Mesh) -> None:
+    """Write a state as one file that ``torch.load`` reads; a collective of all ranks.
+
+    One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under its name when all
+    of it is on the disk.
+
+    Args:
+        state: Nested dicts, lists and tuples; the same sharded tensors in the same order on every rank.
+        path: Of the file, as rank 0 has it.
+        mesh: All ranks.
+
+    Raises:
+        CheckpointError: It cannot be written. What was there is still there.
+        RankError: Something in the state cannot be pickled.
+    """
+    file = together(f"pickling {path}", lambda: TorchFile(state, memory_of_shards), mesh.control)
+    gathered = (it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor))
+
+    def read(tensor: torch.Tensor) -> Iterator[memoryview]:
+        return chunks(next(gathered) if isinstance(tensor, ShardTensor) else tensor)
+
+    def write() -> None:
+        try:
+            if mesh.rank == 0:
+                make_directories(path.parent, "umask", "disk")
+                with new_files([path], force=True) as (opened,):
+                    file.write(opened, read)
+        finally:
+            deque(gathered, maxlen=0)  # the others gather all of it, whatever has become of the file
+
+    together(f"writing {path}", write, mesh.control)
 
 
 def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

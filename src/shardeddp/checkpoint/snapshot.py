@@ -139,7 +139,7 @@ class _Collector:
     def put(self, tensor: torch.Tensor) -> str:
         """Name a tensor that has been met; the value that stands for it in the tree."""
         path = self._paths.get(id(tensor)) or self._extra(tensor)
-        name, key = name_of(path), _memory(tensor)
+        name, key = name_of(path), memory_of_shards(tensor)
         stored = self._stored.get(key)
         self.tensors.append(Described(path, tensor.dtype, tuple(tensor.shape), stored))
         if stored is None:
@@ -175,7 +175,7 @@ class _Collector:
             position += box.numel
 
 
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that would be stored as the same bytes; on all ranks or on none."""
     local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
     spec = id(tensor.spec) if isinstance(tensor, ShardTensor) else None

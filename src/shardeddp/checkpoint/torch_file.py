@@ -13,7 +13,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -30,31 +30,41 @@ _ZIP64_NBYTES = 2**31 // 2
 """Safely below where `zipfile` begins to write 64-bit sizes by itself."""
 
 
-def write_torch_file(
-    file: BinaryIO, tree: Any, memory: Callable[[torch.Tensor], Hashable] = id, progress: Progress = silent
-) -> None:
-    """Write a tree so that ``torch.load`` reads it.
+class TorchFile:
+    """A tree on its way into a file that ``torch.load`` reads.
 
     Args:
-        file: Open for writing, empty, seekable.
-        tree: Nested dicts, lists and tuples of plain values and of tensors, which may be lazy ones.
+        tree: Nested dicts, lists and tuples of plain values and of tensors, which may be lazy or sharded ones.
         memory: Equal for tensors that share their elements; they are stored once.
-        progress: Told of each chunk of elements.
     """
-    pickler = _Pickler(memory)
-    content = pickler.pickled(tree)
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        archive.writestr(_info("data.pkl"), content)
-        archive.writestr(_info("byteorder"), sys.byteorder)
-        for key, tensor in enumerate(pickler.storages):
-            nbytes = tensor.numel() * tensor.element_size()
-            with archive.open(
-                _aligned(file, f"data/{key}", nbytes), "w", force_zip64=nbytes >= _ZIP64_NBYTES
-            ) as record:
-                for chunk in chunks(tensor):
-                    record.write(chunk)
-                    progress(len(chunk))
-        archive.writestr(_info("version"), "3\n")
+
+    def __init__(self, tree: Any, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
+        pickler = _Pickler(memory)
+        self._content = pickler.pickled(tree)
+        self.tensors = pickler.storages
+        """Those whose elements are stored, in the order in which they are written."""
+
+    def write(
+        self, file: BinaryIO, read: Callable[[torch.Tensor], Iterator[memoryview]] = chunks, progress: Progress = silent
+    ) -> None:
+        """Write all of it.
+
+        Args:
+            file: Open for writing, empty, seekable.
+            read: Called for each of :attr:`tensors`, in order; gives its elements as bytes, in parts.
+            progress: Told of each part.
+        """
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            archive.writestr(_info("data.pkl"), self._content)
+            archive.writestr(_info("byteorder"), sys.byteorder)
+            for key, tensor in enumerate(self.tensors):
+                nbytes = tensor.numel() * tensor.element_size()
+                info = _aligned(file, f"data/{key}", nbytes)
+                with archive.open(info, "w", force_zip64=nbytes >= _ZIP64_NBYTES) as record:
+                    for part in read(tensor):
+                        record.write(part)
+                        progress(len(part))
+            archive.writestr(_info("version"), "3\n")
 
 
 def _info(name: str) -> zipfile.ZipInfo:
@@ -101,7 +111,7 @@ class _Pickler(pickle.Pickler):
 
     def pickled(self, tree: Any) -> bytes:
         """The pickle of a tree."""
-        self.dump(plain(tree))
+        self.dump(tree)
         return self._buffer.getvalue()
 
     def persistent_id(self, obj: Any) -> Any:

@@ -25,7 +25,7 @@ from shardeddp.checkpoint import cleaning
 from shardeddp.checkpoint.committed import carries_manifest
 from shardeddp.checkpoint.contents import ATTRIBUTES, read_foreign_contents
 from shardeddp.checkpoint.encoding import dict_codec
-from shardeddp.checkpoint.full import save_full
+from shardeddp.checkpoint.full import save_full, stream_full
 from shardeddp.checkpoint.last import last_checkpoints
 from shardeddp.checkpoint.manifest import DCP_METADATA, Run
 from shardeddp.checkpoint.opening import open_checkpoint
@@ -80,6 +80,9 @@ class CheckpointStrategy(ProcessStrategy):
         """Write a checkpoint, as ``state_dict_type`` says; a collective of all ranks."""
         if self._mesh is None or self._state_dict_type == "full":
             self.wait_for_checkpoint()
+            if self._mesh is not None and self._streams(filepath, storage_options):
+                stream_full(checkpoint, Path(filepath), self._mesh)
+                return
             write = partial(self.checkpoint_io.save_checkpoint, path=filepath, storage_options=storage_options)
             save_full(checkpoint, str(filepath), write, self._mesh)
             return
@@ -103,6 +106,10 @@ class CheckpointStrategy(ProcessStrategy):
             },
         )
         self._saver.save(snapshot, target, run, self._mesh.saving)
+
+    def _streams(self, filepath: str | Path, storage_options: Any) -> bool:
+        """Whether one file can be written as its tensors are gathered: not where the user decides how it is written."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and "://" not in str(filepath)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written any more.
