@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardeddp import CheckpointError, CheckpointOptions, ShardedDP, load_from_checkpoint
+from shardeddp import CheckpointError, CheckpointOptions, ConfigurationError, ShardedDP, load_from_checkpoint
 from shardeddp.checkpoint.committed import find_checkpoints, read_manifest
 from shardeddp.checkpoint.full import gather_full
 from shardeddp.checkpoint.opening import open_checkpoint
@@ -239,6 +243,40 @@ def test_what_does_not_fit_is_listed_and_not_loaded(world: Worlds, tmp_path: Pat
     assert "embed.weight is torch.float32, expected torch.float64 (checkpoint_options: cast=True" in first
 
 
+def flip_a_bit_and_save(path: str, rank: int, fqn: str) -> str:
+    model = fit(strategy_of("hybrid_shard/2"), 1)
+    local = model.get_parameter(fqn).to_local()
+    if dist.get_rank() == rank:
+        local.view(torch.int32)[-1] ^= 1
+    with pytest.raises(CheckpointError) as caught:
+        model.trainer.save_checkpoint(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "fqn"), [(0, "blocks.1.up.weight"), (3, "head.weight"), (2, "blocks.0.norm.bias")])
+def test_replicas_that_differ_in_one_bit_are_named_and_not_saved(
+    world: Worlds, tmp_path: Path, rank: int, fqn: str
+) -> None:
+    messages = set(world(4).run(flip_a_bit_and_save, str(tmp_path / "state.ckpt"), rank, fqn))
+    assert len(messages) == 1
+    message = messages.pop()
+    other = (rank + 2) % 4
+    assert "replicas differ: model." in message
+    assert f"on rank {rank} as on rank {other}" in message or f"on rank {other} as on rank {rank}" in message
+    assert os.listdir(tmp_path) == []
+
+
+def train_with_a_plugin_of_files() -> None:
+    strategy = strategy_of("full_shard")
+    strategy.checkpoint_io = AsyncCheckpointIO()
+    with pytest.raises(ConfigurationError, match="checkpoint_io=AsyncCheckpointIO .*state_dict_type='full'"):
+        make_trainer(strategy, max_epochs=1).fit(TinyGpt(), same_batches())
+
+
+def test_a_plugin_that_writes_files_is_refused(world: Worlds) -> None:
+    world(2).run(train_with_a_plugin_of_files)
+
+
 # -- written behind training
 
 
@@ -277,3 +315,20 @@ def test_a_module_is_made_of_a_directory_without_ranks(world: Worlds, tmp_path: 
     model = load_from_checkpoint(TinyGpt, path)
     assert model.head.weight is model.embed.weight
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_tools_that_do_not_know_this_package_read_the_directory(world: Worlds, tmp_path: Path) -> None:
+    path, plain = tmp_path / "state.ckpt", tmp_path / "plain.pt"
+    saved = world(2).run(save_as, "full_shard", str(path))[0]
+    dcp_to_torch_save(path, plain)
+    by_torch = torch.load(plain, weights_only=True)
+    by_lightning = _format_checkpoint(_load_distributed_checkpoint(path))
+    for name, weight in saved["model"].items():
+        assert torch.equal(by_torch["model"][name], weight)
+        assert torch.equal(by_lightning["state_dict"][name], weight)
+    names = [name for group in by_torch["optimizer_0"]["param_groups"] for name in group["params"]]
+    for index, state in saved["optimizer"].items():
+        for key, value in state.items():
+            assert torch.equal(by_torch["optimizer_0"]["state"][names[index]][key], value)
+            assert torch.equal(by_lightning["optimizer_states"][0]["state"][names[index]][key], value)
+    assert by_lightning["global_step"] == 4 and by_lightning["loops"]

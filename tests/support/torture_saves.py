@@ -22,11 +22,10 @@ from shardeddp.checkpoint.snapshot import Described, Share, Snapshot
 from shardeddp.checkpoint.writing import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.intervals import Box
+from support.torture_training import PURE
 
 ROW = 64
 """Elements."""
-
-_PURE = frozenset({"fspath", "_path_normpath", "_path_splitroot_ex", "getcwd", "getpid", "kill", "urandom"})
 
 
 def weight(step: int, rows: int) -> torch.Tensor:
@@ -119,7 +118,7 @@ class Strike:
         sys.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and argument.__module__ in ("posix", "fcntl") and argument.__name__ not in _PURE:
+        if event == "c_call" and argument.__module__ in ("posix", "fcntl") and argument.__name__ not in PURE:
             name = argument.__name__
         elif event == "call" and frame.f_code is durable.exchange.__code__:  # called through ctypes
             name = "renameat2"

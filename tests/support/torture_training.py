@@ -40,6 +40,9 @@ STEPS = 14
 EVERY = 2
 RANKS = 2
 
+PURE = frozenset({"fspath", "_path_normpath", "_path_splitroot_ex", "getcwd", "getpid", "kill", "urandom"})
+"""Functions of the module for system calls that touch no file."""
+
 _SLOT = struct.Struct("<III20s")  # saves begun, saves returned, calls into the system in this save, name of the last
 
 
@@ -119,7 +122,7 @@ class Reporter:
         self._board.write(self._rank, self._begun, self._returned, 0, "training")
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and argument.__module__ in ("posix", "fcntl"):
+        if event == "c_call" and argument.__module__ in ("posix", "fcntl") and argument.__name__ not in PURE:
             name = argument.__name__
         elif event == "call" and frame.f_code is durable.exchange.__code__:
             name = "renameat2"

@@ -107,6 +107,16 @@ class CheckpointStrategy(ProcessStrategy):
         )
         self._saver.save(snapshot, target, run, self._mesh.saving)
 
+    def _check_checkpoint_io(self) -> None:
+        """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
+        plugin = type(self.checkpoint_io)
+        if self._state_dict_type == "sharded" and plugin is not TorchCheckpointIO:
+            raise ConfigurationError(
+                f"checkpoint_io={plugin.__name__} writes checkpoints that are one file, and state_dict_type='sharded' "
+                f"writes directories by itself. Use state_dict_type='full' with it; for saves behind the back of "
+                f"training, checkpoint_options=CheckpointOptions(asynchronous=True) instead"
+            )
+
     def _streams(self, filepath: str | Path, storage_options: Any) -> bool:
         """Whether one file can be written as its tensors are gathered: not where the user decides how it is written."""
         return type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and "://" not in str(filepath)

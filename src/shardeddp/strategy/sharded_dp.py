@@ -203,6 +203,7 @@ class ShardedDP(ContinuingStrategy):
         if self.accelerator is None or module is None:
             raise RuntimeError("ShardedDP.setup() needs the accelerator and the module that a Trainer connects")
         self.accelerator.setup(trainer)
+        self._check_checkpoint_io()
         self._sweep(checkpoint_folders(trainer))
         self._begin_run(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
