@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from shardeddp.checkpoint.lazy import LazyTensor
 from shardeddp.errors import CheckpointError
+from shardeddp.sharding.optimizer import ELEMENTWISE
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 
 
@@ -55,9 +56,11 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
         state: As ``Optimizer.state_dict()`` has it.
 
     Raises:
-        CheckpointError: It is of other parameter groups.
+        CheckpointError: It is of other parameter groups, or of parameters of other shapes.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if type(optimizer) in ELEMENTWISE:
+        _check_shapes(parameters, state["state"])
     states = {
         index: {name: _shard_like(value, parameters[index]) for name, value in values.items()}
         for index, values in state["state"].items()
@@ -67,6 +70,19 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
         optimizer.load_state_dict({**state, "state": states})
     except ValueError as error:
         raise CheckpointError(f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}") from error
+
+
+def _check_shapes(parameters: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
+    """What an element-wise optimizer keeps of a parameter is one number, or has the parameter's shape."""
+    problems = [
+        f"{name} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(parameters[index].shape)}"
+        for index, state in states.items()
+        if index < len(parameters)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameters[index].shape
+    ]
+    if problems:
+        raise CheckpointError("the state of an optimizer does not fit:\n  " + "\n  ".join(problems))
 
 
 def _check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, cast: bool) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from shardeddp.checkpoint import directory
 from shardeddp.checkpoint.checksums import ALGORITHM, block_checksums, checksum
 from shardeddp.checkpoint.directory import Staging
 from shardeddp.checkpoint.durable import disk_errors, preflight
+from shardeddp.checkpoint.early_sync import EarlySync
 from shardeddp.checkpoint.interop import dcp_metadata, lightning_meta, to_bytes
 from shardeddp.checkpoint.items import DataFile
 from shardeddp.checkpoint.manifest import (
@@ -40,6 +41,8 @@ from shardeddp.comm.agreement import gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.intervals import Box
+
+log = logging.getLogger(__name__)
 
 BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, offsets, sizes
 
@@ -144,13 +147,18 @@ class _Writing:
         name = f"__{self._rank}_0.distcp"
         pieces: dict[BoxKey, tuple[Item, int, tuple[str, ...]]] = {}
         copies: dict[BoxKey, tuple[str, ...]] = {}
-        with self._created(name) as descriptor, disk_errors("writing", self._folder / name, self._snapshot.nbytes):
+        with (
+            self._created(name) as descriptor,
+            disk_errors("writing", self._folder / name, self._snapshot.nbytes),
+            EarlySync(descriptor, self._options.durability) as sync,
+        ):
             file = DataFile(descriptor, name, crc=self._options.zip_crc)
             for share in self._snapshot.shares:
                 elements = _plain(share.elements)
                 key = share.name, share.box.offsets, share.box.sizes
                 if share.written:
                     pieces[key] = file.put_tensor(elements.view(share.box.sizes))
+                    sync.wrote(elements.nbytes)
                 else:
                     copies[key] = block_checksums(elements)
             objects = [file.put_object(value) for _, value in self._snapshot.objects] if self._rank == 0 else []
@@ -183,7 +191,7 @@ class _Writing:
             files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
         self._put(MANIFEST, replace(manifest, files=files).to_bytes())
         for note in directory.commit(self._staging):
-            warnings.warn(note, stacklevel=2)
+            log.warning(note)  # no warning that a filter makes an error of: it is committed
         return b""
 
     def _put(self, name: str, content: bytes) -> None:
