@@ -41,7 +41,7 @@ from rich.progress import track
 from rich.table import Table
 
 from checkpoint_engines import ENGINES, WIDTH, Engine
-from shardeddp.checkpoint.verification import verify
+from shardeddp.checkpoint.reading.verification import verify
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from shardeddp.checkpoint.committed import read_manifest
-from shardeddp.checkpoint.export import Exported, Selection, from_ckpt, to_ckpt, to_safetensors
-from shardeddp.checkpoint.inspection import as_json, module_rows, tensor_rows
-from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
-from shardeddp.checkpoint.verification import Verification, checkpoints_in, examine
+from shardeddp.checkpoint.disk.committed import read_manifest
+from shardeddp.checkpoint.format.manifest import DCP_METADATA, MANIFEST
+from shardeddp.checkpoint.reading.inspection import as_json, module_rows, tensor_rows
+from shardeddp.checkpoint.reading.verification import Verification, checkpoints_in, examine
+from shardeddp.checkpoint.writing.export import Exported, Selection, from_ckpt, to_ckpt, to_safetensors
 from shardeddp.errors import CheckpointError
 from shardeddp.monitor.checkpoints import inspection_view, verification_view
 from shardeddp.monitor.report import human_bytes

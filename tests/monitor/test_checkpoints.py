@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from shardeddp.checkpoint.verification import Damage, Verification
+from shardeddp.checkpoint.reading.verification import Damage, Verification
 from shardeddp.monitor.checkpoints import MAX_DAMAGES, verification_view
 from shardeddp.plan.intervals import Interval
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from shardeddp import RankError, ShardTensor
-from shardeddp.checkpoint.opening import open_checkpoint
+from shardeddp.checkpoint.reading.opening import open_checkpoint
 from support.resuming import Make, fit, full_shard, in_one_file
 from support.tasks import EvaluatedGpt, TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer

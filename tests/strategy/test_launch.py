@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint.opening import open_checkpoint
+from shardeddp.checkpoint.reading.opening import open_checkpoint
 from shardeddp.plan.placement import PLACEMENTS, Placement
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer

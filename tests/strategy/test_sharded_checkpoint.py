@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoin
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardeddp import CheckpointError, CheckpointOptions, ConfigurationError, ShardedDP, load_from_checkpoint
-from shardeddp.checkpoint.committed import find_checkpoints, read_manifest
-from shardeddp.checkpoint.full import gather_full
-from shardeddp.checkpoint.opening import open_checkpoint
+from shardeddp.checkpoint.disk.committed import find_checkpoints, read_manifest
+from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.writing.full import gather_full
 from support.resuming import fit, same_batches
 from support.tasks import Block, EvaluatedGpt, TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer
@@ -269,7 +269,7 @@ def test_replicas_that_differ_in_one_bit_are_named_and_not_saved(
 def train_with_a_plugin_of_files() -> None:
     strategy = strategy_of("full_shard")
     strategy.checkpoint_io = AsyncCheckpointIO()
-    with pytest.raises(ConfigurationError, match="checkpoint_io=AsyncCheckpointIO .*state_dict_type='full'"):
+    with pytest.raises(ConfigurationError, match=r"checkpoint_io=AsyncCheckpointIO .*state_dict_type='full'"):
         make_trainer(strategy, max_epochs=1).fit(TinyGpt(), same_batches())
 
 

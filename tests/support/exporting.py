@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shardeddp.checkpoint.manifest import Run
-from shardeddp.checkpoint.snapshot import Alone, take_snapshot
-from shardeddp.checkpoint.writing import write_checkpoint
+from shardeddp.checkpoint.format.manifest import Run
+from shardeddp.checkpoint.writing.shards import write_checkpoint
+from shardeddp.checkpoint.writing.snapshot import Alone, take_snapshot
 from shardeddp.config import CheckpointOptions
 
 PARAMETERS = ("net.embed.weight", "net.scale")

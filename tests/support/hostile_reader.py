@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from shardeddp.checkpoint.foreign import ForeignCheckpoint
+from shardeddp.checkpoint.foreign.reader import ForeignCheckpoint
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.intervals import Interval
 

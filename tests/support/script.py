@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 
 import shardeddp
-from shardeddp.checkpoint.opening import open_checkpoint
+from shardeddp.checkpoint.reading.opening import open_checkpoint
 from support.tasks import EvaluatedGpt, token_loader
 from support.trainers import EXPECTED_WARNINGS
 

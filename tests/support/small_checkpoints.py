@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from shardeddp.checkpoint import directory
-from shardeddp.checkpoint.committed import WORKING_NAME, read_manifest
-from shardeddp.checkpoint.durable import Durability, Permissions
-from shardeddp.checkpoint.manifest import MANIFEST, Manifest, Run, StoredFile
+from shardeddp.checkpoint.disk import directory
+from shardeddp.checkpoint.disk.committed import WORKING_NAME, read_manifest
+from shardeddp.checkpoint.disk.durable import Durability, Permissions
+from shardeddp.checkpoint.format.manifest import MANIFEST, Manifest, Run, StoredFile
+from shardeddp.checkpoint.format.manifest_file import manifest_to_bytes
 
 DATA = ("__0_0.distcp", "__1_0.distcp", "meta.pt")
 
@@ -32,7 +33,7 @@ def fill(folder: Path, step: int, epoch: int = 0) -> None:
     """Write the files of a checkpoint into a directory that exists, without any ceremony."""
     for name in DATA:
         (folder / name).write_bytes(content(name, step))
-    (folder / MANIFEST).write_bytes(manifest_of(step, epoch).to_bytes())
+    (folder / MANIFEST).write_bytes(manifest_to_bytes(manifest_of(step, epoch)))
 
 
 def put(path: Path, step: int, epoch: int = 0) -> Path:
@@ -50,7 +51,7 @@ def save(
     try:
         for name in DATA:
             directory.write_file(staging.path, name, content(name, step), permissions, durability)
-        directory.write_file(staging.path, MANIFEST, manifest_of(step).to_bytes(), permissions, durability)
+        directory.write_file(staging.path, MANIFEST, manifest_to_bytes(manifest_of(step)), permissions, durability)
         return directory.commit(staging)
     except Exception:
         directory.discard(staging)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from shardeddp.checkpoint.cleaning import sweep
-from shardeddp.checkpoint.committed import WORKING_NAME, find_checkpoints, latest
+from shardeddp.checkpoint.disk.cleaning import sweep
+from shardeddp.checkpoint.disk.committed import WORKING_NAME, find_checkpoints, latest
 from shardeddp.comm import failures
 from support.torture_training import RANKS, STEPS, Board, Phase, Picture, Reporter, fork_rank, picture_of, train
 

@@ -15,11 +15,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardeddp.checkpoint import durable
-from shardeddp.checkpoint.manifest import Run
-from shardeddp.checkpoint.opening import open_checkpoint
-from shardeddp.checkpoint.snapshot import Described, Share, Snapshot
-from shardeddp.checkpoint.writing import write_checkpoint
+from shardeddp.checkpoint.disk import durable
+from shardeddp.checkpoint.format.manifest import Run
+from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.writing.shards import write_checkpoint
+from shardeddp.checkpoint.writing.snapshot import Described, Share, Snapshot
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.intervals import Box
 from support.torture_training import PURE

@@ -30,8 +30,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint import durable, saver
-from shardeddp.checkpoint.opening import open_checkpoint
+from shardeddp.checkpoint.disk import durable
+from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.writing import saver
 from shardeddp.config import CheckpointOptions
 from support.tasks import VOCABULARY, Block, TinyGpt
 from support.trainers import full_weights, make_trainer

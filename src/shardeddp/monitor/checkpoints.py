@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardeddp.checkpoint.export import NOT_SHARDED
-from shardeddp.checkpoint.inspection import Row, total
-from shardeddp.checkpoint.manifest import Manifest
-from shardeddp.checkpoint.verification import Verification
+from shardeddp.checkpoint.format.manifest import Manifest
+from shardeddp.checkpoint.reading.inspection import Row, total
+from shardeddp.checkpoint.reading.verification import Verification
+from shardeddp.checkpoint.writing.export import NOT_SHARDED
 from shardeddp.monitor.report import human_bytes, human_count
 
 MAX_DAMAGES = 20

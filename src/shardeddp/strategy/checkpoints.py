@@ -21,18 +21,18 @@ from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from shardeddp.checkpoint import cleaning
-from shardeddp.checkpoint.committed import carries_manifest
-from shardeddp.checkpoint.contents import ATTRIBUTES, read_foreign_contents
-from shardeddp.checkpoint.encoding import dict_codec
-from shardeddp.checkpoint.full import save_full, stream_full
-from shardeddp.checkpoint.last import last_checkpoints
-from shardeddp.checkpoint.manifest import DCP_METADATA, Run
-from shardeddp.checkpoint.opening import open_checkpoint
-from shardeddp.checkpoint.restore import load_model, load_optimizer, stage
-from shardeddp.checkpoint.saver import Saver
-from shardeddp.checkpoint.snapshot import ParameterNames, take_snapshot
-from shardeddp.checkpoint.verification import newest_verified
+from shardeddp.checkpoint.disk import cleaning
+from shardeddp.checkpoint.disk.committed import carries_manifest
+from shardeddp.checkpoint.format.encoding import dict_codec
+from shardeddp.checkpoint.format.manifest import DCP_METADATA, Run
+from shardeddp.checkpoint.reading.contents import ATTRIBUTES, read_foreign_contents
+from shardeddp.checkpoint.reading.last import last_checkpoints
+from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.reading.restore import load_model, load_optimizer, stage
+from shardeddp.checkpoint.reading.verification import newest_verified
+from shardeddp.checkpoint.writing.full import save_full, stream_full
+from shardeddp.checkpoint.writing.saver import Saver
+from shardeddp.checkpoint.writing.snapshot import ParameterNames, take_snapshot
 from shardeddp.comm import agree_on_any, together
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
@@ -181,7 +181,7 @@ class CheckpointStrategy(ProcessStrategy):
     # -- loading
 
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
-        """What ``ckpt_path="last"`` means: see :func:`shardeddp.checkpoint.last.last_checkpoints`."""
+        """What ``ckpt_path="last"`` means: see :func:`shardeddp.checkpoint.reading.last.last_checkpoints`."""
         self.wait_for_checkpoint()
         self._sweep(folders)
         found = last_checkpoints(candidates, folders)

@@ -18,7 +18,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
-from shardeddp.checkpoint.full import gather_full, whole
+from shardeddp.checkpoint.writing.full import gather_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor
 from shardeddp.plan.placement import Placement
 from shardeddp.plan.topology import Topology

@@ -1,0 +1,1 @@
+"""Files and directories that a crash cannot tear."""

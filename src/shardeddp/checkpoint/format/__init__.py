@@ -1,0 +1,1 @@
+"""What is in the files of a checkpoint."""

@@ -1,0 +1,337 @@
+"""State trees as JSON: what JSON has is written as it is, what it lacks under a tag, and what is code not at all.
+
+A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the *parts* of the value,
+a simpler value that is encoded in turn, so the codec of a type says only how to take it apart and put it together.
+Nothing in the data names what is imported or called: tags are looked up in a table.
+
+    encode({"lr": 0.1, "betas": (0.9, inf)}, put) == {"lr": 0.1, "betas": {"$tuple": [0.9, {"$float": "7ff0..."}]}}
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import math
+import pathlib
+import struct
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from shardeddp.checkpoint.format.strict_json import MAX_INTEGER, JsonLimits
+from shardeddp.errors import CheckpointError
+
+TAG = "$"
+MAX_DEPTH = JsonLimits().depth - 4
+"""JSON levels of an encoded tree; the others are for the document around it."""
+
+_TENSOR = "tensor"
+_OPAQUE = "opaque"
+_MAX_SAME_HASH = 16
+"""Keys of one dict; more of them are made to cost quadratic time (hashes of numbers are not randomized)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """A value that could not be encoded. Equal to itself alone: two values of one class need not be equal."""
+
+    type_name: str
+    """Its class; for reading, never for importing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How values of one exact class are written; subclasses are other classes, and may be code."""
+
+    kind: type
+    tag: str
+    parts: Callable[[Any], Any]
+    """To a simpler value, which is encoded in turn; ``NotImplemented`` for a value that becomes :class:`Opaque`."""
+
+    build: Callable[[Any], Any]
+    """From the decoded parts, which may be anything; any exception refuses them."""
+
+
+def dict_codec(kind: type[dict[Any, Any]], tag: str) -> Codec:
+    """The codec of a dict class that is built from a dict and holds nothing else."""
+    return Codec(kind=kind, tag=tag, parts=_pairs, build=lambda parts: kind(_dict(parts)))
+
+
+def encode(tree: Any, put: Callable[[torch.Tensor], str], more: Sequence[Codec] = ()) -> Any:
+    """Make a JSON value of a state tree; equal values (and floats, bit by bit) come back from :func:`decode`.
+
+    A reference that is shared is written each time. A default factory is kept if it is a built-in type, else dropped.
+
+    Args:
+        tree: Containers, numbers, text, tensors and whatever has a codec; everything else becomes :class:`Opaque`.
+        put: Stores a tensor (or an array, as a tensor) and names it; called for each occurrence.
+        more: Codecs beside :data:`CODECS`.
+
+    Raises:
+        CheckpointError: It contains itself, or is nested deeper than the parser allows: says where.
+    """
+    return _Encoder(put=put, codecs={codec.kind: codec for codec in (*CODECS, *more)}).encode(tree, ())
+
+
+def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
+    """Make the state tree of what :func:`encode` returned; runs nothing but the codecs and `get`.
+
+    Args:
+        value: A parsed JSON value.
+        get: The tensor of a name.
+        more: Codecs beside :data:`CODECS`.
+
+    Raises:
+        CheckpointError: A tag is unknown, or holds what it cannot hold.
+    """
+    return _Decoder(get=get, codecs={codec.tag: codec for codec in (*CODECS, *more)}).decode(value)
+
+
+def opaque_paths(tree: Any) -> list[str]:
+    """Where in a decoded tree values are missing: dotted paths; an opaque key is a path of its own."""
+    return [".".join(path) for path in _opaque_paths(tree, ())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoder:
+    put: Callable[[torch.Tensor], str]
+    codecs: Mapping[type, Codec]
+    open: set[int] = field(default_factory=set[int])
+    """Identities of the values around the current one."""
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
+        if _is_plain_scalar(value):
+            return value
+        if id(value) in self.open or len(self.open) >= MAX_DEPTH:
+            what = "contains itself" if id(value) in self.open else f"lies deeper than {MAX_DEPTH} JSON levels"
+            where = ".".join(path) or "its root"
+            raise CheckpointError(f"The state cannot be saved: the {type(value).__name__} at {where} {what}")
+        self.open.add(id(value))
+        try:
+            return self._encode_container(value, path)
+        finally:
+            self.open.remove(id(value))
+
+    def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {TAG + _TENSOR: self.put(value)}
+        if type(value) is list:
+            return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+        if type(value) is dict and all(map(_is_plain_key, value)):
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        codec = self.codecs.get(type(value))
+        parts = NotImplemented if codec is None else codec.parts(value)
+        if codec is None or parts is NotImplemented:
+            return {TAG + _OPAQUE: f"{type(value).__module__}.{type(value).__qualname__}"}
+        return {TAG + codec.tag: self.encode(parts, path)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decoder:
+    get: Callable[[str], torch.Tensor]
+    codecs: Mapping[str, Codec]
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if all(map(_is_plain_key, value)):
+            return {key: self.decode(item) for key, item in value.items()}
+        if len(value) != 1:
+            raise CheckpointError(
+                f"The encoded state is damaged: expected a tag alone, found it among {len(value)} keys"
+            )
+        [(key, encoded)] = value.items()
+        return self._decode_tag(key.removeprefix(TAG), encoded)
+
+    def _decode_tag(self, tag: str, encoded: Any) -> Any:
+        if tag == _TENSOR and isinstance(encoded, str):
+            return self.get(encoded)
+        codec = self.codecs.get(tag)
+        if codec is None:
+            raise CheckpointError(
+                f"The encoded state has the tag {tag[:40]!a} with a {type(encoded).__name__}, which this version does "
+                "not know: it is damaged, or a newer version has written it"
+            )
+        parts = self.decode(encoded)
+        try:
+            return codec.build(parts)
+        except Exception as error:  # noqa: BLE001 - parts are anything, and each type refuses them in its own way
+            raise CheckpointError(
+                f"The encoded state is damaged: its {type(parts).__name__} makes no {codec.tag}: {str(error)[:200]}"
+            ) from None
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    """Whether JSON has it and keeps it exactly."""
+    if value is None or type(value) is bool:
+        return True
+    if type(value) is int:
+        return -MAX_INTEGER <= value <= MAX_INTEGER
+    return math.isfinite(value) if type(value) is float else _is_plain_text(value)
+
+
+def _is_plain_text(value: Any) -> bool:
+    # File names may hold bytes that are no text, as halves of surrogate pairs, which the parser refuses.
+    return type(value) is str and (value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value))
+
+
+def _is_plain_key(key: Any) -> bool:
+    return _is_plain_text(key) and not key.startswith(TAG)
+
+
+def _opaque_paths(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, Opaque):
+        yield path
+    elif isinstance(value, (dict, Namespace)):
+        for key, item in (value if isinstance(value, dict) else vars(value)).items():
+            yield from _opaque_paths(key, (*path, "(key)"))
+            # A key of many digits cannot even be printed.
+            name = str(key) if _is_plain_scalar(key) else f"({type(key).__name__})"
+            yield from _opaque_paths(item, (*path, name))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, item in enumerate(value):
+            yield from _opaque_paths(item, (*path, str(index)))
+
+
+def _pairs(value: Mapping[Any, Any]) -> list[Any]:
+    return [[key, item] for key, item in value.items()]
+
+
+def _dict(parts: Any) -> dict[Any, Any]:
+    pairs = [(key, item) for key, item in _list(parts)]
+    _distinct([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _distinct(parts: Any) -> list[Any]:
+    """Keys that a hash table takes in linear time and without losing one."""
+    keys = _list(parts)
+    if keys and max(Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
+        raise ValueError(f"more than {_MAX_SAME_HASH} keys have one hash")
+    if len(set(keys)) != len(keys):
+        raise ValueError("a key stands there twice")
+    return keys
+
+
+def _members(value: Collection[Any]) -> list[Any]:
+    # The order of text depends on the seed of the hashes, and the bytes of a checkpoint should not.
+    return sorted(value) if all(type(item) is str for item in value) else list(value)
+
+
+def _list(parts: Any) -> list[Any]:
+    """Parts as they were written: what else can be iterated may never end."""
+    if type(parts) is not list:
+        raise TypeError(f"expected a list, found a {type(parts).__name__}")
+    return cast("list[Any]", parts)
+
+
+def _text(parts: Any) -> str:
+    if type(parts) is not str:
+        raise TypeError(f"expected text, found a {type(parts).__name__}")
+    return parts
+
+
+def _default_dict_parts(value: defaultdict[Any, Any]) -> list[Any]:
+    names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
+    return [names[0] if names else None, _pairs(value)]
+
+
+def _build_default_dict(parts: Any) -> defaultdict[Any, Any]:
+    factory, pairs = parts
+    return defaultdict(None if factory is None else _FACTORIES[_text(factory)], _dict(pairs))
+
+
+def _datetime_parts(value: datetime.datetime) -> Any:
+    exact = not value.fold and (value.tzinfo is None or type(value.tzinfo) is datetime.timezone)
+    return value.isoformat() if exact else NotImplemented
+
+
+def _array_parts(value: np.ndarray[Any, Any]) -> Any:
+    native = value.dtype.newbyteorder("=")
+    return (
+        torch.from_numpy(np.array(value, dtype=native, order="C")) if native.type in _NUMPY.values() else NotImplemented
+    )
+
+
+def _build_scalar(kind: type[np.generic], parts: Any) -> np.generic:
+    # The limit is for numpy, which would put all digits into its error.
+    if not isinstance(parts, (int, float, complex)) or (isinstance(parts, int) and parts.bit_length() > 64):
+        raise TypeError(f"expected a number of at most 64 bits, found a {type(parts).__name__}")
+    return kind(parts)
+
+
+def _build_size(parts: Any) -> torch.Size:
+    if not all(type(length) is int and _is_plain_scalar(length) for length in _list(parts)):
+        raise TypeError("expected integers below 2**53")
+    return torch.Size(parts)
+
+
+def _build_str(parts: Any) -> str:
+    return bytes.fromhex(parts).decode("utf-8", "surrogatepass")
+
+
+def _build_namespace(parts: Any) -> Namespace:
+    namespace = Namespace()
+    vars(namespace).update({_text(key): item for key, item in parts.items()})
+    return namespace
+
+
+_FACTORIES: dict[str, type] = {it.__name__: it for it in (dict, list, set, tuple, int, float, bool, str)}
+_DTYPES = {str(it).removeprefix("torch."): it for it in vars(torch).values() if isinstance(it, torch.dtype)}
+_NUMPY: dict[str, type[np.generic]] = {
+    np.dtype(name).name: np.dtype(name).type
+    for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+}
+
+
+_BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (Opaque, "opaque", lambda it: it.type_name, lambda parts: Opaque(_text(parts))),
+    (str, "str", lambda it: it.encode("utf-8", "surrogatepass").hex(), _build_str),
+    (int, "int", hex, lambda parts: int(_text(parts), 16)),  # in linear time, unlike decimal digits
+    (
+        float,
+        "float",
+        lambda it: struct.pack(">d", it).hex(),
+        lambda parts: struct.unpack(">d", bytes.fromhex(parts))[0],
+    ),
+    (complex, "complex", lambda it: [it.real, it.imag], lambda parts: complex(*_list(parts))),
+    (
+        bytes,
+        "bytes",
+        lambda it: base64.b64encode(it).decode(),
+        lambda parts: base64.b64decode(_text(parts), validate=True),
+    ),
+    (tuple, "tuple", list, lambda parts: tuple(_list(parts))),
+    (set, "set", _members, lambda parts: set(_distinct(parts))),
+    (frozenset, "frozenset", _members, lambda parts: frozenset(_distinct(parts))),
+    (dict, "dict", _pairs, _dict),
+    (OrderedDict, "ordered_dict", _pairs, lambda parts: OrderedDict(_dict(parts))),
+    (Counter, "counter", _pairs, lambda parts: Counter(_dict(parts))),
+    (defaultdict, "default_dict", _default_dict_parts, _build_default_dict),
+    (Namespace, "namespace", vars, _build_namespace),
+    (type(pathlib.Path()), "path", str, lambda parts: pathlib.Path(_text(parts))),
+    (
+        datetime.timedelta,
+        "timedelta",
+        lambda it: [it.days, it.seconds, it.microseconds],
+        lambda it: datetime.timedelta(*_list(it)),
+    ),
+    (datetime.datetime, "datetime", _datetime_parts, lambda parts: datetime.datetime.fromisoformat(parts)),
+    (torch.dtype, "dtype", lambda it: str(it).removeprefix("torch."), lambda parts: _DTYPES[_text(parts)]),
+    (torch.device, "device", str, lambda parts: torch.device(_text(parts))),
+    (torch.Size, "size", list, _build_size),
+    (np.ndarray, "array", _array_parts, lambda parts: parts.detach().cpu().numpy()),
+    *((kind, f"numpy.{name}", lambda it: it.item(), partial(_build_scalar, kind)) for name, kind in _NUMPY.items()),
+)
+CODECS: tuple[Codec, ...] = tuple(
+    Codec(kind=kind, tag=tag, parts=parts, build=build) for kind, tag, parts, build in _BUILT_IN
+)
+"""What every version of the format can hold; a tag never changes its meaning."""

@@ -1,0 +1,1 @@
+"""From the disk to tensors, and into a model."""

@@ -1,0 +1,189 @@
+"""The contents of a checkpoint directory as the dictionary that Lightning has in a ``.ckpt`` file, tensors unread.
+
+For tools, which have neither a model nor a process group; the directory may be one of another tool.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardeddp.checkpoint.foreign.reader import MODEL, ForeignCheckpoint
+from shardeddp.checkpoint.format.encoding import Codec, Opaque, decode, dict_codec, opaque_paths
+from shardeddp.checkpoint.format.manifest import LIGHTNING_META, name_of
+from shardeddp.checkpoint.reading.lazy import LazyTensor
+from shardeddp.checkpoint.reading.reader import CheckpointReader
+from shardeddp.errors import CheckpointError
+
+WEIGHTS = "state_dict"
+OPTIMIZERS = "optimizer_states"
+TRAINED, AVERAGING = "current_model_state", "averaging_state"
+"""Where Lightning's weight averaging keeps the model that is trained, and its own state; the averages are WEIGHTS."""
+
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+"""What nobody needs but whoever builds a model of it."""
+
+ATTRIBUTES = "attribute_dict"
+"""The tag of Lightning's dict with attributes."""
+
+# To a tool it is a dict.
+_CODECS = (dict_codec(dict, ATTRIBUTES),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint, or some entries of it."""
+
+    checkpoint: dict[str, Any]
+    """By entry; tensors are lazy."""
+
+    memory: Callable[[torch.Tensor], Hashable] = id
+    """Equal for tensors of it that are stored once."""
+
+    notes: list[str] = field(default_factory=list[str])
+    """What is missing, in sentences for the user."""
+
+
+def read_contents(
+    path: Path,
+    keys: Collection[str] | None = None,
+    *,
+    trust_pickle: bool = False,
+    how_to_trust: str = "--trust-pickle",
+    codecs: Sequence[Codec] = _CODECS,
+) -> Contents:
+    """Open a checkpoint of this package.
+
+    Args:
+        path: Its directory.
+        keys: The entries that are wanted, of those that are there; None: all.
+        trust_pickle: Unpickle what only pickle could save; that runs the code of whoever wrote it. Else it is left
+            out of hyper-parameters and refused anywhere else.
+        how_to_trust: What to tell the user to do for that.
+        codecs: For values of further types in it.
+
+    Raises:
+        CheckpointError: It is damaged, or holds objects that are not to be unpickled.
+    """
+    reader = CheckpointReader(path)
+    tree = reader.tree()
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}, expected the entries of a Lightning checkpoint")
+    wanted = {key: value for key, value in tree.items() if keys is None or key in keys}
+    checkpoint: dict[str, Any] = decode(wanted, partial(_lazy, reader), codecs)
+    opaque = {key: places for key, value in checkpoint.items() if (places := opaque_paths(value))}
+    notes: list[str] = []
+    if opaque and trust_pickle:
+        meta = torch.load(io.BytesIO(reader.file(LIGHTNING_META)), map_location="cpu", weights_only=False)
+        checkpoint |= {key: meta[key] for key in opaque if key in meta}
+    elif opaque:
+        notes.append(_without_opaque(checkpoint, opaque, how_to_trust))
+    return Contents(checkpoint=checkpoint, memory=partial(_place, reader), notes=notes)
+
+
+def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
+    """Open a checkpoint directory of another tool.
+
+    Args:
+        path: The directory.
+        trust_pickle: Run its pickles.
+
+    Raises:
+        CheckpointError: It is none, is damaged, or needs ``trust_pickle``.
+    """
+    foreign = ForeignCheckpoint(path, trust_pickle=trust_pickle)
+    model: dict[str, Any] = {}
+    optimizers: dict[int, dict[Any, Any]] = {}
+    for stored in (*foreign.tensors.values(), *foreign.objects.values()):
+        name = name_of(stored.path)
+        value = (
+            LazyTensor(
+                stored.path, foreign.tensors[name].shape, foreign.tensors[name].dtype, partial(foreign.read, name)
+            )
+            if name in foreign.tensors
+            else foreign.read_object(name)
+        )
+        root, *rest = stored.path
+        number = str(root).removeprefix("optimizer_")
+        if root == MODEL and rest:
+            model[name_of(rest)] = value
+        elif number != root and number.isascii() and number.isdigit() and rest:
+            _put(optimizers.setdefault(int(number), {}), rest, value)
+    lightning = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": version("lightning")}
+    checkpoint: dict[str, Any] = lightning | dict(foreign.meta) | {WEIGHTS: model}
+    if optimizers:
+        checkpoint[OPTIMIZERS] = [_by_index(path, optimizers[number]) for number in sorted(optimizers)]
+    return Contents(checkpoint=checkpoint)
+
+
+def _lazy(reader: CheckpointReader, name: str) -> torch.Tensor:
+    try:
+        tensor = reader.tensors[name]
+    except KeyError:
+        raise CheckpointError(f"{reader.path} refers to {name!r} and holds no such tensor") from None
+    return LazyTensor(tensor.path, tensor.shape, tensor.dtype, partial(reader.read, name))
+
+
+def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
+    """Where the elements of a tensor are: tensors that shared memory are stored once."""
+    if not isinstance(tensor, LazyTensor):
+        return id(tensor)
+    pieces = reader.tensors[name_of(tensor.path)].pieces
+    return tuple((piece.item.file, piece.payload) for piece in pieces) or tensor.path
+
+
+def _without_opaque(checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[str]], how_to_trust: str) -> str:
+    """Drop what could not be saved from hyper-parameters; says what that was."""
+    places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
+    what = f"objects that only pickle can save, at {', '.join(places)}"
+    if not opaque.keys() <= set(HYPER_PARAMETERS):
+        raise CheckpointError(
+            f"it holds {what}. {how_to_trust} unpickles them, which can run any code: use it only if you trust whoever "
+            f"wrote them"
+        )
+    for key in opaque:
+        checkpoint[key] = _pruned(checkpoint[key])
+    return f"left out {what} ({how_to_trust} unpickles them)"
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {
+            key: item for key, item in value.items() if not isinstance(item, Opaque) and not isinstance(key, Opaque)
+        }
+        return {key: _pruned(item) for key, item in kept.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_pruned(item) for item in value if not isinstance(item, Opaque))
+    return value if not opaque_paths(value) else None
+
+
+def _put(tree: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
+    """The state of an optimizer as torch has it, which numbers parameters; other tools name them."""
+    found = optimizer.get("param_groups", [])
+    groups: list[Any] = [found[index] for index in sorted(found)] if isinstance(found, dict) else list(found)
+    numbers: dict[Any, int] = {}
+    numbered: list[dict[str, Any]] = []
+    for group in groups:
+        names = group.get("params", [])
+        names = [names[index] for index in sorted(names)] if isinstance(names, dict) else names
+        numbered.append({**group, "params": [numbers.setdefault(name, len(numbers)) for name in names]})
+    unknown = [name for name in optimizer.get("state", {}) if name not in numbers]
+    if unknown:
+        raise CheckpointError(f"{path}: an optimizer has states of {unknown[0]!r}, which is in none of its groups")
+    return {
+        "state": {numbers[name]: state for name, state in optimizer.get("state", {}).items()},
+        "param_groups": numbered,
+    }

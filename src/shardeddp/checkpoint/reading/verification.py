@@ -1,0 +1,305 @@
+"""Verification: every byte of a checkpoint compared with its checksum, by one process, at the speed of the disk.
+
+It reads each file once from its start to its end, into one buffer. Nothing is unpickled, and no tensor is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from shardeddp.checkpoint.disk.committed import MAX_MANIFEST_NBYTES, find_checkpoints
+from shardeddp.checkpoint.disk.durable import StrPath, disk_errors, kind_of, open_regular
+from shardeddp.checkpoint.foreign.reader import ForeignCheckpoint
+from shardeddp.checkpoint.format.checksums import ALGORITHM
+from shardeddp.checkpoint.format.item_crc import check_item_crc
+from shardeddp.checkpoint.format.manifest import BLOCK_NBYTES, DCP_METADATA, LIGHTNING_META, MANIFEST, Item, Manifest
+from shardeddp.checkpoint.format.manifest_file import manifest_from_bytes
+from shardeddp.errors import CheckpointError
+from shardeddp.plan.intervals import Interval
+
+Progress = Callable[[int], None]
+"""Told how many more bytes have been checked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One place where a checkpoint is not what was written."""
+
+    file: str
+    """Its name in the checkpoint; empty if it is the checkpoint as a whole."""
+
+    tensor: str = ""
+    """Which tensor has bytes there; empty if none."""
+
+    where: Interval | None = None
+    """Bytes of the file; None if it is the file as a whole."""
+
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        """All of it in one line."""
+        where = f" bytes {self.where.start:,} to {self.where.stop:,}" if self.where else ""
+        of = f" of {self.tensor}" if self.tensor else ""
+        return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was found out about one checkpoint."""
+
+    path: Path
+    step: int | None
+    """Optimizer steps taken; None if nothing says so that can be believed."""
+
+    nbytes: int
+    """Of all files, as they should be."""
+
+    damages: list[Damage]
+    unchecked: list[str] = field(default_factory=list[str])
+    """What of it carries no checksum, so that nothing can be said (checkpoints of other tools only)."""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damages
+
+
+def verify(path: StrPath, progress: Progress | None = None) -> list[Damage]:
+    """Compare all bytes of a checkpoint with their checksums.
+
+    Args:
+        path: The directory of a sharded checkpoint, of this package or of another tool.
+        progress: Called as it goes on.
+
+    Returns:
+        What is damaged, in the order of files and bytes; nothing if all of it is as it was written.
+
+    Raises:
+        CheckpointError: There is no sharded checkpoint.
+    """
+    return examine(path, progress).damages
+
+
+def examine(path: StrPath, progress: Progress | None = None, started: Progress | None = None) -> Verification:
+    """Do what :func:`verify` does, and tell more of it; ``started`` is told how many bytes there are to check."""
+    path = Path(path)
+    progress, started = progress or _silent, started or _silent
+    if os.path.lexists(path / MANIFEST):
+        return _examine_own(path, progress, started)
+    if os.path.lexists(path / DCP_METADATA):
+        return _examine_foreign(path, progress, started)
+    what = "nothing" if not os.path.lexists(path) else "a directory" if path.is_dir() else kind_of(path.stat().st_mode)
+    raise CheckpointError(
+        f"{path} is no sharded checkpoint: expected a directory with {MANIFEST} (or, by another tool, {DCP_METADATA}), "
+        f"found {what}" + (" without them" if what == "a directory" else "")
+    )
+
+
+def newest_verified(directory: StrPath, before_step: int | None = None) -> Path | None:
+    """The newest checkpoint of a directory all of whose bytes are as they were written.
+
+    Args:
+        directory: It need not exist.
+        before_step: Only checkpoints of fewer optimizer steps.
+
+    Returns:
+        None if there is none.
+    """
+    for candidate in reversed(find_checkpoints(directory).checkpoints):
+        wanted = before_step is None or candidate.step < before_step
+        with contextlib.suppress(CheckpointError):  # it was removed meanwhile
+            if wanted and not verify(candidate.path):
+                return candidate.path
+    return None
+
+
+def checkpoints_in(directory: StrPath) -> list[Path]:
+    """The sharded checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
+    found = find_checkpoints(directory)
+    whole = [candidate.path for candidate in reversed(found.checkpoints)]
+    with disk_errors("looking for checkpoints in", directory):
+        rest = [Path(directory) / name for name in sorted(os.listdir(directory)) if not name.startswith(".")]
+    seen = {path.name for path in whole}
+    return whole + [
+        path
+        for path in rest
+        if path.name not in seen and (os.path.lexists(path / MANIFEST) or os.path.lexists(path / DCP_METADATA))
+    ]
+
+
+def _silent(nbytes: int) -> None:
+    pass
+
+
+def _examine_own(path: Path, progress: Progress, started: Progress) -> Verification:
+    try:
+        with _opened(path, MANIFEST) as (descriptor, nbytes):
+            if nbytes > MAX_MANIFEST_NBYTES:
+                raise CheckpointError(f"expected at most {MAX_MANIFEST_NBYTES:,} bytes, found {nbytes:,}")
+            manifest = manifest_from_bytes(os.pread(descriptor, nbytes, 0))
+        if manifest.algorithm != ALGORITHM:
+            raise CheckpointError(f"expected checksums by {ALGORITHM}, found {manifest.algorithm!r}")
+    except (CheckpointError, OSError) as error:
+        damage = Damage(file=MANIFEST, expected="a manifest that can be read", found=str(error))
+        return Verification(path=path, step=None, nbytes=0, damages=[damage])
+    started(manifest.nbytes)
+    blocks = _blocks(manifest)
+    buffer = memoryview(bytearray(BLOCK_NBYTES))
+    damages: list[Damage] = []
+    for name in manifest.files:
+        damages += _FileCheck(path, name, manifest, blocks[name], buffer).run(progress)
+    damages += _extra(path, {MANIFEST, *manifest.files})
+    return Verification(path=path, step=manifest.run.step, nbytes=manifest.nbytes, damages=damages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes of a file under one checksum of a tensor."""
+
+    start: int
+    stop: int
+    tensor: str
+    checksum: str
+
+
+def _blocks(manifest: Manifest) -> defaultdict[str, list[_Block]]:
+    """By file, in the order of bytes; those of tensors that are stored once under several names are there once."""
+    found: defaultdict[str, dict[int, _Block]] = defaultdict(dict)
+    for tensor in manifest.tensors.values():
+        for piece in tensor.pieces:
+            stop = piece.payload + piece.box.numel * tensor.dtype.itemsize
+            for index, expected in enumerate(piece.checksums):
+                start = piece.payload + index * BLOCK_NBYTES
+                block = _Block(start, min(stop, start + BLOCK_NBYTES), tensor.name, expected)
+                found[piece.item.file].setdefault(start, block)
+    sorted_blocks: defaultdict[str, list[_Block]] = defaultdict(list)
+    for name, blocks in found.items():
+        sorted_blocks[name] = [blocks[start] for start in sorted(blocks)]
+    return sorted_blocks
+
+
+class _FileCheck:
+    """One file, read once.
+
+    Args:
+        path: The checkpoint.
+        name: Of the file.
+        manifest: What it should be.
+        blocks: Of tensors in it, in order.
+        buffer: Of ``BLOCK_NBYTES``.
+    """
+
+    def __init__(self, path: Path, name: str, manifest: Manifest, blocks: Sequence[_Block], buffer: memoryview) -> None:
+        self._path = path
+        self._name = name
+        self._expected = manifest.files[name]
+        self._blocks = blocks
+        self._buffer = buffer
+        self._frames = xxhash.xxh3_128()  # of all that is not in a block
+
+    def run(self, progress: Progress) -> list[Damage]:
+        try:
+            with _opened(self._path, self._name) as (descriptor, nbytes):
+                return list(self._check(descriptor, nbytes, progress))
+        except FileNotFoundError:
+            found = "no such file"
+        except (CheckpointError, OSError) as error:
+            found = str(error)
+        return [Damage(file=self._name, expected=f"a file of {self._expected.nbytes:,} bytes", found=found)]
+
+    def _check(self, descriptor: int, nbytes: int, progress: Progress) -> Iterator[Damage]:
+        size = self._expected.nbytes
+        if nbytes != size:
+            yield Damage(file=self._name, expected=f"a file of {size:,} bytes", found=f"{nbytes:,} bytes")
+        end = 0
+        for block in self._blocks:
+            if block.start < end:
+                yield self._damage(block, "bytes of its own", f"bytes that {MANIFEST} gives to others as well")
+                continue
+            self._read_frames(descriptor, end, block.start, progress)
+            found = self._digest(descriptor, block)
+            if found != block.checksum:
+                yield self._damage(block, block.checksum, found)
+            progress(block.stop - block.start)
+            end = block.stop
+        self._read_frames(descriptor, end, size, progress)
+        frames = self._frames.hexdigest()
+        if frames != self._expected.checksum and nbytes >= size:
+            of_what = f"{self._expected.checksum} over the bytes around its tensors" if self._blocks else ""
+            yield Damage(file=self._name, expected=of_what or self._expected.checksum, found=frames)
+
+    def _damage(self, block: _Block, expected: str, found: str) -> Damage:
+        where = Interval(block.start, block.stop)
+        return Damage(file=self._name, tensor=block.tensor, where=where, expected=expected, found=found)
+
+    def _read_frames(self, descriptor: int, start: int, stop: int, progress: Progress) -> None:
+        while start < stop and (count := self._read(descriptor, start, stop)):
+            self._frames.update(self._buffer[:count])
+            start += count
+            progress(count)
+
+    def _digest(self, descriptor: int, block: _Block) -> str:
+        nbytes, done = block.stop - block.start, 0
+        while done < nbytes:
+            count = os.preadv(descriptor, [self._buffer[done:nbytes]], block.start + done)
+            if count == 0:
+                return f"the end of the file at byte {block.start + done:,}"
+            done += count
+        return xxhash.xxh3_128_hexdigest(self._buffer[:nbytes])
+
+    def _read(self, descriptor: int, start: int, stop: int) -> int:
+        return os.preadv(descriptor, [self._buffer[: min(stop - start, len(self._buffer))]], start)
+
+
+def _extra(path: Path, known: set[str]) -> list[Damage]:
+    """What lies in a checkpoint and does not belong to it: hidden damage, or what somebody has put there."""
+    return [
+        Damage(file=name, expected="no such file", found=kind_of(os.lstat(path / name).st_mode))
+        for name in sorted(os.listdir(path))
+        if name not in known
+    ]
+
+
+def _examine_foreign(path: Path, progress: Progress, started: Progress) -> Verification:
+    try:
+        checkpoint = ForeignCheckpoint(path)
+    except CheckpointError as error:
+        damage = Damage(file=DCP_METADATA, expected="an index that fits the files", found=str(error))
+        return Verification(path=path, step=None, nbytes=0, damages=[damage])
+    items = {piece.item: tensor.name for tensor in checkpoint.tensors.values() for piece in tensor.pieces} | {
+        stored.item: "" for stored in checkpoint.objects.values()
+    }
+    if (path / LIGHTNING_META).is_file():
+        items[Item(file=LIGHTNING_META, offset=0, nbytes=(path / LIGHTNING_META).stat().st_size)] = ""
+    nbytes = sum(item.nbytes for item in items)
+    started(nbytes)
+    damages: list[Damage] = []
+    unchecked = [DCP_METADATA]
+    for item in sorted(items, key=lambda item: (item.file, item.offset)):
+        where = Interval(item.offset, item.offset + item.nbytes)
+        try:
+            with _opened(path, item.file) as (descriptor, _):
+                if not check_item_crc(descriptor, item):
+                    unchecked.append(items[item] or f"{item.file} from byte {item.offset:,}")
+        except (CheckpointError, OSError) as error:
+            intact = "items whose CRCs are those of their bytes"
+            damages.append(Damage(file=item.file, tensor=items[item], where=where, expected=intact, found=str(error)))
+        progress(item.nbytes)
+    return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, name: str) -> Generator[tuple[int, int]]:
+    descriptor, nbytes = open_regular(path / name)
+    try:
+        yield descriptor, nbytes
+    finally:
+        os.close(descriptor)

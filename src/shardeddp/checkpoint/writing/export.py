@@ -1,0 +1,293 @@
+"""Export: a checkpoint directory as one or several safetensors files, or as one plain ``.ckpt`` file, and back.
+
+Everything is streamed: a part of one tensor is in memory at a time, and it is checked before it is written.
+"""
+
+from __future__ import annotations
+
+import platform
+import uuid
+import zipfile
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from shardeddp.checkpoint.disk.new_files import new_files
+from shardeddp.checkpoint.format.manifest import Run
+from shardeddp.checkpoint.reading.contents import (
+    HYPER_PARAMETERS,
+    OPTIMIZERS,
+    TRAINED,
+    WEIGHTS,
+    Contents,
+    read_contents,
+    read_foreign_contents,
+)
+from shardeddp.checkpoint.reading.stream import Progress, silent
+from shardeddp.checkpoint.writing import safetensors
+from shardeddp.checkpoint.writing.optimizer_names import parameter_names
+from shardeddp.checkpoint.writing.safetensors import Entry, write_safetensors
+from shardeddp.checkpoint.writing.shards import write_checkpoint
+from shardeddp.checkpoint.writing.snapshot import Alone, take_snapshot
+from shardeddp.checkpoint.writing.torch_file import TorchFile, plain
+from shardeddp.config import CheckpointOptions
+from shardeddp.errors import CheckpointError
+
+GB = 10**9
+
+NOT_SHARDED = "none"
+"""The sharding strategy in a checkpoint that was made of a plain file."""
+
+_OF_A_MODEL = ("epoch", "global_step", "pytorch-lightning_version", "loops", "hparams_name", "hparams_type", WEIGHTS)
+"""What Lightning keeps in a checkpoint of weights alone, beside hyper-parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What of a checkpoint is exported, and how."""
+
+    foreign: bool = False
+    """The directory is one of another tool."""
+
+    trust_pickle: bool = False
+    """Run the pickles in it; see :func:`read_contents`."""
+
+    ema: bool = False
+    """The averaged weights instead of the trained ones."""
+
+    strip_prefix: str = ""
+    """Dropped from the names of tensors that begin so."""
+
+    dtype: torch.dtype | None = None
+    """Of all floating-point tensors; None: as they are."""
+
+    weights_only: bool = False
+    """Leave out optimizers, schedulers, and callbacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    paths: list[Path]
+    nbytes: int
+    num_tensors: int
+    notes: list[str] = field(default_factory=list[str])
+    """What the user should know, in sentences."""
+
+
+def to_safetensors(
+    source: Path,
+    target: Path,
+    selection: Selection = Selection(),
+    *,
+    max_nbytes: int = 5 * GB,
+    force: bool = False,
+    started: Progress = silent,
+    progress: Progress = silent,
+) -> Exported:
+    """Write the weights of a checkpoint as safetensors.
+
+    Tensors that share memory are written once, under the first name; the metadata has the others, as
+    ``{"head.weight": "embedding.weight"}``.
+
+    Args:
+        source: The checkpoint's directory.
+        target: The file. If the weights are more than ``max_nbytes``, it is several and an index, named after it.
+        selection: Which weights.
+        max_nbytes: Of one file, unless a single tensor is larger.
+        force: Replace what is there.
+        started: Told how many bytes there will be, before the first is written.
+        progress: Told of each chunk.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or has no such weights, or the files cannot be written.
+        NotImplementedError: A dtype is none of safetensors'.
+    """
+    contents = _open(source, selection, (WEIGHTS, TRAINED))
+    notes = list(contents.notes)
+    weights = _names(_weights(contents.checkpoint, selection, notes), selection.strip_prefix)
+    entries, aliases = _once(weights, contents.memory, selection.dtype)
+    skipped = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
+    if skipped:
+        notes.append(f"left out what is no tensor: {', '.join(skipped)}")
+    files = safetensors.split(entries, max_nbytes)
+    paths = safetensors.file_paths(target, len(files))
+    nbytes = sum(entry.nbytes for entry in entries)
+    started(nbytes)
+    index = [safetensors.index_path(target)] if len(files) > 1 else []
+    metadata = {"format": "pt"} | aliases
+    with new_files([*paths, *index], force) as opened:
+        for file, part in zip(opened, files, strict=False):
+            write_safetensors(file, part, metadata, progress)
+        if index:
+            parts = {path.name: part for path, part in zip(paths, files, strict=True)}
+            opened[-1].write(safetensors.index_bytes(parts, metadata))
+    return Exported(paths=[*paths, *index], nbytes=nbytes, num_tensors=len(entries), notes=notes)
+
+
+def to_ckpt(
+    source: Path,
+    target: Path,
+    selection: Selection = Selection(),
+    *,
+    force: bool = False,
+    started: Progress = silent,
+    progress: Progress = silent,
+) -> Exported:
+    """Write a checkpoint as the one file that Lightning writes without sharding.
+
+    Arguments and errors are those of :func:`to_safetensors`. Optimizer states are numbered as torch numbers them. With
+    ``weights_only`` the file has the weights and what ``LightningModule.load_from_checkpoint`` needs; without, a run
+    can be resumed from it under any strategy.
+    """
+    if selection.dtype is not None:
+        raise NotImplementedError("a .ckpt file keeps the dtypes of the training; a safetensors file may have others")
+    if not selection.weights_only and (selection.ema or selection.strip_prefix):
+        raise NotImplementedError(
+            "a whole .ckpt file is as the training saved it: averaged weights and other names go with weights_only"
+        )
+    kept = (*_OF_A_MODEL, *HYPER_PARAMETERS, TRAINED) if selection.weights_only else None
+    contents = _open(source, selection, kept)
+    checkpoint, notes = dict(contents.checkpoint), list(contents.notes)
+    if selection.weights_only:
+        weights = _weights(checkpoint, selection, notes)
+        checkpoint = {key: value for key, value in checkpoint.items() if kept and key in kept and key != TRAINED}
+        checkpoint[WEIGHTS] = _names(weights, selection.strip_prefix)
+    if WEIGHTS not in checkpoint:
+        raise CheckpointError(f"{source} has no weights: there is no {WEIGHTS} in it")
+    tensors = {contents.memory(tensor): tensor for tensor in tensors_of(checkpoint)}
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    started(nbytes)
+    with new_files([target], force) as [file]:
+        TorchFile(plain(checkpoint), contents.memory).write(file, progress=progress)
+        file.flush()
+        file.seek(0)
+        unsafe = sorted(get_unsafe_globals_in_checkpoint(file))
+        if unsafe:
+            notes.append(f"torch.load reads it with weights_only=False only, because it holds {', '.join(unsafe)}")
+    return Exported(paths=[target], nbytes=nbytes, num_tensors=len(tensors), notes=notes)
+
+
+def from_ckpt(
+    source: Path,
+    target: Path,
+    *,
+    trust_pickle: bool = False,
+    force: bool = False,
+    options: CheckpointOptions | None = None,
+) -> Exported:
+    """Write a plain ``.ckpt`` file as a checkpoint directory, which every number of ranks can load in parts.
+
+    Args:
+        source: The file; it is mapped, not read into memory.
+        target: The directory that it becomes.
+        trust_pickle: Unpickle more than data; that runs the code of whoever wrote it.
+        force: Replace a checkpoint that is there.
+        options: How it is written.
+
+    Raises:
+        CheckpointError: The file is no such checkpoint, or the directory cannot be written.
+    """
+    if target.exists() and not force:
+        raise CheckpointError(f"{target} exists already; --force replaces a checkpoint")
+    checkpoint = _load(source, trust_pickle)
+    # Names are found by identity, and pickle gives back one object where one was saved under two names.
+    checkpoint[WEIGHTS] = {name: _another(value) for name, value in checkpoint[WEIGHTS].items()}
+    names = [parameter_names(checkpoint[WEIGHTS], state) for state in checkpoint.get(OPTIMIZERS, ())]
+    snapshot = take_snapshot(checkpoint, names, Alone())
+    write_checkpoint(snapshot, target, _run(checkpoint), None, options or CheckpointOptions())
+    return Exported(paths=[target], nbytes=snapshot.nbytes, num_tensors=len(snapshot.tensors))
+
+
+def _another(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested mappings and sequences."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def _open(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
+    if selection.foreign:
+        return read_foreign_contents(source, selection.trust_pickle)
+    return read_contents(source, keys, trust_pickle=selection.trust_pickle)
+
+
+def _weights(checkpoint: Mapping[str, Any], selection: Selection, notes: list[str]) -> Mapping[str, Any]:
+    """The weights that were asked for."""
+    if selection.ema and TRAINED not in checkpoint:
+        raise CheckpointError(
+            f"there are no averaged weights: no {TRAINED} in it, which Lightning's WeightAveraging and "
+            f"EMAWeightAveraging save. Leave --ema out for the trained weights"
+        )
+    if not selection.ema and TRAINED in checkpoint:
+        notes.append("these are the weights as trained; the checkpoint has averaged ones too (--ema)")
+        return checkpoint[TRAINED]
+    if not checkpoint.get(WEIGHTS):
+        raise CheckpointError(f"there are no weights: nothing in {WEIGHTS}")
+    return checkpoint[WEIGHTS]
+
+
+def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    renamed = {name.removeprefix(prefix): value for name, value in weights.items()}
+    if prefix and renamed.keys() == weights.keys():
+        raise CheckpointError(f"no name starts with {prefix!r}; the first is {next(iter(weights))!r}")
+    if len(renamed) < len(weights):
+        raise CheckpointError(f"without {prefix!r} some names are the same: leave --strip-prefix out")
+    return renamed
+
+
+def _once(
+    weights: Mapping[str, Any], memory: Callable[[torch.Tensor], Hashable], dtype: torch.dtype | None
+) -> tuple[list[Entry], dict[str, str]]:
+    """The tensors to write, and under which of their names those stand that share memory with one."""
+    entries: dict[Hashable, Entry] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        key = memory(tensor), tensor.dtype, tuple(tensor.shape)
+        if key in entries:
+            aliases[name] = entries[key].name
+        else:
+            converted = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+            entries[key] = Entry(name=name, tensor=tensor, dtype=converted)
+    return list(entries.values()), aliases
+
+
+def _load(source: Path, trust_pickle: bool) -> dict[str, Any]:
+    if not source.is_file():
+        raise CheckpointError(f"{source} is no file: expected a plain .ckpt")
+    if not zipfile.is_zipfile(source):
+        raise CheckpointError(f"{source} is not what torch.save writes since torch 1.6: expected a zip archive")
+    try:
+        checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=not trust_pickle)
+    except Exception as error:  # torch has no class for what is wrong with a file
+        hint = "" if trust_pickle else ". --trust-pickle unpickles anything, which runs the code of whoever wrote it"
+        raise CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}{hint}") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
+        raise CheckpointError(f"{source} is no checkpoint of Lightning: there is no {WEIGHTS} in it")
+    return checkpoint
+
+
+def _run(checkpoint: Mapping[str, Any]) -> Run:
+    packages = {name: version(name) for name in ("torch", "lightning")}
+    return Run(
+        uuid=uuid.uuid4().hex,
+        step=int(checkpoint.get("global_step", 0)),
+        epoch=int(checkpoint.get("epoch", 0)),
+        world_size=1,
+        shard_size=1,
+        sharding_strategy=NOT_SHARDED,
+        versions=packages | {"python": platform.python_version()},
+    )

@@ -1,0 +1,251 @@
+"""Writing: each rank its shares into a data file of its own, rank 0 the indexes; committed when all agree."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardeddp.checkpoint.disk import directory
+from shardeddp.checkpoint.disk.directory import Staging
+from shardeddp.checkpoint.disk.durable import disk_errors, preflight
+from shardeddp.checkpoint.disk.early_sync import EarlySync
+from shardeddp.checkpoint.format.checksums import ALGORITHM, block_checksums, checksum
+from shardeddp.checkpoint.format.interop import dcp_metadata, lightning_meta, to_bytes
+from shardeddp.checkpoint.format.items import DataFile
+from shardeddp.checkpoint.format.manifest import (
+    DCP_METADATA,
+    LIGHTNING_META,
+    MANIFEST,
+    STATE,
+    Item,
+    Manifest,
+    Piece,
+    Run,
+    StoredFile,
+    StoredObject,
+    StoredTensor,
+    name_of,
+)
+from shardeddp.checkpoint.format.manifest_file import manifest_to_bytes
+from shardeddp.checkpoint.writing.snapshot import Described, Snapshot
+from shardeddp.comm.agreement import gather_results
+from shardeddp.config import CheckpointOptions
+from shardeddp.errors import CheckpointError
+from shardeddp.plan.intervals import Box
+
+log = logging.getLogger(__name__)
+
+BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, offsets, sizes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has written, for the rank that writes the manifest."""
+
+    file: StoredFile
+    pieces: dict[BoxKey, tuple[Item, int, tuple[str, ...]]]
+    """Item, start of the payload and checksums of each box that it has written."""
+
+    copies: dict[BoxKey, tuple[str, ...]]
+    """Checksums of each box that a replica has written."""
+
+    objects: list[Item]
+
+    def to_bytes(self) -> bytes:
+        """For the other ranks."""
+        return json.dumps(
+            [
+                vars(self.file),
+                [[*key, _fields(item), *rest] for key, (item, *rest) in self.pieces.items()],
+                [[*key, checksums] for key, checksums in self.copies.items()],
+                [_fields(item) for item in self.objects],
+            ]
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Report:
+        """What :meth:`to_bytes` has made of one."""
+        file, pieces, copies, objects = json.loads(data)
+        return cls(
+            StoredFile(**file),
+            {_key(*key): (Item(**item), start, tuple(sums)) for *key, item, start, sums in pieces},
+            {_key(*key): tuple(checksums) for *key, checksums in copies},
+            [Item(**item) for item in objects],
+        )
+
+
+def write_checkpoint(
+    snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup | None, options: CheckpointOptions
+) -> None:
+    """Write a checkpoint and commit it; a collective of all ranks that ends the same way on each.
+
+    Args:
+        snapshot: What this rank has of it.
+        target: The directory that it becomes; what is there is replaced when the new one is whole and on the disk.
+        run: What to say of the training.
+        group: Host group of all ranks that nothing else uses meanwhile; None for a process that saves alone.
+        options: How safe, and for whom to read.
+
+    Raises:
+        CheckpointError: Some rank could not write, or replicas differ. What was at ``target`` is still there.
+    """
+    _Writing(snapshot, target, run, group, options).run()
+
+
+class _Writing:
+    """One save, from the side of one rank."""
+
+    def __init__(
+        self, snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup | None, options: CheckpointOptions
+    ) -> None:
+        self._snapshot = snapshot
+        self._target = target
+        self._run = run
+        self._group = group
+        self._options = options
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._staging: Staging | None = None  # rank 0's
+        self._folder = target  # of the staging, when rank 0 has said where that is
+
+    def run(self) -> None:
+        """Do it all; see :func:`write_checkpoint`."""
+        sizes = self._gather("planning the checkpoint", lambda: str(self._snapshot.nbytes).encode())
+        try:
+            needed = sum(map(int, sizes))
+            folders = self._gather("preparing the checkpoint", lambda: self._prepare(needed))
+            self._folder = Path(os.fsdecode(folders[0]))
+            reports = self._gather(f"writing {self._target}", self._write)
+            self._gather(f"committing {self._target}", lambda: self._commit(reports))
+        except Exception:
+            if self._staging is not None:
+                directory.discard(self._staging)
+            raise
+
+    def _gather(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
+        return [action()] if self._group is None else gather_results(step, action, self._group)
+
+    def _prepare(self, needed: int) -> bytes:
+        """Rank 0 alone: the directory to write in."""
+        if self._rank:
+            return b""
+        options = self._options
+        preflight(self._target.parent, needed)
+        self._staging = directory.stage(self._target, options.permissions, options.durability)
+        return os.fsencode(self._staging.path)
+
+    def _write(self) -> bytes:
+        """This rank's data file."""
+        name = f"__{self._rank}_0.distcp"
+        pieces: dict[BoxKey, tuple[Item, int, tuple[str, ...]]] = {}
+        copies: dict[BoxKey, tuple[str, ...]] = {}
+        with (
+            self._created(name) as descriptor,
+            disk_errors("writing", self._folder / name, self._snapshot.nbytes),
+            EarlySync(descriptor, self._options.durability) as sync,
+        ):
+            file = DataFile(descriptor, name, crc=self._options.zip_crc)
+            for share in self._snapshot.shares:
+                elements = _plain(share.elements)
+                key = share.name, share.box.offsets, share.box.sizes
+                if share.written:
+                    pieces[key] = file.put_tensor(elements.view(share.box.sizes))
+                    sync.wrote(elements.nbytes)
+                else:
+                    copies[key] = block_checksums(elements)
+            objects = [file.put_object(value) for _, value in self._snapshot.objects] if self._rank == 0 else []
+            return Report(file.close(), pieces, copies, objects).to_bytes()
+
+    def _commit(self, reports: Sequence[bytes]) -> bytes:
+        """Rank 0 alone: the indexes, the manifest last, and the change of names that makes it a checkpoint."""
+        if self._staging is None:
+            return b""
+        merged = [Report.from_bytes(report) for report in reports]
+        _compare_replicas(merged)
+        files = {f"__{rank}_0.distcp": report.file for rank, report in enumerate(merged)}
+        manifest = Manifest(
+            run=self._run,
+            algorithm=ALGORITHM,
+            files=files,
+            tensors=_index(self._snapshot.tensors, merged),
+            objects={
+                name_of(path): StoredObject(path=path, item=item)
+                for (path, _), item in zip(self._snapshot.objects, merged[0].objects, strict=True)
+            },
+        )
+        contents = {
+            STATE: json.dumps(self._snapshot.tree, separators=(",", ":")).encode(),
+            DCP_METADATA: to_bytes(dcp_metadata(manifest)),
+            LIGHTNING_META: lightning_meta(self._snapshot.rest),
+        }
+        for name, content in contents.items():
+            self._put(name, content)
+            files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
+        self._put(MANIFEST, manifest_to_bytes(replace(manifest, files=files)))
+        for note in directory.commit(self._staging):
+            log.warning(note)  # no warning that a filter makes an error of: it is committed
+        return b""
+
+    def _put(self, name: str, content: bytes) -> None:
+        directory.write_file(self._folder, name, content, self._options.permissions, self._options.durability)
+
+    @contextmanager
+    def _created(self, name: str) -> Generator[int]:
+        """A new file, flushed and closed at the end."""
+        descriptor = directory.create_file(self._folder, name, self._options.permissions)
+        try:
+            yield descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        directory.finish(descriptor, self._folder / name, self._options.durability)
+
+
+def _plain(elements: torch.Tensor) -> torch.Tensor:
+    """In host memory as they are, without a conjugation that is still to come."""
+    return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
+
+
+def _compare_replicas(reports: Sequence[Report]) -> None:
+    written = {key: (rank, sums) for rank, report in enumerate(reports) for key, (_, _, sums) in report.pieces.items()}
+    for rank, report in enumerate(reports):
+        for key, checksums in report.copies.items():
+            writer, expected = written[key]
+            if checksums != expected:
+                name, offsets, sizes = key
+                raise CheckpointError(
+                    f"replicas differ: {name}, elements from {offsets} of sizes {sizes}, is not the same on rank "
+                    f"{rank} as on rank {writer}. They have to be equal to the last bit: one of these ranks has "
+                    f"computed or kept something wrong. Nothing was saved: go on from the last checkpoint, on other "
+                    f"machines"
+                )
+
+
+def _index(described: Sequence[Described], reports: Sequence[Report]) -> dict[str, StoredTensor]:
+    pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+    for report in reports:
+        for (name, offsets, sizes), (item, payload, checksums) in report.pieces.items():
+            pieces[name].append(Piece(box=Box(offsets, sizes), item=item, payload=payload, checksums=checksums))
+    return {
+        name_of(it.path): StoredTensor(
+            path=it.path, dtype=it.dtype, shape=it.shape, pieces=tuple(pieces[it.same_as or name_of(it.path)])
+        )
+        for it in described
+    }
+
+
+def _key(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> BoxKey:
+    return name, tuple(offsets), tuple(sizes)
+
+
+def _fields(item: Item) -> dict[str, Any]:
+    return {"file": item.file, "offset": item.offset, "nbytes": item.nbytes}

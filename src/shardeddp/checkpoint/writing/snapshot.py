@@ -1,0 +1,226 @@
+"""Snapshot: a checkpoint taken apart into named tensors, and what each rank holds and writes of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from shardeddp.checkpoint.format.encoding import Codec, encode
+from shardeddp.checkpoint.format.manifest import PLAIN_EXTRA, SHARDED_EXTRA, Path, name_of
+from shardeddp.checkpoint.writing.host_memory import HostMemory
+from shardeddp.plan.intervals import Box, Interval, boxes
+from shardeddp.plan.topology import Topology
+from shardeddp.sharding.shard_tensor import ShardTensor
+
+ParameterNames = Sequence[Sequence[str]]
+"""For each optimizer, the fqns of its parameters in the order of its groups."""
+
+
+class Ranks(Protocol):
+    """Those who save a checkpoint together: a ``Mesh``, or a process alone."""
+
+    @property
+    def rank(self) -> int:
+        """This one's."""
+        ...
+
+    @property
+    def topology(self) -> Topology:
+        """All of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One process that needs no process group."""
+
+    rank: int = 0
+    topology: Topology = field(default_factory=lambda: Topology(world_size=1, shard_size=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A box of a tensor that lies with this rank."""
+
+    name: str
+    box: Box
+    elements: torch.Tensor
+    """1D, row-major; what training goes on with, or a copy of it."""
+
+    written: bool
+    """Whether this rank writes them; else a replica does, and these are compared with what that one writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A whole tensor, wherever its elements are."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    same_as: str | None = None
+    """The name under which the same memory is stored already (tied parameters)."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank has of a checkpoint; tensors and their order are the same on every rank."""
+
+    tree: Any
+    """The checkpoint as JSON, with names in place of tensors."""
+
+    objects: list[tuple[Path, Any]]
+    """What is neither tensor nor of interest to this package, but to other readers of model and optimizers."""
+
+    rest: dict[str, Any]
+    """The checkpoint without model and optimizers, for Lightning's own reader; without sharded tensors."""
+
+    tensors: list[Described] = field(default_factory=list[Described])
+    shares: list[Share] = field(default_factory=list[Share])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of elements that this rank writes."""
+        return sum(share.elements.nbytes for share in self.shares if share.written)
+
+    def copied(self, memory: HostMemory) -> Snapshot:
+        """The same with elements of its own, in host memory, for a write behind the back of training."""
+        copies = memory.copies([share.elements for share in self.shares])
+        shares = [replace(share, elements=copy) for share, copy in zip(self.shares, copies, strict=True)]
+        return replace(self, shares=shares)
+
+
+def take_snapshot(
+    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks, codecs: Sequence[Codec] = ()
+) -> Snapshot:
+    """Name every tensor of a checkpoint and cut it into what each rank writes; no communication.
+
+    Replicas of a shard take turns by the bytes that each has been given so far. What is not sharded is written by rank
+    0, whose values count, as in a checkpoint of DDP.
+
+    Args:
+        checkpoint: As Lightning has put it together: ``state_dict``, ``optimizer_states`` and anything else; the same
+            sharded tensors in the same order on every rank.
+        names: Of the parameters of each optimizer in it.
+        mesh: The ranks that save it.
+        codecs: For values of further types in it.
+    """
+    collector = _Collector(_paths(checkpoint, names), mesh)
+    tree = encode(checkpoint, collector.put, codecs)
+    return Snapshot(
+        tree=tree,
+        objects=_objects(checkpoint, names),
+        rest=_without_shards({k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}),
+        tensors=collector.tensors,
+        shares=collector.shares,
+    )
+
+
+class _Collector:
+    def __init__(self, paths: Mapping[int, Path], mesh: Ranks) -> None:
+        self.tensors: list[Described] = []
+        self.shares: list[Share] = []
+        self._paths = paths
+        self._mesh = mesh
+        self._stored: dict[tuple[Any, ...], str] = {}  # by memory
+        self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
+        self._loads = [0] * mesh.topology.world_size  # bytes of sharded tensors that each rank writes
+        self._holders: defaultdict[int, list[int]] = defaultdict(list)
+        for rank in range(mesh.topology.world_size):
+            self._holders[mesh.topology.slice_rank(rank)].append(rank)
+
+    def put(self, tensor: torch.Tensor) -> str:
+        """Name a tensor that has been met; the value that stands for it in the tree."""
+        path = self._paths.get(id(tensor)) or self._extra(tensor)
+        name, key = name_of(path), memory_of_shards(tensor)
+        stored = self._stored.get(key)
+        self.tensors.append(Described(path, tensor.dtype, tuple(tensor.shape), stored))
+        if stored is None:
+            self._stored[key] = name
+            self._cut(name, tensor)
+        return name
+
+    def _extra(self, tensor: torch.Tensor) -> Path:
+        # Counted apart: the sharded ones have to have the same names on all ranks, the others are rank 0's.
+        kind = SHARDED_EXTRA if isinstance(tensor, ShardTensor) else PLAIN_EXTRA
+        self._extras[kind] += 1
+        return (*kind, str(self._extras[kind]))
+
+    def _cut(self, name: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, ShardTensor):
+            if self._mesh.rank == 0:
+                whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
+                self.shares += [Share(name, whole, tensor.detach().reshape(-1), True)] * (tensor.numel() > 0)
+            return
+        spec, topology = tensor.spec, self._mesh.topology
+        own = topology.slice_rank(self._mesh.rank)
+        for rank, interval in zip(spec.mesh.owners.ranks, spec.intervals, strict=True):
+            part = topology.slice_rank(rank)
+            writer = min(self._holders[part], key=self._loads.__getitem__)
+            self._loads[writer] += interval.numel * tensor.element_size()
+            if part == own:
+                self._share(name, tensor, interval, writer == self._mesh.rank)
+
+    def _share(self, name: str, tensor: ShardTensor, interval: Interval, written: bool) -> None:
+        position, local = 0, tensor.to_local().detach()
+        for box in boxes(interval, tensor.shape):
+            self.shares.append(Share(name, box, local[position : position + box.numel], written))
+            position += box.numel
+
+
+def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that would be stored as the same bytes; on all ranks or on none."""
+    local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
+    spec = id(tensor.spec) if isinstance(tensor, ShardTensor) else None
+    place = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
+    return (*place, spec, tensor.dtype, tuple(tensor.shape))
+
+
+def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, Path]:
+    """Names of the tensors of model and optimizers by identity, in the layout of Lightning's FSDPStrategy."""
+    model = checkpoint.get("state_dict", {})
+    paths: dict[int, Path] = {
+        id(value): ("model", key) for key, value in model.items() if isinstance(value, torch.Tensor)
+    }
+    for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
+        for path, value in _states(number, optimizer, fqns):
+            if isinstance(value, torch.Tensor):
+                paths[id(value)] = path
+    return paths
+
+
+def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple[Path, Any]]:
+    model = checkpoint.get("state_dict", {})
+    found: list[tuple[Path, Any]] = [
+        (("model", key), value) for key, value in model.items() if not isinstance(value, torch.Tensor)
+    ]
+    for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
+        found += [it for it in _states(number, optimizer, fqns) if not isinstance(it[1], torch.Tensor)]
+        groups = [
+            {**group, "params": [fqns[index] for index in group["params"]]} for group in optimizer["param_groups"]
+        ]
+        found.append(((f"optimizer_{number}", "param_groups"), groups))
+    return found
+
+
+def _states(number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]) -> Iterator[tuple[Path, Any]]:
+    """Every value that an optimizer keeps of a parameter, under the parameter's name."""
+    states: Mapping[int, Mapping[str, Any]] = optimizer.get("state", {})
+    for index, state in states.items():
+        for key, value in state.items():
+            yield (f"optimizer_{number}", "state", fqns[index], key), value
+
+
+def _without_shards(value: Any) -> Any:
+    if isinstance(value, ShardTensor):
+        return None
+    if isinstance(value, Mapping):
+        kept = {key: _without_shards(item) for key, item in value.items()}
+        return value if all(kept[key] is item for key, item in value.items()) else kept
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_shards, value))
+    return value

@@ -1,0 +1,145 @@
+"""Writes what ``torch.save`` writes, without holding it in memory: the pickle first, then one storage after the other.
+
+``torch.save`` needs every tensor in memory at once. The pickle only says what the tensors are; their elements are
+records of their own in the zip archive, so they can be read, checked and written a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch._utils import _rebuild_tensor_v3
+
+from shardeddp.checkpoint.reading.stream import Progress, chunks, silent
+
+_ALIGNMENT = 64
+"""Bytes; where elements start in the file, as ``torch.load(mmap=True)`` likes it."""
+
+_LOCAL_HEADER_NBYTES = 30
+_ZIP64_EXTRA_NBYTES = 20
+_ZIP64_NBYTES = 2**31 // 2
+"""Safely below where `zipfile` begins to write 64-bit sizes by itself."""
+
+
+class TorchFile:
+    """A tree on its way into a file that ``torch.load`` reads.
+
+    Args:
+        tree: Nested dicts, lists and tuples of plain values and of tensors, which may be lazy or sharded ones.
+        memory: Equal for tensors that share their elements; they are stored once.
+    """
+
+    def __init__(self, tree: Any, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
+        pickler = _Pickler(memory)
+        self._content = pickler.pickled(tree)
+        self.tensors = pickler.storages
+        """Those whose elements are stored, in the order in which they are written."""
+
+    def write(
+        self, file: BinaryIO, read: Callable[[torch.Tensor], Iterator[memoryview]] = chunks, progress: Progress = silent
+    ) -> None:
+        """Write all of it.
+
+        Args:
+            file: Open for writing, empty, seekable.
+            read: Called for each of :attr:`tensors`, in order; gives its elements as bytes, in parts.
+            progress: Told of each part.
+        """
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            archive.writestr(_info("data.pkl"), self._content)
+            archive.writestr(_info("byteorder"), sys.byteorder)
+            for key, tensor in enumerate(self.tensors):
+                nbytes = tensor.numel() * tensor.element_size()
+                info = _aligned(file, f"data/{key}", nbytes)
+                with archive.open(info, "w", force_zip64=nbytes >= _ZIP64_NBYTES) as record:
+                    for part in read(tensor):
+                        record.write(part)
+                        progress(len(part))
+            archive.writestr(_info("version"), "3\n")
+
+
+def _info(name: str) -> zipfile.ZipInfo:
+    return zipfile.ZipInfo(f"archive/{name}")  # at a fixed date, so that equal trees make equal files
+
+
+def _aligned(file: BinaryIO, name: str, nbytes: int) -> zipfile.ZipInfo:
+    """A record whose data starts on a multiple of ``_ALIGNMENT``, by a private extra field as ``torch.save`` has it."""
+    info = _info(name)
+    info.file_size = nbytes
+    header = _LOCAL_HEADER_NBYTES + len(info.filename) + 4 + (_ZIP64_EXTRA_NBYTES if nbytes >= _ZIP64_NBYTES else 0)
+    padding = -(file.tell() + header) % _ALIGNMENT
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    return info
+
+
+class _Storage:
+    """Stands for the elements of a tensor in the pickle.
+
+    Args:
+        key: Of the record.
+        nbytes: Of the record.
+    """
+
+    def __init__(self, key: int, nbytes: int) -> None:
+        self.key = key
+        self.nbytes = nbytes
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as references to records.
+
+    Args:
+        memory: Equal for tensors that share their elements.
+    """
+
+    def __init__(self, memory: Callable[[torch.Tensor], Hashable]) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=2)  # the one that `weights_only=True` reads
+        self._memory = memory
+        self._keys: dict[Hashable, int] = {}
+        self.storages: list[torch.Tensor] = []
+        """Whose elements are the records, in order; kept, so that no other tensor gets their identity."""
+
+    def pickled(self, tree: Any) -> bytes:
+        """The pickle of a tree."""
+        self.dump(tree)
+        return self._buffer.getvalue()
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return "storage", torch.UntypedStorage, str(obj.key), "cpu", obj.nbytes
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        shape = tuple(obj.shape)
+        key = self._keys.setdefault((self._memory(obj), obj.dtype, shape), len(self.storages))
+        if key == len(self.storages):
+            self.storages.append(obj)
+        strides = tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        storage = _Storage(key, obj.numel() * obj.element_size())
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        # torch.save takes this function for its newer dtypes; it serves all of them.
+        return _rebuild_tensor_v3, (storage, 0, shape, strides, False, hooks, obj.dtype)
+
+
+def plain(value: Any) -> Any:
+    """A tree in containers that ``weights_only=True`` reads; other values are as they were."""
+    if isinstance(value, dict):
+        pairs = ((plain(key), plain(item)) for key, item in cast("dict[Any, Any]", value).items())
+        return OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
+    if isinstance(value, list):
+        return [plain(item) for item in cast("list[Any]", value)]
+    if isinstance(value, tuple):
+        return value if type(value) is torch.Size else tuple(map(plain, cast("tuple[Any, ...]", value)))
+    return value
