@@ -15,15 +15,16 @@ LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test torture lint types bench clean
 
 help:
-	@echo "make demo   train examples/train_gpt.py on two CPU processes (minutes)"
-	@echo "make test   run all tests"
-	@echo "make lint   ruff: rules and format"
-	@echo "make types  pyright, strict on src"
-	@echo "make bench  step time and peak memory against DDP, FSDP1 and FSDP2"
-	@echo "make clean  remove $(VENV), caches and build leftovers"
+	@echo "make demo     train examples/train_gpt.py on two CPU processes (minutes)"
+	@echo "make test     run all tests but the long harnesses"
+	@echo "make torture  the long harnesses: kills, system calls, mutations, hostile files (half an hour)"
+	@echo "make lint     ruff: rules and format"
+	@echo "make types    pyright, strict on src"
+	@echo "make bench    step time and peak memory against DDP, FSDP1 and FSDP2"
+	@echo "make clean    remove $(VENV), caches and build leftovers"
 
 # A stamp says what an environment holds: it is younger than the lock, or the installation runs again.
 # torch comes first and by its exact version: a range would let pip choose the newest build, with gigabytes of CUDA packages.
@@ -50,6 +51,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
+
+torture: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m torture
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

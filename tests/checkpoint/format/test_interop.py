@@ -156,6 +156,7 @@ def test_the_tool_of_lightning_makes_an_ordinary_checkpoint_of_it(
     write(directory, tensors, objects)
     whole = tmp_path / "whole.ckpt"
     monkeypatch.setattr(sys, "argv", ["consolidate", str(directory), "--output_file", str(whole)])
+    monkeypatch.delitem(sys.modules, "lightning.pytorch.utilities.consolidate_checkpoint", raising=False)
     runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
     checkpoint = torch.load(whole, weights_only=True)
     assert set(checkpoint) == {"state_dict", "optimizer_states", *META}
