@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardeddp.checkpoint.disk import durable
+from shardeddp.checkpoint.format.interop import lightning_meta
 from shardeddp.checkpoint.format.manifest import Run
 from shardeddp.checkpoint.reading.opening import open_checkpoint
 from shardeddp.checkpoint.writing.shards import write_checkpoint
@@ -42,7 +43,7 @@ def snapshot_of(step: int, rank: int = 0, size: int = 1, rows: int = 4, tensors:
     return Snapshot(
         tree={"global_step": step, "state_dict": {name: {"$tensor": f"model.{name}"} for name in names}},
         objects=[(("optimizer_0", "param_groups"), [{"lr": 0.1, "step": step}])],
-        rest={"global_step": step},
+        rest=lightning_meta({"global_step": step}),
         tensors=[Described(("model", name), torch.float64, (rows, ROW)) for name in names],
         shares=[Share(f"model.{name}", box, own.clone(), True) for name in names],
     )

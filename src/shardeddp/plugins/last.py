@@ -6,6 +6,7 @@ launched the ranks and before it asks the strategy anything, so the launcher is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ def resolve_last(trainer: Trainer) -> None:
     """Let a Trainer ask its strategy which checkpoint is the last."""
     connector = trainer._checkpoint_connector
     connector._parse_ckpt_path = partial(_parse, trainer)  # type: ignore[method-assign]
+    connector.resume_start = partial(_resume_start, trainer)  # type: ignore[method-assign]
 
 
 class ShardedScriptLauncher(_SubprocessScriptLauncher):
@@ -46,16 +48,25 @@ class ShardedScriptLauncher(_SubprocessScriptLauncher):
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
+def _resume_start(trainer: Trainer, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+    # Each rank has looked by itself, before there was a process group: what rank 0 has found holds for all.
+    connector = trainer._checkpoint_connector
+    type(connector).resume_start(connector, trainer.strategy.broadcast(checkpoint_path), weights_only)
+
+
 def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
     connector = trainer._checkpoint_connector
     parsed = type(connector)._parse_ckpt_path(connector, state_fn, ckpt_path, model_provided, model_connected)
     on_exception = [callback for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
     asked = ckpt_path == "last" or (ckpt_path is None and on_exception and trainer.state.fn == TrainerFn.FITTING)
-    if not asked or parsed is None:
+    if not asked:
         return parsed
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     candidates = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     candidates |= {callback.ckpt_path for callback in on_exception}
     folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
+    remote = any("://" in str(path) for path in (*candidates, *folders))
+    if remote or not any(os.path.lexists(path) for path in candidates):  # a link may lead nowhere yet
+        return parsed
     strategy: FindsLast = trainer.strategy  # type: ignore[assignment]
     return strategy.find_last(sorted(candidates), folders)

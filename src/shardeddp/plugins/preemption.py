@@ -55,6 +55,9 @@ class Preemption:
     def __init__(self) -> None:
         self._seen = _NOTHING
         self._requeued = False
+        self.requeues = False
+        """Whether the job is given back as soon as the save that is asked for now has returned."""
+
         self._owner = 0  # the process whose signals count: workers of loaders inherit handlers
         self._trainer: Trainer | None = None
         self._boundary: _Boundary | None = None
@@ -131,7 +134,11 @@ class Preemption:
             if not self._requeued:
                 self._seen, self._requeued = _NOTHING, True
                 connector = trainer._signal_connector
-                type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, _no_frame())
+                self.requeues = True
+                try:
+                    type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, _no_frame())
+                finally:
+                    self.requeues = False
             return
         rank_zero_info("A signal asks for the end of this run: saving a checkpoint")
         path = _save(trainer)

@@ -40,7 +40,7 @@ ELEMENTWISE: set[type[optim.Optimizer]] = {
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
 
 # States that are one number per parameter, whatever the parameter's shape.
-_SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 
 State = dict[str, Any]
 
@@ -207,7 +207,7 @@ def localize_state(name: str, value: Any, parameter: torch.Tensor | None, device
         parameter: The sharded parameter.
         device: Where the optimizer steps on it; None: where the state is.
     """
-    if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or name in _SCALAR_STATES:
+    if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or name in SCALAR_STATES:
         return value
     if isinstance(value, ShardTensor):
         return value.to_local().to(device)

@@ -33,11 +33,15 @@ from shardeddp.checkpoint.reading.verification import newest_verified
 from shardeddp.checkpoint.writing.full import save_full, stream_full
 from shardeddp.checkpoint.writing.saver import Saver
 from shardeddp.checkpoint.writing.snapshot import ParameterNames, take_snapshot
-from shardeddp.comm import agree_on_any, together
+from shardeddp.comm import agree_on_any, gather_results, together
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from shardeddp.plugins.placing import place_module
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.processes import ProcessStrategy
+
+_ADVICE_S = 60.0
+"""How long to look for a checkpoint that can be used instead of a damaged one, while all ranks wait."""
 
 StateDictType = Literal["sharded", "full"]
 
@@ -90,8 +94,9 @@ class CheckpointStrategy(ProcessStrategy):
             raise TypeError(
                 "storage_options are for one file: use state_dict_type='full', or leave them out of save_checkpoint()"
             )
-        target = Path(self._local_path(self.broadcast(filepath)))
-        snapshot = take_snapshot(checkpoint, self._parameter_names(), self._mesh, _CODECS)
+        target = Path(os.path.expanduser(self._local_path(self.broadcast(filepath))))
+        taking = partial(take_snapshot, checkpoint, self._parameter_names(), self._mesh, _CODECS)
+        snapshot = together("describing the checkpoint", taking, self._mesh.control)
         run = Run(
             uuid=uuid.uuid4().hex,
             step=checkpoint.get("global_step", 0),
@@ -137,7 +142,11 @@ class CheckpointStrategy(ProcessStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint, when no save is under way any more, if it lies where this run keeps checkpoints."""
-        if self.is_global_zero:
+        if not self.is_global_zero:
+            return
+        if self._state_dict_type == "full" and not self._streams(filepath, None):
+            self.checkpoint_io.remove_checkpoint(filepath)
+        else:
             root = self._checkpoint_root(filepath)
             self._saver.then(lambda: _remove(filepath, root))
 
@@ -183,7 +192,8 @@ class CheckpointStrategy(ProcessStrategy):
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
         """What ``ckpt_path="last"`` means: see :func:`shardeddp.checkpoint.reading.last.last_checkpoints`."""
         self.wait_for_checkpoint()
-        self._sweep(folders)
+        if self._start_method == "popen":  # else it is not known yet which rank this is
+            self._sweep(folders)
         found = last_checkpoints(candidates, folders)
         return str(found[0]) if found else None
 
@@ -191,12 +201,14 @@ class CheckpointStrategy(ProcessStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of either kind; the tensors of model and optimizers are read when they are loaded."""
         self.wait_for_checkpoint()
-        path = self.broadcast(checkpoint_path)
+        path = os.path.expanduser(self.broadcast(checkpoint_path))
         self._loading_from = Path(path)
-        if not os.path.lexists(path):
+        kind = self._kind_of(path)
+        if kind == "missing":
             self._sweep([self._loading_from.parent])  # it may be there under the name of what was being replaced
             self.barrier()
-        if os.path.isdir(path):
+            kind = self._kind_of(path)
+        if kind == "directory":
             options = self.checkpoint_options
             opening = partial(
                 open_any, Path(path), weights_only, foreign=options.foreign, trust_pickle=options.trust_pickle
@@ -205,23 +217,49 @@ class CheckpointStrategy(ProcessStrategy):
                 return together("reading the checkpoint", opening, self.mesh.control)
             except CheckpointError as error:
                 raise self._with_advice(error) from error
-        if type(self.checkpoint_io) is TorchCheckpointIO and os.path.isfile(path) and zipfile.is_zipfile(path):
+        if type(self.checkpoint_io) is TorchCheckpointIO and kind == "archive":
             # Mapped, so that a rank reads no more of the file than it puts into its shards.
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
+            mapped = partial(torch.load, path, map_location="cpu", mmap=True, weights_only=weights_only)
+            return together("reading the checkpoint", mapped, self.mesh.control)
         return super().load_checkpoint(path, weights_only)
+
+    def _kind_of(self, path: str) -> str:
+        """What is at a path, in the eyes of every rank."""
+
+        def look() -> bytes:
+            if os.path.isdir(path):
+                return b"directory"
+            if not os.path.lexists(path):
+                return b"missing"
+            return b"archive" if zipfile.is_zipfile(path) else b"file"
+
+        kinds = [kind.decode() for kind in gather_results("looking for the checkpoint", look, self.mesh.control)]
+        if len(set(kinds)) > 1:
+            found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+            raise CheckpointError(
+                f"the ranks do not see the same at {path} ({found}). Checkpoints have to lie on a file system that all "
+                f"ranks share"
+            )
+        return kinds[0]
 
     def _load(self, load: Callable[[], None]) -> None:
         try:
             together("loading the checkpoint", load, self.mesh.control)
         except DamagedCheckpointError as error:
             raise self._with_advice(error) from error
+        if self.lightning_module is not None:
+            place_module(self.lightning_module, self.root_device)  # metrics take over what they load, wherever it is
 
     def _with_advice(self, error: CheckpointError) -> CheckpointError:
         """Say which checkpoint can be used instead; a collective of all ranks."""
-        newest = newest_verified(self._loading_from.parent) if self.is_global_zero else None
-        newest = self.broadcast(newest)
-        advice = "No other checkpoint lies beside it" if newest is None else f"The newest that is whole is {newest}"
-        return type(error)(f"{error}. {advice}")
+        advice = ""
+        if self.is_global_zero:
+            try:
+                newest = newest_verified(self._loading_from.parent, within_s=_ADVICE_S)
+                advice = f"The newest that is whole is {newest}" if newest else "No whole one lies beside it"
+            except (CheckpointError, TimeoutError):
+                advice = f"Find a whole one with: shardeddp verify {self._loading_from.parent}"
+        return type(error)(f"{error}. {self.broadcast(advice)}")
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
 from shardeddp.checkpoint.random_state import ResumeRandomness, gather_random_states
@@ -111,6 +111,8 @@ class ContinuingStrategy(CheckpointStrategy):
             states = gather_random_states(self._randomness.capture(self.root_device), self._mesh.control)
             checkpoint[KEY] = {"random_states": states}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._preemption.requeues or self._trainer_at_work().state.status != TrainerStatus.RUNNING:
+            self.wait_for_checkpoint()  # nobody else is going to
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class ShardedDP(ContinuingStrategy):
             raise RuntimeError("ShardedDP.setup() needs the accelerator and the module that a Trainer connects")
         self.accelerator.setup(trainer)
         self._check_checkpoint_io()
-        self._sweep(checkpoint_folders(trainer))
+        self._sweep([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._begin_run(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         runtime = runtime_of(module)
@@ -272,12 +272,12 @@ class ShardedDP(ContinuingStrategy):
         let_go(self._runtime)
         self._end_run()
         self._deferred.forget()
-        self.wait_for_checkpoint()
         self._environment.teardown()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self.wait_for_checkpoint()
 
     # -- steps
 

@@ -233,7 +233,7 @@ def test_what_a_living_process_writes_is_left_to_it_and_swept_when_it_is_dead(ro
         assert sweep(root) == Swept()
         assert len(working_entries(root)) == 2
     (removed,) = sweep(root).removed
-    assert removed.startswith(".tmp-x.ckpt-")
+    assert removed.startswith(".tmp-checkpoint-")
     assert working_entries(root) == [own.path.name]
     directory.discard(own)
 

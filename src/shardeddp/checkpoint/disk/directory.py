@@ -1,7 +1,7 @@
 """A checkpoint's directory appears whole or not at all: it is written beside its place and committed in one step.
 
 [Note: how a checkpoint is committed]
-It is written into ``.tmp-<name>-<uuid>`` beside its target, flushed, and takes the target's place in one step: by a
+It is written into ``.tmp-checkpoint-<uuid>`` beside its target, flushed, and takes the target's place in one step: by a
 rename where there is nothing, else by an exchange of the two names. What was there before is then called
 ``.del-<uuid>`` and deleted, manifest first. Where the system cannot exchange names, the old one is called
 ``.old-<name>-<uuid>`` between two renames. A process that dies anywhere leaves the old checkpoint or the new one, and
@@ -108,7 +108,8 @@ def stage(target: StrPath, permissions: Permissions = "private", durability: Dur
         _require_replaceable(parent / name)
         make_directories(parent, permissions, durability)
         while True:
-            path = parent / f".tmp-{name}-{uuid.uuid4().hex}"
+            # Not the target's name: Lightning looks for numbers in whatever contains the name of its own checkpoints.
+            path = parent / f".tmp-checkpoint-{uuid.uuid4().hex}"
             descriptor = _make_locked(path, permissions)
             if descriptor is not None:
                 return Staging(parent / name, path, descriptor, permissions, durability)
@@ -268,7 +269,7 @@ def _put_in_place(path: Path, target: Path) -> Path | None:
         return None
     if exchange(path, target):
         return path
-    replaced = path.with_name(path.name.replace(".tmp-", ".old-", 1))
+    replaced = path.with_name(f".old-{target.name}-{path.name[-32:]}")
     os.rename(target, replaced)
     try:
         os.rename(path, target)

@@ -28,7 +28,7 @@ def new_files(paths: Sequence[Path], force: bool = False) -> Generator[list[Bina
         CheckpointError: Something is there, or the system refuses.
     """
     _refuse_taken(paths, force)
-    temporary = [path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex}") for path in paths]
+    temporary = [path.with_name(f".tmp-file-{uuid.uuid4().hex}") for path in paths]
     files: list[BinaryIO] = []
     try:
         for path, hidden in zip(paths, temporary, strict=True):

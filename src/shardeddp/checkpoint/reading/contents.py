@@ -82,7 +82,7 @@ def read_contents(
     notes: list[str] = []
     if opaque and trust_pickle:
         meta = torch.load(io.BytesIO(reader.file(LIGHTNING_META)), map_location="cpu", weights_only=False)
-        checkpoint |= {key: meta[key] for key in opaque if key in meta}
+        checkpoint |= {key: _filled(checkpoint[key], meta.get(key)) for key in opaque}
     elif opaque:
         notes.append(_without_opaque(checkpoint, opaque, how_to_trust))
     return Contents(checkpoint=checkpoint, memory=partial(_place, reader), notes=notes)
@@ -151,6 +151,17 @@ def _without_opaque(checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[st
     for key in opaque:
         checkpoint[key] = _pruned(checkpoint[key])
     return f"left out {what} ({how_to_trust} unpickles them)"
+
+
+def _filled(value: Any, pickled: Any) -> Any:
+    """A value with what was unpickled in place of what could not be encoded; sharded tensors are in ours alone."""
+    if isinstance(value, Opaque):
+        return pickled
+    if isinstance(value, dict) and isinstance(pickled, Mapping):
+        return {key: _filled(item, pickled.get(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and isinstance(pickled, (list, tuple)) and len(value) == len(pickled):
+        return type(value)(_filled(*pair) for pair in zip(value, pickled, strict=True))
+    return value if not opaque_paths(value) else pickled
 
 
 def _pruned(value: Any) -> Any:

@@ -64,5 +64,8 @@ def _candidate(path: str, called_last: bool = True) -> _Candidate:
         return _Candidate(trained, manifest.run.step, called_last, path)
     if not zipfile.is_zipfile(path):
         raise CheckpointError(f"{path} is neither a sharded checkpoint nor a file that torch.save wrote")
-    content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        return _Candidate(True, -1, called_last, path)  # it holds objects of others: its step is not to be known yet
     return _Candidate("optimizer_states" in content, content["global_step"], called_last, path)

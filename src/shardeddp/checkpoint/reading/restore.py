@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.errors import CheckpointError
-from shardeddp.sharding.optimizer import ELEMENTWISE
+from shardeddp.sharding.optimizer import ELEMENTWISE, SCALAR_STATES
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 
 
@@ -62,7 +62,7 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
     if type(optimizer) in ELEMENTWISE:
         _check_shapes(parameters, state["state"])
     states = {
-        index: {name: _shard_like(value, parameters[index]) for name, value in values.items()}
+        index: {name: _state_like(name, value, parameters[index]) for name, value in values.items()}
         for index, values in state["state"].items()
         if index < len(parameters)
     }
@@ -135,6 +135,15 @@ def _shard_like(value: Any, target: Any) -> Any:
         spec: ShardSpec = target.spec
         return ShardTensor(value.elements(spec.interval), spec)
     return value.whole()
+
+
+def _state_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
+    """The same of a state that an optimizer keeps of a parameter; whole ones are cut before they reach a device."""
+    if name in SCALAR_STATES:
+        return value.whole() if isinstance(value, LazyTensor) else value
+    if type(value) is torch.Tensor and isinstance(parameter, ShardTensor) and value.shape == parameter.shape:
+        return ShardTensor(parameter.spec.localize(value).clone(), parameter.spec)
+    return _shard_like(value, parameter)
 
 
 def _lazy_tensors(state: Any) -> Iterator[LazyTensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -103,20 +104,30 @@ def examine(path: StrPath, progress: Progress | None = None, started: Progress |
     )
 
 
-def newest_verified(directory: StrPath, before_step: int | None = None) -> Path | None:
+def newest_verified(directory: StrPath, before_step: int | None = None, within_s: float | None = None) -> Path | None:
     """The newest checkpoint of a directory all of whose bytes are as they were written.
 
     Args:
         directory: It need not exist.
         before_step: Only checkpoints of fewer optimizer steps.
+        within_s: Give up after so many seconds.
 
     Returns:
         None if there is none.
+
+    Raises:
+        TimeoutError: It takes longer.
     """
+    deadline = None if within_s is None else time.monotonic() + within_s
+
+    def progress(nbytes: int) -> None:
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError(f"not all checkpoints in {os.fspath(directory)} could be verified in {within_s} s")
+
     for candidate in reversed(find_checkpoints(directory).checkpoints):
         wanted = before_step is None or candidate.step < before_step
         with contextlib.suppress(CheckpointError):  # it was removed meanwhile
-            if wanted and not verify(candidate.path):
+            if wanted and not verify(candidate.path, progress):
                 return candidate.path
     return None
 

@@ -9,6 +9,7 @@ import torch
 
 from shardeddp.checkpoint.disk.durable import make_directories
 from shardeddp.checkpoint.disk.new_files import new_files
+from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.checkpoint.reading.stream import chunks
 from shardeddp.checkpoint.writing.snapshot import memory_of_shards
 from shardeddp.checkpoint.writing.torch_file import TorchFile
@@ -83,7 +84,9 @@ def stream_full(state: Any, path: Path, mesh: Mesh) -> None:
     gathered = (it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor))
 
     def read(tensor: torch.Tensor) -> Iterator[memoryview]:
-        return chunks(next(gathered) if isinstance(tensor, ShardTensor) else tensor)
+        if isinstance(tensor, ShardTensor):
+            tensor = next(gathered)
+        return chunks(tensor if isinstance(tensor, LazyTensor) else tensor.cpu())
 
     def write() -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ from shardeddp.checkpoint.format.manifest import Run
 from shardeddp.checkpoint.writing.host_memory import HostMemory
 from shardeddp.checkpoint.writing.shards import write_checkpoint
 from shardeddp.checkpoint.writing.snapshot import Snapshot
+from shardeddp.comm import together
 from shardeddp.config import CheckpointOptions
+
+log = logging.getLogger(__name__)
 
 
 class Saver:
@@ -56,13 +60,15 @@ class Saver:
         if not self._options.asynchronous:
             write_checkpoint(snapshot, target, run, group, self._options)
             return
-        if dist.get_rank(group) == 0:
-            # Callbacks may look there, or link to what is going to be there, before the thread comes to it.
-            make_directories(target.parent, self._options.permissions, self._options.durability)
-        copied = snapshot.copied(self._memory)
-        self._thread = threading.Thread(
-            target=self._write, args=(copied, target, run, group), name="shardeddp-checkpoint"
-        )
+
+        def copied() -> Snapshot:
+            if dist.get_rank(group) == 0:
+                # Callbacks may look there, or link to what is going to be there, before the thread comes to it.
+                make_directories(target.parent, self._options.permissions, self._options.durability)
+            return snapshot.copied(self._memory)
+
+        own = together("copying the checkpoint", copied, group)
+        self._thread = threading.Thread(target=self._write, args=(own, target, run, group), name="shardeddp-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -93,3 +99,4 @@ class Saver:
             write_checkpoint(snapshot, target, run, group, self._options)
         except BaseException as error:  # noqa: BLE001 - raised where the training is
             self._error = error
+            log.error(f"saving {target} failed: {error}")  # where nobody asks any more, this is all that is said

@@ -20,7 +20,7 @@ from shardeddp.checkpoint.disk.directory import Staging
 from shardeddp.checkpoint.disk.durable import disk_errors, preflight
 from shardeddp.checkpoint.disk.early_sync import EarlySync
 from shardeddp.checkpoint.format.checksums import ALGORITHM, block_checksums, checksum
-from shardeddp.checkpoint.format.interop import dcp_metadata, lightning_meta, to_bytes
+from shardeddp.checkpoint.format.interop import dcp_metadata, to_bytes
 from shardeddp.checkpoint.format.items import DataFile
 from shardeddp.checkpoint.format.manifest import (
     DCP_METADATA,
@@ -185,7 +185,7 @@ class _Writing:
         contents = {
             STATE: json.dumps(self._snapshot.tree, separators=(",", ":")).encode(),
             DCP_METADATA: to_bytes(dcp_metadata(manifest)),
-            LIGHTNING_META: lightning_meta(self._snapshot.rest),
+            LIGHTNING_META: self._snapshot.rest,
         }
         for name, content in contents.items():
             self._put(name, content)

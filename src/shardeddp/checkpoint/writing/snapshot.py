@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,9 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from shardeddp.checkpoint.format.encoding import Codec, encode
+from shardeddp.checkpoint.format.encoding import Codec, decode, encode, opaque_paths
+from shardeddp.checkpoint.format.interop import lightning_meta
 from shardeddp.checkpoint.format.manifest import PLAIN_EXTRA, SHARDED_EXTRA, Path, name_of
+from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.checkpoint.writing.host_memory import HostMemory
+from shardeddp.errors import CheckpointError
 from shardeddp.plan.intervals import Box, Interval, boxes
 from shardeddp.plan.topology import Topology
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -76,8 +80,8 @@ class Snapshot:
     objects: list[tuple[Path, Any]]
     """What is neither tensor nor of interest to this package, but to other readers of model and optimizers."""
 
-    rest: dict[str, Any]
-    """The checkpoint without model and optimizers, for Lightning's own reader; without sharded tensors."""
+    rest: bytes
+    """The checkpoint without model and optimizers as Lightning reads it, without sharded tensors; rank 0's."""
 
     tensors: list[Described] = field(default_factory=list[Described])
     shares: list[Share] = field(default_factory=list[Share])
@@ -91,7 +95,8 @@ class Snapshot:
         """The same with elements of its own, in host memory, for a write behind the back of training."""
         copies = memory.copies([share.elements for share in self.shares])
         shares = [replace(share, elements=copy) for share, copy in zip(self.shares, copies, strict=True)]
-        return replace(self, shares=shares)
+        # Callbacks go on with the very objects that they have handed out; the rest was pickled already.
+        return replace(self, shares=shares, objects=copy.deepcopy(self.objects))
 
 
 def take_snapshot(
@@ -108,13 +113,19 @@ def take_snapshot(
         names: Of the parameters of each optimizer in it.
         mesh: The ranks that save it.
         codecs: For values of further types in it.
+
+    Raises:
+        CheckpointError: The model or an optimizer has a state that JSON and tensors cannot hold.
     """
+    objects = _objects(checkpoint, names)
+    _refuse_opaque(objects, codecs)
     collector = _Collector(_paths(checkpoint, names), mesh)
     tree = encode(checkpoint, collector.put, codecs)
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     return Snapshot(
         tree=tree,
-        objects=_objects(checkpoint, names),
-        rest=_without_shards({k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}),
+        objects=objects,
+        rest=lightning_meta(_without_shards(rest)) if mesh.rank == 0 else b"",
         tensors=collector.tensors,
         shares=collector.shares,
     )
@@ -174,6 +185,8 @@ class _Collector:
 
 def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that would be stored as the same bytes; on all ranks or on none."""
+    if isinstance(tensor, LazyTensor):
+        return (id(tensor),)
     local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
     spec = id(tensor.spec) if isinstance(tensor, ShardTensor) else None
     place = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
@@ -199,7 +212,8 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
         (("model", key), value) for key, value in model.items() if not isinstance(value, torch.Tensor)
     ]
     for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
-        found += [it for it in _states(number, optimizer, fqns) if not isinstance(it[1], torch.Tensor)]
+        values = _states(number, optimizer, fqns)
+        found += [(path, _without_shards(value)) for path, value in values if not isinstance(value, torch.Tensor)]
         groups = [
             {**group, "params": [fqns[index] for index in group["params"]]} for group in optimizer["param_groups"]
         ]
@@ -209,10 +223,23 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
 
 def _states(number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]) -> Iterator[tuple[Path, Any]]:
     """Every value that an optimizer keeps of a parameter, under the parameter's name."""
-    states: Mapping[int, Mapping[str, Any]] = optimizer.get("state", {})
+    states: Mapping[Any, Any] = optimizer.get("state", {})
     for index, state in states.items():
+        if not isinstance(index, int):
+            continue  # what an optimizer keeps of no parameter
         for key, value in state.items():
             yield (f"optimizer_{number}", "state", fqns[index], key), value
+
+
+def _refuse_opaque(objects: Sequence[tuple[Path, Any]], codecs: Sequence[Codec]) -> None:
+    """What belongs to the model or an optimizer has to come back without pickle, or must not be saved so."""
+    for path, value in objects:
+        there = encode(value, lambda tensor: "", codecs)
+        if opaque_paths(decode({"": there}, lambda name: torch.empty(0), codecs)):
+            raise CheckpointError(
+                f"{name_of(path)} is a {type(value).__name__} that only pickle can save, which sharded checkpoints do "
+                f"not. Let it be made of numbers, text, tensors and containers of them, or use state_dict_type='full'"
+            )
 
 
 def _without_shards(value: Any) -> Any:
