@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from shardeddp import CheckpointError, ShardedDP, ShardTensor
+from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.checkpoint.writing.full import gather_full, stream_full, whole
+from shardeddp.checkpoint.writing.snapshot import memory_of_shards
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
 from world import Worlds
@@ -125,3 +127,8 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(world: Worlds, t
     assert first == second
     assert "full.ckpt is a directory" in first
     assert [path.name for path in tmp_path.iterdir()] == ["full.ckpt"]
+
+
+def test_lazy_tensors_do_not_share_memory_because_they_have_none() -> None:
+    lazy = [LazyTensor(("model", str(i)), (3,), torch.float32, lambda interval: torch.ones(3)) for i in range(6)]
+    assert len({memory_of_shards(tensor) for tensor in lazy}) == 6
