@@ -74,6 +74,11 @@ class ContinuingStrategy(CheckpointStrategy):
             raise RuntimeError("ShardedDP has no module yet: the Trainer connects it when it starts to run")
         return self.lightning_module.trainer
 
+    def _is_running(self) -> bool:
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer  # none where ranks were spawned
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+
     def _find_launcher(self) -> int | None:
         """The process of this machine's first rank, if that one has started this one."""
         mine = [self.node_rank, self.local_rank, os.getpid()]
@@ -111,7 +116,7 @@ class ContinuingStrategy(CheckpointStrategy):
             states = gather_random_states(self._randomness.capture(self.root_device), self._mesh.control)
             checkpoint[KEY] = {"random_states": states}
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self._preemption.requeues or self._trainer_at_work().state.status != TrainerStatus.RUNNING:
+        if self._preemption.requeues or not self._is_running():
             self.wait_for_checkpoint()  # nobody else is going to
 
     @override
