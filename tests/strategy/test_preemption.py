@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shardeddp.checkpoint.reading.verification import verify
 from shardeddp.plugins.preemption import EXIT_CODE, FILE_NAME
 from support.preemption import EVERY_RANK, TORCHRUN, Job, job
 
@@ -74,14 +75,17 @@ def test_a_signal_to_any_ranks_ends_all_in_one_step(
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(1500)
-def test_a_hundred_signals_leave_a_hundred_runs_that_go_on_exactly(tmp_path: Path) -> None:
-    straight, _ = finish(tmp_path / "straight", str(tmp_path), "--steps", "150", "--epoch", "7")
-    for index, (launcher, ranks, moment_s) in enumerate(draw(100, seed=2)):
+@pytest.mark.timeout(380)
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_ten_signals_leave_ten_whole_checkpoints_and_runs_that_go_on_exactly(tmp_path: Path, seed: int) -> None:
+    options = ("--epoch", "7")
+    for index, (launcher, ranks, moment_s) in enumerate(draw(10, seed)):
         folder = tmp_path / str(index)
-        path = preempt(folder, launcher, ranks, moment_s, "--epoch", "7")
-        resumed, first = finish(folder / "second", str(folder), "--steps", "150", "--epoch", "7", "--resume", str(path))
-        assert (resumed, first > 0) == (straight, True), (index, launcher, ranks, moment_s)
+        path = preempt(folder, launcher, ranks, moment_s, *options)
+        assert verify(path) == [], (seed, index)
+    straight, _ = finish(tmp_path / "straight", str(tmp_path), "--steps", "150", *options)
+    resumed, first = finish(folder / "second", str(folder), "--steps", "150", *options, "--resume", str(path))
+    assert (resumed, first > 0) == (straight, True), (seed, launcher, ranks, moment_s)
 
 
 @pytest.mark.parametrize(
