@@ -204,7 +204,7 @@ def check(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.torture), "sharded"])
 def test_between_epochs_under_every_strategy(world: Worlds, tmp_path: Path, strategy: str, kind: str) -> None:
     check(world, tmp_path, "plain", "epoch end", step=6, strategy=strategy, kind=kind)
 
@@ -233,7 +233,7 @@ def test_in_the_middle_of_an_epoch_under_every_strategy(world: Worlds, tmp_path:
 
 
 @pytest.mark.parametrize("loader", STATEFUL)
-@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.torture)])
 def test_in_the_middle_of_an_epoch_with_every_stateful_loader(
     world: Worlds, tmp_path: Path, loader: str, step: int
 ) -> None:
