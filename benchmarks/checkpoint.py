@@ -18,7 +18,6 @@ import ctypes
 import gc
 import io
 import json
-import logging
 import os
 import platform
 import pstats
@@ -26,7 +25,6 @@ import shutil
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -35,12 +33,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from checkpoint_engines import ENGINES, WIDTH, Engine
+from fresh_ranks import become_rank, in_turn, resident
 from shardeddp.checkpoint.reading.verification import verify
 
 
@@ -83,14 +80,7 @@ class Measured:
 
 def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
     """One round on one rank; leaves the figures in ``folder``."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(setting.ranks), RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // setting.ranks))
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    stdout = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # rank 0 prints a table of units that would tear the progress bar
-    torch.manual_seed(0)
+    stdout = become_rank(rank, setting.ranks, port)
     engine = ENGINES[name](setting.ranks, setting.layers)
     found = Measured(shard_nbytes=sum(shard.nbytes for shard in engine.shards()))
     for number in range(setting.repeats + 1):
@@ -143,9 +133,9 @@ def _peak(into: list[int]) -> Iterator[None]:
     """The most resident memory beyond what there is now."""
     _release_memory()
     Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     yield
-    into.append(_resident("VmHWM") - before)
+    into.append(resident("VmHWM") - before)
 
 
 def _release_memory() -> None:
@@ -171,25 +161,11 @@ def _profile(engine: Engine, path: Path, shown: bool) -> None:
             Console(stderr=True).print(f"{what}, rank 0\n{text.getvalue()}", highlight=False)
 
 
-def _resident(key: str) -> int:
-    """A figure of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {key} in /proc/self/status: peak memory is read on Linux only")
-
-
 def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Measured]]:
     """Measure in turn; the times of rank 0, the memory of the worst rank."""
     results: dict[str, list[Measured]] = {name: [] for name in names}
-    jobs = [(round_, name) for round_ in range(setting.rounds) for name in names]
-    for number, (round_, name) in enumerate(track(jobs, "measuring", console=Console(stderr=True))):
-        # Every second round backwards, so that nobody always runs after the same neighbour.
-        name = name if round_ % 2 == 0 else names[::-1][names.index(name)]
-        port = 20000 + (os.getpid() + number) % 20000
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            mp.spawn(measure, (name, setting, port, place), nprocs=setting.ranks)
-            ranks = [Measured(**json.loads(Path(place, f"{rank}.json").read_text())) for rank in range(setting.ranks)]
+    for name, found in in_turn(measure, names, setting, folder):
+        ranks = [Measured(**figures) for figures in found]
         ranks[0].save_nbytes = [max(it) for it in zip(*(rank.save_nbytes for rank in ranks), strict=True)]
         ranks[0].load_nbytes = [max(it) for it in zip(*(rank.load_nbytes for rank in ranks), strict=True)]
         results[name].append(ranks[0])

@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
-import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -29,15 +26,15 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.multiprocessing as mp
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fresh_ranks import become_rank, in_turn, resident
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -158,13 +155,7 @@ class Clock(L.Callback):
 
 def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> None:
     """Train on one rank and leave the figures in ``folder``."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(setting.ranks), RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // setting.ranks))
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # rank 0 prints a table of units that would tear the progress bar
-    torch.manual_seed(0)
+    become_rank(rank, setting.ranks, port)
     strategy: Strategy = STRATEGIES[name]()
     clock = Clock()
     module = Language(setting)
@@ -178,31 +169,18 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     )  # fmt: skip
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # peak resident memory starts anew
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=setting.batch))
     steps = [end - start for start, end in zip(clock.starts, clock.starts[1:], strict=False)][setting.warmup :]
-    figures = Measured(step_s=steps, peak_nbytes=_resident("VmHWM") - before)
-    Path(folder, f"{name}.{rank}.json").write_text(json.dumps(asdict(figures)))
-
-
-def _resident(key: str) -> int:
-    """A figure of /proc/self/status in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {key} in /proc/self/status: peak memory is read on Linux only")
+    figures = Measured(step_s=steps, peak_nbytes=resident("VmHWM") - before)
+    Path(folder, f"{rank}.json").write_text(json.dumps(asdict(figures)))
 
 
 def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Measured]]:
     """Measure every strategy in turn, ``rounds`` times; the figures of rank 0, peak memory of the worst rank."""
     results: dict[str, list[Measured]] = {name: [] for name in names}
-    jobs = [(round_, name) for round_ in range(setting.rounds) for name in names]
-    for number, (round_, name) in enumerate(track(jobs, "measuring", console=Console(stderr=True))):
-        # Every second round backwards, so that nobody always runs after the same neighbour.
-        name = name if round_ % 2 == 0 else names[::-1][names.index(name)]
-        port = 20000 + (os.getpid() + number) % 20000
-        mp.spawn(measure, (name, setting, port, str(folder)), nprocs=setting.ranks)
-        ranks = [Measured(**json.loads((folder / f"{name}.{rank}.json").read_text())) for rank in range(setting.ranks)]
+    for name, found in in_turn(measure, names, setting, folder):
+        ranks = [Measured(**figures) for figures in found]
         results[name].append(
             Measured(step_s=ranks[0].step_s, peak_nbytes=max(measured.peak_nbytes for measured in ranks))
         )

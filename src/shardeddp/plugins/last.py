@@ -17,6 +17,8 @@ from lightning.pytorch.trainer import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from shardeddp.plugins.paths import is_remote
+
 
 class FindsLast(Protocol):
     """What a strategy has to offer."""
@@ -65,7 +67,7 @@ def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided
     candidates = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     candidates |= {callback.ckpt_path for callback in on_exception}
     folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
-    remote = any("://" in str(path) for path in (*candidates, *folders))
+    remote = any(is_remote(path) for path in (*candidates, *folders))
     if remote or not any(os.path.lexists(path) for path in candidates):  # a link may lead nowhere yet
         return parsed
     strategy: FindsLast = trainer.strategy  # type: ignore[assignment]

@@ -202,7 +202,7 @@ def _save(trainer: Trainer) -> str:
     ):
         return "the checkpoint of a callback that saves on exceptions"
     folder = next((keeper.dirpath for keeper in keepers if keeper.dirpath), None) or trainer.default_root_dir
-    path = str(Path(folder) / FILE_NAME) if "://" not in str(folder) else f"{folder}/{FILE_NAME}"
+    path = os.path.join(folder, FILE_NAME)
     trainer.save_checkpoint(path)
     return path
 

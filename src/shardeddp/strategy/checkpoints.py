@@ -36,6 +36,7 @@ from shardeddp.checkpoint.writing.snapshot import ParameterNames, take_snapshot
 from shardeddp.comm import agree_on_any, gather_results, together
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from shardeddp.plugins.paths import is_remote
 from shardeddp.plugins.placing import place_module
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.processes import ProcessStrategy
@@ -124,7 +125,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     def _streams(self, filepath: str | Path, storage_options: Any) -> bool:
         """Whether one file can be written as its tensors are gathered: not where the user decides how it is written."""
-        return type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and "://" not in str(filepath)
+        return type(self.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_remote(filepath)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being written any more.
@@ -147,8 +148,7 @@ class CheckpointStrategy(ProcessStrategy):
         if self._state_dict_type == "full" and not self._streams(filepath, None):
             self.checkpoint_io.remove_checkpoint(filepath)
         else:
-            root = self._checkpoint_root(filepath)
-            self._saver.then(lambda: _remove(filepath, root))
+            self._saver.then(partial(cleaning.remove, filepath, self._checkpoint_root(filepath)))
 
     def _checkpoint_root(self, filepath: str | Path) -> Path:
         """The directory of a callback that keeps checkpoints around a path, else the run's own."""
@@ -180,7 +180,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     @staticmethod
     def _local_path(path: str | Path) -> str:
-        if "://" in str(path):
+        if is_remote(path):
             raise NotImplementedError(
                 f"sharded checkpoints need a file system, found {path}: save to a local or mounted path, or use "
                 f"state_dict_type='full'"
@@ -327,8 +327,4 @@ def open_any(path: Path, weights_only: bool | None, *, foreign: bool, trust_pick
 def checkpoint_folders(trainer: Trainer) -> list[str]:
     """The local directories in which callbacks keep checkpoints."""
     roots = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
-    return [root for root in roots if root and "://" not in root]
-
-
-def _remove(filepath: str | Path, root: Path) -> None:
-    cleaning.remove(filepath, root)
+    return [root for root in roots if root and not is_remote(root)]

@@ -101,16 +101,11 @@ def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
     foreign = ForeignCheckpoint(path, trust_pickle=trust_pickle)
     model: dict[str, Any] = {}
     optimizers: dict[int, dict[Any, Any]] = {}
-    for stored in (*foreign.tensors.values(), *foreign.objects.values()):
-        name = name_of(stored.path)
-        value = (
-            LazyTensor(
-                stored.path, foreign.tensors[name].shape, foreign.tensors[name].dtype, partial(foreign.read, name)
-            )
-            if name in foreign.tensors
-            else foreign.read_object(name)
-        )
-        root, *rest = stored.path
+    stored: list[tuple[Sequence[str | int], Any]] = [
+        (it.path, _lazy(foreign, name)) for name, it in foreign.tensors.items()
+    ]
+    stored += [(it.path, foreign.read_object(name)) for name, it in foreign.objects.items()]
+    for (root, *rest), value in stored:
         number = str(root).removeprefix("optimizer_")
         if root == MODEL and rest:
             model[name_of(rest)] = value
@@ -123,7 +118,7 @@ def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
     return Contents(checkpoint=checkpoint)
 
 
-def _lazy(reader: CheckpointReader, name: str) -> torch.Tensor:
+def _lazy(reader: CheckpointReader | ForeignCheckpoint, name: str) -> torch.Tensor:
     try:
         tensor = reader.tensors[name]
     except KeyError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ class CheckpointReader:
         """All of a file that holds no tensors, checked."""
         expected = self.manifest.files[name]
         data = bytearray(expected.nbytes)
-        self._read_exactly(name, 0, memoryview(data))
-        self._check(name, "", Interval(0, len(data)), memoryview(data), expected.checksum)
+        with self._opened(name) as descriptor:
+            whole = Interval(0, len(data))
+            self._read_checked(descriptor, name, "", whole, memoryview(data), expected.checksum)
         return bytes(data)
 
     def read(self, name: str, interval: Interval) -> torch.Tensor:
@@ -80,32 +82,38 @@ class CheckpointReader:
 
     def _read_piece(self, name: str, piece: Piece, nbytes: int, wanted: Interval, out: memoryview) -> None:
         """Read some bytes of a payload, block by block: in place where a block is wanted whole, else beside."""
-        for index in range(wanted.start // BLOCK_NBYTES, -(-wanted.stop // BLOCK_NBYTES)):
-            block = Interval(index * BLOCK_NBYTES, min(nbytes, (index + 1) * BLOCK_NBYTES))
-            common = block.intersect(wanted)
-            target = out[common.start - wanted.start : common.stop - wanted.start]
-            data = target if common == block else memoryview(bytearray(block.numel))
-            self._read_exactly(piece.item.file, piece.payload + block.start, data)
-            self._check(piece.item.file, name, block.shift(piece.payload), data, piece.checksums[index])
-            if data is not target:
-                target[:] = data[common.start - block.start : common.stop - block.start]
+        with self._opened(piece.item.file) as descriptor:
+            for index in range(wanted.start // BLOCK_NBYTES, -(-wanted.stop // BLOCK_NBYTES)):
+                block = Interval(index * BLOCK_NBYTES, min(nbytes, (index + 1) * BLOCK_NBYTES))
+                common = block.intersect(wanted)
+                target = out[common.start - wanted.start : common.stop - wanted.start]
+                data = target if common == block else memoryview(bytearray(block.numel))
+                where = block.shift(piece.payload)
+                self._read_checked(descriptor, piece.item.file, name, where, data, piece.checksums[index])
+                if data is not target:
+                    target[:] = data[common.start - block.start : common.stop - block.start]
 
-    def _read_exactly(self, file: str, offset: int, out: memoryview) -> None:
+    @contextmanager
+    def _opened(self, file: str) -> Generator[int]:
         descriptor, _ = open_regular(self.path / file)
         try:
-            done = 0
-            while done < len(out):
-                count = os.preadv(descriptor, [out[done:]], offset + done)
-                if count == 0:
-                    raise DamagedCheckpointError(
-                        f"{self.path / file} ends at byte {offset + done:,}, expected {offset + len(out):,}"
-                    )
-                done += count
+            yield descriptor
         finally:
             os.close(descriptor)
 
-    def _check(self, file: str, name: str, where: Interval, data: memoryview, expected: str) -> None:
-        found = checksum(data)
+    def _read_checked(
+        self, descriptor: int, file: str, name: str, where: Interval, out: memoryview, expected: str
+    ) -> None:
+        """Fill ``out`` with some bytes of a file and compare their checksum."""
+        done = 0
+        while done < len(out):
+            count = os.preadv(descriptor, [out[done:]], where.start + done)
+            if count == 0:
+                raise DamagedCheckpointError(
+                    f"{self.path / file} ends at byte {where.start + done:,}, expected {where.stop:,}"
+                )
+            done += count
+        found = checksum(out)
         if found != expected:
             of = f" of {name}" if name else ""
             raise DamagedCheckpointError(

@@ -32,7 +32,7 @@ class Saver:
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the thread; the same on all ranks
-        self._deletions: list[Callable[[], None]] = []  # wait for the save that goes on
+        self._deletions: list[Callable[[], object]] = []  # wait for the save that goes on
 
     @property
     def started(self) -> bool:
@@ -87,7 +87,7 @@ class Saver:
         for delete in deletions:
             delete()
 
-    def then(self, delete: Callable[[], None]) -> None:
+    def then(self, delete: Callable[[], object]) -> None:
         """Delete something when the save that is under way has succeeded; at once if there is none."""
         if self._thread is None:
             delete()

@@ -8,9 +8,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,9 +65,9 @@ class Report:
         return json.dumps(
             [
                 vars(self.file),
-                [[*key, _fields(item), *rest] for key, (item, *rest) in self.pieces.items()],
+                [[*key, asdict(item), *rest] for key, (item, *rest) in self.pieces.items()],
                 [[*key, checksums] for key, checksums in self.copies.items()],
-                [_fields(item) for item in self.objects],
+                [asdict(item) for item in self.objects],
             ]
         ).encode()
 
@@ -245,7 +244,3 @@ def _index(described: Sequence[Described], reports: Sequence[Report]) -> dict[st
 
 def _key(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> BoxKey:
     return name, tuple(offsets), tuple(sizes)
-
-
-def _fields(item: Item) -> dict[str, Any]:
-    return {"file": item.file, "offset": item.offset, "nbytes": item.nbytes}

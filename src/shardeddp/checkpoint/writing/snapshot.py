@@ -94,7 +94,7 @@ class Snapshot:
     def copied(self, memory: HostMemory) -> Snapshot:
         """The same with elements of its own, in host memory, for a write behind the back of training."""
         copies = memory.copies([share.elements for share in self.shares])
-        shares = [replace(share, elements=copy) for share, copy in zip(self.shares, copies, strict=True)]
+        shares = [replace(share, elements=own) for share, own in zip(self.shares, copies, strict=True)]
         # Callbacks go on with the very objects that they have handed out; the rest was pickled already.
         return replace(self, shares=shares, objects=copy.deepcopy(self.objects))
 
