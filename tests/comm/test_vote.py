@@ -20,6 +20,15 @@ def test_the_highest_number_counts_and_only_once() -> None:
     assert vote.count() == 0
 
 
+@on_ranks(2)
+def test_a_closed_vote_leaves_nothing_to_the_threads_of_the_transport() -> None:
+    for _ in range(200):  # a process that ends while such a thread holds a tensor is aborted now and then
+        vote = Vote(dist.group.WORLD)
+        vote.cast(dist.get_rank())
+        assert vote.close() == 1
+        assert vote._ballot._use_count() == 1
+
+
 @on_ranks(3)
 def test_ranks_that_come_to_one_place_are_together() -> None:
     muster = Muster(dist.get_rank(), 3)

@@ -1,7 +1,11 @@
 """Vote: the highest of a number that every rank casts, asked for in one batch and known in the next."""
 
+import time
+
 import torch
 import torch.distributed as dist
+
+_LET_GO_S = 1.0
 
 
 class Vote:
@@ -35,3 +39,15 @@ class Vote:
         work, self._work = self._work, None
         work.wait()
         return int(self._ballot)
+
+    def close(self) -> int:
+        """The last count, after which nothing is on its way.
+
+        A process may end right after it, so this also waits until gloo's thread has let go of the ballot: to do that it
+        needs the interpreter, and a thread that asks for one that is ending aborts the process.
+        """
+        highest = self.count()
+        deadline = time.monotonic() + _LET_GO_S
+        while self._ballot._use_count() > 1 and time.monotonic() < deadline:  # pyright: ignore[reportAttributeAccessIssue]
+            time.sleep(0.0005)
+        return highest
