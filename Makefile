@@ -15,16 +15,19 @@ LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test torture lint types bench clean
+.PHONY: help demo test test-models test-cluster torture torture-cluster lint types bench clean
 
 help:
-	@echo "make demo     train examples/train_gpt.py on two CPU processes (minutes)"
-	@echo "make test     run all tests but the long harnesses"
-	@echo "make torture  the long harnesses: kills, system calls, mutations, hostile files (half an hour)"
-	@echo "make lint     ruff: rules and format"
-	@echo "make types    pyright, strict on src"
-	@echo "make bench    step time and peak memory against DDP, FSDP1 and FSDP2"
-	@echo "make clean    remove $(VENV), caches and build leftovers"
+	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
+	@echo "make test             run all tests but the long harnesses"
+	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
+	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
+	@echo "make torture          the long harnesses: kills, system calls, mutations, hostile files (half an hour)"
+	@echo "make torture-cluster  twenty preemptions, killed ranks and lost nodes there (half an hour)"
+	@echo "make lint             ruff: rules and format"
+	@echo "make types            pyright, strict on src"
+	@echo "make bench            step time and peak memory against DDP, FSDP1 and FSDP2"
+	@echo "make clean            remove $(VENV), caches and build leftovers"
 
 # A stamp says what an environment holds: it is younger than the lock, or the installation runs again.
 # torch comes first and by its exact version: a range would let pip choose the newest build, with gigabytes of CUDA packages.
@@ -46,14 +49,29 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 	$(INSTALL) --quiet --no-build-isolation --editable '.[test,dev]'
 	@touch $@
 
+$(VENV)/.installed-models: $(VENV)/.installed-test
+	$(INSTALL) --quiet --no-build-isolation --editable '.[test,models]'
+	@touch $@
+
 demo: $(VENV)/.installed
-	$(BIN)/python examples/train_gpt.py fit --config configs/demo.yaml
+	$(BIN)/python examples/train_gpt.py fit --config configs/laptop.yaml
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
+test-models: $(VENV)/.installed-models
+	$(BIN)/python -m pytest -m models tests/models
+
+test-cluster: $(VENV)/.installed-test
+	@tests/cluster/install
+	$(BIN)/python -m pytest -m "cluster and not torture" tests/cluster
+
 torture: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m torture
+	$(BIN)/python -m pytest -m "torture and not cluster"
+
+torture-cluster: $(VENV)/.installed-test
+	@tests/cluster/install
+	$(BIN)/python -m pytest -m "torture and cluster" tests/cluster
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Train a small GPT on Python's own documentation, under the strategy that a YAML file names.
 
-    python examples/train_gpt.py fit --config configs/demo.yaml
-    python examples/train_gpt.py fit --config configs/demo.yaml --trainer.strategy=ddp
+    python examples/train_gpt.py fit --config configs/laptop.yaml
+    python examples/train_gpt.py fit --config configs/laptop.yaml --trainer.strategy=ddp
     python examples/train_gpt.py fit --help
 
 Model (`gpt/model.py`) and data (`gpt/data.py`) are ordinary Lightning code. What shards them is an entry of the YAML
@@ -79,7 +79,7 @@ class TrainGPT(LightningCLI):
         say(f"[dim]Measuring {config.report.steps} steps of the same model under DDP ...[/]")
         trainer = L.Trainer(**{**self.config_init.fit.trainer, **changed})
         L.seed_everything(config.seed_everything, workers=True, verbose=False)
-        trainer.fit(GPTModule(**config.model), PydocText(**config.data))
+        trainer.fit(type(self.model)(**config.model), PydocText(**config.data))
         return meter.figures
 
 
@@ -121,12 +121,17 @@ def say(text: str) -> None:
     rich.print(text)
 
 
-if __name__ == "__main__":
+def main(model_class: type[GPTModule]) -> None:
+    """Run the command line for a model."""
     quieten()
     TrainGPT(
-        GPTModule,
+        model_class,
         PydocText,
         trainer_defaults={"logger": loggers()},
         auto_configure_optimizers=False,
         load_from_checkpoint_support=False,
     )
+
+
+if __name__ == "__main__":
+    main(GPTModule)

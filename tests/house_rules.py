@@ -17,7 +17,7 @@ SRC = f"src/{PACKAGE}/"
 
 # From the bottom up; a file is in the layer of its first folder, or of its own name.
 LAYERS = (
-    ("errors", "config"),
+    ("errors", "config", "lightning_api"),
     ("plan",),
     ("comm",),
     ("sharding",),
@@ -32,7 +32,9 @@ LAYERS = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAX_LINES = 350
 
-LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
+LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+LIGHTNING_API = "lightning_api"
+LIGHTNING_CLASS = re.compile(rf"{PACKAGE}\.{LIGHTNING_API}\.[A-Z]\w*\.")
 LIGHTNING_USERS = ("strategy.py", "strategy/", "plugins/", "monitor/callbacks")
 
 COLLECTIVE = re.compile(
@@ -195,11 +197,12 @@ def impure_plans(files: Sequence[Source]) -> Iterator[Finding]:
 
 
 def borrowed_privates(files: Sequence[Source]) -> Iterator[Finding]:
-    """A private name of the package is used in its own file only."""
+    """A private name of the package is used in its own file only; a class of Lightning's is not the package's."""
     for file in files:
         for dotted, line in file.uses:
             word = dotted.rpartition(".")[2]
-            if dotted.startswith(PACKAGE + ".") and word.startswith("_") and not word.endswith("__"):
+            borrowed = dotted.startswith(PACKAGE + ".") and not LIGHTNING_CLASS.match(dotted)
+            if borrowed and word.startswith("_") and not word.endswith("__"):
                 problem = "private to another file: make it public there, or ask for what it answers"
                 yield Finding(path=file.path, line=line, subject=dotted, problem=problem)
 
@@ -225,11 +228,18 @@ def foreign_engines(files: Sequence[Source]) -> Iterator[Finding]:
 
 
 def stray_lightning(files: Sequence[Source]) -> Iterator[Finding]:
-    """Lightning is known to the strategy, the plugins and the callbacks."""
+    """Lightning is known to the strategy, the plugins and the callbacks, and they have it from one place."""
     for file in files:
+        if file.inner.startswith(LIGHTNING_API):
+            continue
         for name in file.imports:
-            if name.is_under(*LIGHTNING) and not file.inner.startswith(LIGHTNING_USERS):
-                problem = f"Lightning is imported only by {', '.join(LIGHTNING_USERS)}"
+            problem = ""
+            if name.is_under(*LIGHTNING):
+                problem = f"both namespaces have to work: import it from {PACKAGE}.{LIGHTNING_API}"
+            elif name.is_under(f"{PACKAGE}.{LIGHTNING_API}", "lightning_utilities"):
+                users = ", ".join(LIGHTNING_USERS)
+                problem = "" if file.inner.startswith(LIGHTNING_USERS) else f"Lightning is known only to {users}"
+            if problem:
                 yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
 
 

@@ -7,7 +7,7 @@ everything.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ from shardeddp.plan.placement import PLACEMENTS, Placement, ShardSize
 from shardeddp.plan.topology import Topology
 from shardeddp.plugins.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.sharding.optimizer import attach_optimizer
+from shardeddp.sharding.optimizer_scope import Scope
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -66,6 +67,9 @@ class Sharding:
     regather: int | None = None
     """Ranks that gather for the backward what they have kept of the forward's gather."""
 
+    uneven: bool = False
+    """Ranks are known to use different units."""
+
     def apply(
         self, model: nn.Module, autocast: torch.dtype | None = None, options: MixedPrecision | None = None
     ) -> Runtime:
@@ -75,7 +79,7 @@ class Sharding:
         dtypes = resolve_dtypes(options, autocast)
         units = assign_dtypes(model, build_units(model, policy), dtypes)
         cast_at_boundaries(model, units, dtypes)
-        return shard_model(units, self.mesh(), self.placement, prefetch)
+        return shard_model(units, self.mesh(), self.placement, prefetch, uneven=self.uneven)
 
     @property
     def placement(self) -> Placement:
@@ -97,15 +101,22 @@ class Trial:
         model: Built alike on every rank; it is the one that is sharded.
         sharding: How.
         make_optimizer: Makes the optimizer of either.
+        scopes: What is said about optimizers, by class name.
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding, make_optimizer: MakeOptimizer = sgd) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        make_optimizer: MakeOptimizer = sgd,
+        scopes: Mapping[str, Scope] | None = None,
+    ) -> None:
         self.reference = copy.deepcopy(model)
         self.model = model
         self.runtime = sharding.apply(model)
         self.optimizer = make_optimizer(model.parameters())
         self.reference_optimizer = make_optimizer(self.reference.parameters())
-        attach_optimizer(self.optimizer, self.runtime.parameters_changed)
+        attach_optimizer(self.optimizer, self.runtime.parameters_changed, stated=scopes)
 
     def forward(self, loss: Loss, step: int = 0) -> torch.Tensor:
         """This rank's loss, as the strategy computes it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -18,30 +18,49 @@ ModuleClasses: TypeAlias = Sequence[type[nn.Module] | str]
 """Module classes, or their names or import paths."""
 
 
+class ChoosesModules(Protocol):
+    """What a policy does; the command line makes one of a ``class_path``."""
+
+    def select(self, root: nn.Module) -> list[str]:
+        """The names of the modules that are meant."""
+        ...
+
+
+Modules: TypeAlias = (
+    ChoosesModules
+    | str
+    | type[nn.Module]
+    | Sequence[type[nn.Module] | str]
+    | set[type[nn.Module] | str]
+    | Callable[[str, nn.Module], bool]
+)
+"""Some modules of a model, in every way of writing them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
     """In which dtypes parameters travel and compute, and gradients are reduced; main shards keep their own dtype.
 
     A dtype is written as ``torch.bfloat16`` or as the name ``bfloat16`` (also ``bf16``, ``fp16``, ``fp32``, ``fp64``).
+
+    Args:
+        param_dtype: Of gathered parameters, in which modules compute. None: each parameter's own.
+        reduce_dtype: Of gradients while they are averaged. None: float32 for parameters of at most that width, else
+            their own.
+        output_dtype: Of floating-point tensors that the model's outermost modules return. None: as they come.
+        buffer_dtype: Of floating-point buffers. None: each buffer's own.
+        cast_forward_inputs: Cast floating-point inputs of units and of the model's outermost modules to
+            ``param_dtype``.
+        keep_fp32: Classes of modules whose parameters and computation stay in the parameters' own dtype, such as norms
+            and routers; classes, their names or import paths.
     """
 
     param_dtype: DTypeLike = None
-    """Of gathered parameters, in which modules compute. None: each parameter's own."""
-
     reduce_dtype: DTypeLike = None
-    """Of gradients while they are averaged. None: float32 for parameters of at most that width, else their own."""
-
     output_dtype: DTypeLike = None
-    """Of floating-point tensors that the model's outermost modules return. None: as they come."""
-
     buffer_dtype: DTypeLike = None
-    """Of floating-point buffers. None: each buffer's own."""
-
     cast_forward_inputs: bool = True
-    """Cast floating-point inputs of units and of the model's outermost modules to ``param_dtype``."""
-
     keep_fp32: ModuleClasses = ()
-    """Classes of modules whose parameters and computation stay in the parameters' own dtype: norms, routers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
@@ -64,7 +83,7 @@ class ActivationCheckpointing:
             keeps stays on the device.
     """
 
-    modules: Any = "auto"
+    modules: Modules = "auto"
     every: int = 1
     save_ops: str | Sequence[Any] | Callable[..., Any] = ()
     cpu_offload: bool = False
@@ -82,41 +101,43 @@ class ActivationCheckpointing:
 
 @dataclass(frozen=True, kw_only=True)
 class CPUOffload:
-    """What lives in host memory instead of on the device."""
+    """What lives in host memory instead of on the device.
+
+    Args:
+        params: Main shards, gradient shards and optimizer states; the optimizer steps on the host. The least device
+            memory, and the slowest.
+        optimizer: Optimizer states; without ``params`` they alone, and the optimizer steps on the host on copies of
+            parameters and gradients.
+    """
 
     params: bool = False
-    """Main shards, gradient shards and optimizer states; the optimizer steps on the host."""
-
     optimizer: bool = False
-    """Optimizer states alone; the optimizer steps on the host, on copies of parameters and gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """How sharded checkpoints are written, and what may be read."""
+    """How sharded checkpoints are written, and what may be read.
+
+    Args:
+        asynchronous: Write in a thread while training goes on, from one copy of the shards in host memory.
+        durability: ``disk``: a save that has returned survives a power loss. ``process``: nothing is synced; faster,
+            and it survives the end of the process only.
+        permissions: ``private``: files are for their owner alone (0600, directories 0700). ``umask``: as the umask has
+            it, for checkpoints that others read.
+        zip_crc: Write the checksums that tools other than this package look for. Costs about 0.4 s of a core per GB.
+        cast: Load tensors of another dtype than the model's by casting them.
+        foreign: Also load directories that other tools wrote (FSDP, FSDP2, plain ``torch.distributed.checkpoint``):
+            their indexes are pickles, which are read by a reader that knows a few harmless types only.
+        trust_pickle: Unpickle foreign indexes as they are: whoever wrote them can run code here. With ``foreign``.
+    """
 
     asynchronous: bool = False
-    """Write in a thread while training goes on, from one copy of the shards in host memory."""
-
     durability: Literal["disk", "process"] = "disk"
-    """``disk``: a save that has returned survives a power loss. ``process``: nothing is synced; it survives the end of
-    the process only."""
-
     permissions: Literal["private", "umask"] = "private"
-    """``private``: files are for their owner alone (0600, directories 0700). ``umask``: as the umask has it."""
-
     zip_crc: bool = True
-    """Write the checksums that tools other than this package look for. Costs about 0.4 s of a core per GB."""
-
     cast: bool = False
-    """Load tensors of another dtype than the model's by casting them."""
-
     foreign: bool = False
-    """Also load directories that other tools wrote (FSDP, FSDP2, plain ``torch.distributed.checkpoint``): their indexes
-    are pickles, which are read by a reader that knows a few harmless types only."""
-
     trust_pickle: bool = False
-    """Unpickle foreign indexes as they are: whoever wrote them can run code here."""
 
     def __post_init__(self) -> None:
         for name, known in (("durability", ("disk", "process")), ("permissions", ("private", "umask"))):

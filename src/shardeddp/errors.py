@@ -4,6 +4,8 @@ A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong mom
 limit a ``NotImplementedError``; the classes below refine those where a caller may want to catch one thing alone.
 """
 
+from collections.abc import Sequence
+
 
 class ConfigurationError(ValueError):
     """The options or the model cannot be trained as asked; raised before any training, on every rank."""
@@ -27,6 +29,27 @@ class RankError(RuntimeError):
         ranks = ", ".join(str(rank) for rank in sorted(self.failures))
         traces = "\n".join(f"--- rank {rank} ---\n{self.failures[rank].rstrip()}" for rank in sorted(self.failures))
         return f"{self.step} failed on rank {ranks}; every rank stops here.\n{traces}"
+
+
+class LostRankError(RuntimeError):
+    """Some ranks have stopped without an error of their own; the cause of what others raise because of it.
+
+    Args:
+        ranks: Those that have not said anything.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(ranks)  # what pickle calls the class with
+        self.ranks = list(ranks)
+
+    def __str__(self) -> str:
+        """Which ranks, and what may have happened to them."""
+        listed = ", ".join(map(str, self.ranks))
+        return (
+            f"no word from rank {listed}: killed (out of memory, by a scheduler, with its machine), frozen, or still "
+            f"at something that takes longer than the timeout. Look at its output and at the system log of its "
+            f"machine; ShardedDP(timeout=...) is how long ranks wait for each other"
+        )
 
 
 class ReleasedParameterError(RuntimeError):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardeddp.comm import Collectives, Pending, Traffic
 from shardeddp.comm.collectives import ReduceKind, SoloCollectives
 from shardeddp.comm.gloo import MEAN_BLOCK_NUMEL, GlooCollectives
+from shardeddp.comm.native import NativeCollectives
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -76,6 +77,28 @@ def gather_pieces(lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("lengths", [(3, 1, 4, 1), (0, 7, 0, 2), (5, 0, 0, 0), (0, 0, 0, 0)])
 def test_all_gather_of_uneven_pieces_fills_every_piece(world: Worlds, size: int, lengths: tuple[int, ...]) -> None:
     world(size).run(gather_pieces, lengths)
+
+
+def exchange_pieces() -> None:
+    """Also as a backend with streams does it, whose transfers gloo knows as well."""
+    first = make_group()
+    size, rank = first.size, first.rank
+    native = NativeCollectives(dist.group.WORLD, range(size), Traffic())  # type: ignore[arg-type]
+    for group in (first, native) if size > 1 else (first,):
+        for longest in (0, 3, 40):
+            lengths = [[(3 * source + target) * longest // 4 for target in range(size)] for source in range(size)]
+            leaving = [values(size * rank + target, lengths[rank][target]) for target in range(size)]
+            arriving = [torch.zeros(lengths[source][rank]) for source in range(size)]
+            group.all_to_all(arriving, leaving).wait()
+            for source, arrived in enumerate(arriving):
+                if source != rank:
+                    assert torch.equal(arrived, values(size * source + rank, lengths[source][rank]))
+            assert not arriving[rank].any()
+
+
+@on_all_sizes
+def test_all_to_all_brings_every_piece_to_its_rank(world: Worlds, size: int) -> None:
+    world(size).run(exchange_pieces)
 
 
 def average_slices() -> None:
@@ -278,6 +301,7 @@ COUNTED: dict[str, tuple[Callable[[Collectives], Pending], int]] = {
     "all_reduce": (lambda group: group.all_reduce_(torch.zeros(12 * group.size)), 2),
     "all_reduce mean": (lambda group: group.all_reduce_(torch.zeros(12 * group.size), "mean"), 2),
     "broadcast": (lambda group: group.broadcast_(torch.zeros(12 * group.size), 0), 1),
+    "all_to_all": (lambda group: group.all_to_all([torch.zeros(12)] * group.size, [torch.zeros(12)] * group.size), 1),
 }
 
 

@@ -243,3 +243,32 @@ def test_a_choice_of_nothing_is_refused() -> None:
         checkpoint_activations(nn.Linear(2, 2), ActivationCheckpointing())
     with pytest.raises(ConfigurationError, match=r"ActivationCheckpointing\.modules .* found none"):
         chosen(modules=nn.LSTM)
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """By the name of what layers of transformers derive from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, past_key_values: list[torch.Tensor] | None = None, use_cache: bool = False
+    ) -> torch.Tensor:
+        keys = self.linear(x)
+        if past_key_values is not None:
+            past_key_values.append(keys)
+            keys = torch.stack(past_key_values).sum(0)
+        return x + keys * (2 if use_cache else 1)
+
+
+def test_a_layer_of_transformers_fills_its_cache_only_without_gradients() -> None:
+    layer, x, cache = GradientCheckpointingLayer(), torch.randn(2, WIDTH), list[torch.Tensor]()
+    checkpoint_activations(nn.Sequential(layer), ActivationCheckpointing(modules=GradientCheckpointingLayer))
+    result = layer(x, past_key_values=cache, use_cache=True)
+    torch.testing.assert_close(result, x + layer.linear(x))
+    result.sum().backward()
+    assert cache == []
+    with torch.no_grad():
+        layer(x, past_key_values=cache)
+    assert len(cache) == 1

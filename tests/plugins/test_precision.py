@@ -91,6 +91,14 @@ def test_training_equals_ddp(world: Worlds, precision: str, rtol: float, argumen
     assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), rtol)
 
 
+@pytest.mark.parametrize("name", ["no_shard", "shard_optimizer"])
+def test_gradients_of_micro_batches_add_up_in_float32_as_under_ddp(world: Worlds, name: str) -> None:
+    options = {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    run = Run(model=TinyGpt, loader=token_loader, options=options)
+    arguments = {"sharding_strategy": name, **UNITS}
+    assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), 1e-5)
+
+
 SKIPPED_FIRST = "Detected call of `lr_scheduler.step"
 """What torch says when the scaler skips the very first step."""
 
@@ -189,3 +197,18 @@ def test_tensors_have_the_dtypes_of_the_precisions_name(
     kinds = ("parameter", "gradient", "state", "unsharded", "buffer", "module")
     expected = {kind: f"torch.{stored}" for kind in kinds} | {"compute": f"torch.{compute}"}
     assert world(2).run(note_dtypes, precision) == [expected] * 2
+
+
+class InsistsOnItsDtype(TinyGpt):
+    """Casts a layer in its forward to what it is already, as routers of experts do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.up = block.up.to(torch.float32)
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("units", [{Block}, None])
+def test_a_module_that_is_cast_in_a_step_to_the_dtype_it_has_trains_as_under_ddp(world: Worlds, units: Any) -> None:
+    run = Run(model=InsistsOnItsDtype, loader=token_loader, options={"precision": "bf16-mixed"})
+    assert_same_training(world(2).run(run.sharded_by, {"auto_wrap_policy": units}), world(2).run(run.under_ddp))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -36,7 +37,8 @@ def load(folder: str, strategy: str, shard_size: int | None) -> None:
     model = Uneven(seed=2)
     Sharding(strategy=strategy, shard_size=shard_size).apply(model)
     state = {"model": model.state_dict()}
-    assert all(isinstance(value, ShardTensor) for value in state["model"].values())
+    if dist.get_world_size() > 1:
+        assert all(isinstance(value, ShardTensor) for value in state["model"].values())
     dcp.load(state, checkpoint_id=folder)
     for name, value in Uneven(seed=1).state_dict().items():
         assert torch.equal(full(model.get_parameter(name)), value), name

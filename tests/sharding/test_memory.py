@@ -234,7 +234,7 @@ def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
     training.step()
     plan, trained = training.plan(), training.optimizer.param_groups[0]["params"]
     # Adam's states are as long as this rank's elements, without the padding; and it counts its steps per parameter.
-    states = sum(2 * parameter.to_local().nbytes for parameter in trained)
+    states = sum(2 * (it.to_local() if isinstance(it, ShardTensor) else it).nbytes for it in trained)
     check_held(training, before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained))
     groups = [group for track in training.runtime.tracks for group in track.unit.groups]
     padding = sum(2 * 4 * group.layout.padding_numel for group in groups)

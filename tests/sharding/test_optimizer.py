@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters: results, states and state dicts of one process; element-wise or not."""
+"""Optimizers over sharded parameters: closures, states and state dicts of one process; element-wise or not."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -54,38 +54,11 @@ def adamw(parameters: Parameters) -> optim.Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[Parameters], optim.Optimizer]] = {
     "sgd": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adam_amsgrad": lambda parameters: optim.Adam(parameters, lr=0.01, amsgrad=True),
     "adamw_foreach": lambda parameters: optim.AdamW(parameters, lr=0.01, foreach=True),
-    "adamw_fused": lambda parameters: optim.AdamW(parameters, lr=0.01, fused=True),
-    "adamw_loop": lambda parameters: optim.AdamW(parameters, lr=0.01, foreach=False),
     "adagrad": lambda parameters: optim.Adagrad(parameters, lr=0.05),
-    "adagrad_fused": lambda parameters: optim.Adagrad(parameters, lr=0.05, fused=True),
-    "rmsprop": lambda parameters: optim.RMSprop(parameters, lr=0.01, momentum=0.5, centered=True),
-    "adadelta": lambda parameters: optim.Adadelta(parameters, lr=0.5),
-    "adamax": lambda parameters: optim.Adamax(parameters, lr=0.01),
-    "nadam": lambda parameters: optim.NAdam(parameters, lr=0.01),
-    "radam": lambda parameters: optim.RAdam(parameters, lr=0.01),
-    "rprop": lambda parameters: optim.Rprop(parameters, lr=0.01),
     "asgd": lambda parameters: optim.ASGD(parameters, lr=0.05),
     "adafactor": lambda parameters: optim.Adafactor(parameters, lr=0.05),
 }
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@on_ranks(3)
-def test_steps_equal_those_of_one_process(name: str) -> None:
-    trial = Trial(Net(), sharding(), OPTIMIZERS[name])
-    trial.train(square, steps=4)
-
-
-@every_strategy
-@pytest.mark.skipif("Muon" not in vars(optim), reason="this torch has no Muon")
-@on_ranks(2)
-def test_muon_sees_whole_matrices(strategy: str) -> None:
-    def muon(parameters: Parameters) -> optim.Optimizer:
-        return vars(optim)["Muon"]([parameter for parameter in parameters if parameter.ndim == 2], lr=0.02)
-
-    Trial(Net(), sharding(strategy), muon).train(square)
 
 
 @every_strategy

@@ -1,6 +1,7 @@
 """Uses of a parameter outside its unit, recorded by autograd: they work on the gathered one, with right gradients."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -120,21 +121,32 @@ def test_what_is_frozen_or_not_recorded_is_not_warned_about() -> None:
 
 
 @on_ranks(2)
-def test_gradients_are_computed_without_being_kept() -> None:
+def test_gradients_that_are_asked_for_are_the_ranks_own_and_are_not_kept() -> None:
     pair = make_pairs(make_mesh())["matrix"]
+    factor = 1.0 + dist.get_rank()
     with warned():
-        found = torch.autograd.grad(pair.sharded.pow(3).sum(), pair.sharded)
-    assert isinstance(found[0], ShardTensor) and pair.sharded.grad is None
-    check_same(found, torch.autograd.grad(pair.plain.pow(3).sum(), pair.plain), "gradient")
+        found = torch.autograd.grad(pair.sharded.pow(3).sum() * factor, pair.sharded)
+    assert type(found[0]) is torch.Tensor and pair.sharded.grad is None
+    check_same(found, torch.autograd.grad(pair.plain.pow(3).sum() * factor, pair.plain), "gradient")
 
 
 @on_ranks(2)
-def test_second_derivatives_are_refused() -> None:
-    matrix = make_pairs(make_mesh())["matrix"].sharded
-    with warned():
-        (gradient,) = torch.autograd.grad(matrix.pow(3).sum(), matrix, create_graph=True)
-    with warned(), pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
+def test_second_derivatives_are_the_mean_over_all_ranks() -> None:
+    pair = make_pairs(make_mesh())["matrix"]
+    for p, factor in ((pair.sharded, 1.0 + dist.get_rank()), (pair.plain, 1.5)):
+        with warned():
+            (gradient,) = torch.autograd.grad(p.pow(3).sum() * factor, p, create_graph=True)
+            gradient.sum().backward()
+    check_same(pair.sharded.grad, pair.plain.grad, "second derivative")
+    for p, factor in ((pair.sharded, 1.0 + dist.get_rank()), (pair.plain, 1.5)):
+        p.grad = None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using backward.. with create_graph|.* is used outside")
+            (p.pow(3).sum() * factor).backward(create_graph=True)
+            (averaged,) = (p.grad,)
+            p.grad = None
+            averaged.square().sum().backward()
+    check_same(pair.sharded.grad, pair.plain.grad, "derivative of a function of the averaged gradient")
 
 
 @on_ranks(2)
@@ -163,3 +175,22 @@ def test_writing_while_gradients_are_recorded_is_an_error_as_it_is_for_plain_par
         with warned(), pytest.raises(RuntimeError, match=r"matrix is sharded and cannot be written to|out=... arg"):
             write(pairs["matrix"].sharded)
         check_same(pairs["matrix"].sharded, pairs["matrix"].plain, f"after {name}")
+
+
+@on_ranks(2)
+def test_truths_about_parameters_have_no_gradient_and_no_warning() -> None:
+    mesh = make_mesh()
+    first, second = make_pairs(mesh), make_pairs(mesh)
+    for name, pair in first.items():
+        mine, plain = pair.sharded, pair.plain
+        mesh.traffic.reset()
+        others = [other.sharded for other in first.values() if other.plain.shape != plain.shape]
+        assert not any(torch.equal(mine, other) for other in others)
+        assert not mesh.traffic.calls, "shapes say enough"
+        assert torch.equal(mine, mine) and torch.equal(mine, second[name].sharded) and torch.equal(plain, mine), name
+        with torch.no_grad():
+            last = torch.arange(plain.numel()).view(plain.shape) == plain.numel() - 1
+            second[name].sharded.add_(last)
+        assert torch.equal(mine, second[name].sharded) == (plain.numel() == 0), "one element of one rank"
+        assert not torch.isnan(mine).any() and torch.isfinite(mine).all() and torch.allclose(mine, plain)
+        check_same((mine > 0).full_tensor(), plain > 0, name)

@@ -1,15 +1,17 @@
 """When and how a checkpoint is written: after any stage, with the module's own changes, and if the disk is full."""
 
 import copy
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
 
 from shardeddp import RankError, ShardTensor
 from shardeddp.checkpoint.reading.opening import open_checkpoint
@@ -147,6 +149,39 @@ def test_checkpoints_in_the_middle_of_an_epoch_are_whole(world: Worlds, tmp_path
         first, second = (checkpoint["state_dict"][name] for checkpoint in loaded)
         assert first.shape == second.shape == shape
         assert not torch.equal(first, second)
+
+
+class SavesBeforeTraining(Callback):
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(f"{self._folder}/before.ckpt")
+
+
+class FailsInItsThirdStep(TinyGpt):
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        if self.global_step == 2:
+            raise LookupError("a bad batch")
+        return super().training_step(batch, batch_index)
+
+
+def save_before_and_after_an_error(folder: str) -> list[int]:
+    trainer = make_trainer(full_shard(), max_steps=4, callbacks=[SavesBeforeTraining(folder)])
+    with pytest.raises(LookupError):
+        trainer.fit(FailsInItsThirdStep(), token_loader(32))
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    steps = []
+    for name in ("before", "after"):
+        model, trainer = TinyGpt(), make_trainer(full_shard(), max_steps=3)
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        trainer.fit(model, token_loader(32), ckpt_path=f"{folder}/{name}.ckpt")
+        steps.append(len(model.losses))
+    return steps
+
+
+def test_a_checkpoint_can_be_saved_before_training_and_after_it_has_failed(world: Worlds, tmp_path: Path) -> None:
+    assert world(2).run(save_before_and_after_an_error, str(tmp_path)) == [[3, 1]] * 2
 
 
 # -- copies

@@ -1,16 +1,10 @@
-"""Every argument of ShardedDP can be written in YAML and on the command line, and is explained there."""
+"""The strategy and its arguments in every spelling that YAML and the command line have for them."""
 
-import inspect
-import re
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import yaml
-from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from shardeddp import (
@@ -20,41 +14,18 @@ from shardeddp import (
     CPUOffload,
     MixedPrecision,
     NamePolicy,
-    ShardedDP,
     SizePolicy,
 )
 from shardeddp.plan.placement import PLACEMENTS, choose_placement, find_placement
 from shardeddp.wrap.policy import PredicatePolicy, SingleUnitPolicy
+from support.command_line import STRATEGY, strategy_of, write
 from support.tasks import Block, TinyGpt
 
 pytestmark = pytest.mark.timeout(60)
 
-STRATEGY = "--trainer.strategy"
-
 
 def is_block(name: str, module: nn.Module) -> bool:
     return isinstance(module, Block)
-
-
-def command_line(*arguments: str) -> LightningCLI:
-    """What a script with a LightningCLI does, without training."""
-    trainer = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]
-    with mock.patch.object(sys, "argv", ["script.py", *trainer, *arguments]):
-        return LightningCLI(TinyGpt, run=False, seed_everything_default=False, save_config_callback=None)
-
-
-def strategy_of(*arguments: str) -> ShardedDP:
-    strategy = command_line(*arguments).trainer.strategy
-    assert isinstance(strategy, ShardedDP)
-    return strategy
-
-
-def write(folder: Path, init_args: dict[str, Any]) -> str:
-    """A configuration file."""
-    path = folder / "config.yaml"
-    strategy = {"class_path": "shardeddp.ShardedDP", "init_args": init_args}
-    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
-    return f"--config={path}"
 
 
 # -- ways to name the strategy
@@ -220,84 +191,3 @@ def test_options_of_a_group_follow_it_on_the_command_line() -> None:
     assert strategy.mixed_precision == MixedPrecision(param_dtype="bf16")
     assert strategy.offload == CPUOffload(optimizer=True)
     assert strategy.activation_checkpointing is not None
-
-
-# -- errors
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command line ends with."""
-    with pytest.raises(SystemExit) as ended:
-        command_line(*arguments)
-    assert ended.value.code != 0
-    return capsys.readouterr().err
-
-
-def test_an_unknown_option_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "shardsize" in refusal(capsys, write(tmp_path, {"shardsize": 2}))
-    assert "shardsize" in refusal(capsys, f"{STRATEGY}=shardeddp.ShardedDP", f"{STRATEGY}.shardsize=2")
-
-
-@pytest.mark.parametrize(("option", "value"), [("shard_size", "two"), ("start_method", "thread"), ("timeout", "soon")])
-def test_a_value_of_another_type_is_refused_with_the_name_of_its_option(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, value: str
-) -> None:
-    message = refusal(capsys, write(tmp_path, {option: value}))
-    assert option in message
-    assert value in message
-
-
-def test_a_wrong_name_for_the_sharding_gets_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="did you mean 'full_shard'"):
-        command_line(write(tmp_path, {"sharding_strategy": "ful_shard"}))
-
-
-# -- help and configuration
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        command_line(*arguments)
-    assert ended.value.code == 0
-    return capsys.readouterr().out
-
-
-def test_help_shows_every_argument_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    text = re.sub(r"\s+", " ", printed(capsys, f"{STRATEGY}.help=shardeddp.ShardedDP"))
-    documented = inspect.getdoc(ShardedDP) or ""
-    names = [name for name in inspect.signature(ShardedDP).parameters]
-    assert "sharding_strategy" in names
-    for name in names:
-        (meaning,) = re.findall(rf"^    {name}: (.*)$", documented, re.MULTILINE)
-        assert f" {STRATEGY}.{name} " in text, name
-        assert meaning.split(":")[0].split(";")[0].split(",")[0] in text, f"{name}: {meaning}"
-
-
-@pytest.mark.parametrize(
-    "init_args",
-    [
-        {},
-        {"sharding_strategy": "shard_grad_op", "timeout": "0:10:00", "auto_wrap_policy": ["support.tasks.Block"]},
-        {"auto_wrap_policy": None, "timeout": 30.0, "reduce_every_backward": True},
-        {"auto_wrap_policy": {"class_path": "shardeddp.SizePolicy", "init_args": {"min_numel": 1000}}},
-        {
-            "mixed_precision": {"param_dtype": "bf16"},
-            "activation_checkpointing": {"every": 2},
-            "cpu_offload": {"optimizer": True},
-        },
-    ],
-)
-def test_the_printed_configuration_makes_the_same_strategy(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, init_args: dict[str, Any]
-) -> None:
-    first = write(tmp_path, init_args)
-    configuration = printed(capsys, first, "--print_config")
-    (tmp_path / "printed.yaml").write_text(configuration)
-    again = printed(capsys, f"--config={tmp_path / 'printed.yaml'}", "--print_config")
-    assert again == configuration
-    before, after = strategy_of(first), strategy_of(f"--config={tmp_path / 'printed.yaml'}")
-    assert (after.placement, after.prefetch, after.timeout) == (before.placement, before.prefetch, before.timeout)
-    assert (after.mixed_precision, after.offload) == (before.mixed_precision, before.offload)
-    assert type(after.policy) is type(before.policy)
-    assert after.policy.select(TinyGpt()) == before.policy.select(TinyGpt())
-    assert set(init_args) <= set(yaml.safe_load(configuration)["trainer"]["strategy"]["init_args"])

@@ -6,6 +6,7 @@ Usage: script.py OUT STRATEGY [--fail-on RANK] [--only-fit] [--deferred]
 import argparse
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import shardeddp
 from shardeddp.checkpoint.reading.opening import open_checkpoint
+from support.sockets import listening
 from support.tasks import EvaluatedGpt, token_loader
 from support.trainers import EXPECTED_WARNINGS
 
@@ -78,6 +80,7 @@ def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool, deferred:
         plain=not any(isinstance(parameter, shardeddp.ShardTensor) for parameter in model.parameters()),
         test=None if tested is None else round(tested[0]["test"], 4),
         predictions=None if predictions is None else len(predictions),
+        listens_on=sorted({address for address, _ in listening(os.getpid())}),
     )
 
 

@@ -15,7 +15,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -259,7 +258,7 @@ def _has_ended(child: int) -> bool:
 
 
 def _train(board: Board, rank: int, folder: Path, asynchronous: bool, path: str | None, keep: int) -> None:
-    failures.LOOKUP = timedelta(milliseconds=50)  # survivors need not wait long for a reason that nobody gives
+    failures.LOOKUP_S = 0.05  # survivors need not wait long for a reason that nobody gives
     reporter = Reporter(board, rank, folder / f"notes-{rank}")
     reporter.install()
     digests = train(folder / "checkpoints", asynchronous, path, keep, reporter.started)

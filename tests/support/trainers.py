@@ -22,6 +22,7 @@ EXPECTED_WARNINGS = (
     ("The `srun` command is available", UserWarning),
     ("GPU available but not used", UserWarning),
     ("Checkpoint directory .* exists and is not empty", UserWarning),
+    ("nothing is known about the optimizer support.tasks.NormalizedDescent", UserWarning),
     ("the checkpoint has the random states of . ranks", UserWarning),  # resuming in another world
 )
 

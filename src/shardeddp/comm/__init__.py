@@ -2,6 +2,7 @@
 
 from shardeddp.comm.agreement import agree_on_any, agree_on_layout, exchange, gather_results, together
 from shardeddp.comm.collectives import Collectives, Pending
+from shardeddp.comm.differentiable import sum_over_ranks
 from shardeddp.comm.host import barrier, broadcast_object, reduce_tensor
 from shardeddp.comm.lanes import Lane, Ticket
 from shardeddp.comm.mesh import Mesh
@@ -21,5 +22,6 @@ __all__ = [
     "exchange",
     "gather_results",
     "reduce_tensor",
+    "sum_over_ranks",
     "together",
 ]

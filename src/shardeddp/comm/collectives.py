@@ -122,8 +122,19 @@ class Collectives(ABC):
         """Reduce ``tensor`` over the group, in place."""
 
     @abstractmethod
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:
+        """Send ``leaving[r]`` to every other group rank ``r``, and fill ``arriving[r]`` with what that one sends here.
+
+        Pieces are 1D and of any lengths; this rank's own are not looked at.
+        """
+
+    @abstractmethod
     def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:
         """Overwrite ``tensor`` with that of group rank ``source``, in place."""
+
+    def count_leaving(self, leaving: Sequence[torch.Tensor]) -> None:
+        """Count what an all-to-all sends."""
+        self.traffic.add("all_to_all", sum(piece.nbytes for rank, piece in enumerate(leaving) if rank != self.rank))
 
     def count(self, kind: str, nbytes: int, passes: int = 1) -> None:
         """Count one collective over ``nbytes`` in all; see :class:`Traffic`."""
@@ -145,6 +156,9 @@ class SoloCollectives(Collectives):
         return Pending()
 
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
+        return Pending()
+
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
         return Pending()
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102

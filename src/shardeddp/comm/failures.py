@@ -1,17 +1,19 @@
 """Failures: the first rank that fails leaves its traceback where the others find it when their transfers break."""
 
 import json
+import time
 import traceback
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardeddp.errors import RankError
+from shardeddp.errors import LostRankError, RankError
 
 _KEY = "first_failure"
-LOOKUP = timedelta(seconds=2)
-"""How long a rank whose transfer broke waits for the explanation."""
+LOOKUP_S = 1.5
+"""How long a rank whose transfer broke waits for the explanation, and for others whose transfers broke too."""
+
+_POLL_S = 0.02
 
 
 class Failures:
@@ -19,20 +21,23 @@ class Failures:
 
     Args:
         rank: This rank.
+        world_size: Number of ranks.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
+        self._world_size = world_size
         self._store = dist.PrefixStore("shardeddp/failures", distributed_c10d._get_default_store())
 
     def explain(self, error: BaseException) -> None:
         """Make known what happened: a rank's own error is left for the others; a broken transfer gets its origin.
 
         Args:
-            error: What this rank is about to end with. If it only says that a transfer broke, the first error that
-                another rank has left becomes its cause, with that rank's traceback.
+            error: What this rank is about to end with. If it only says that a transfer broke, its cause becomes the
+                first error that another rank has left, with that rank's traceback; or which ranks have not said
+                anything, because they were killed or do not run.
         """
-        if not _is_transfer_error(error):
+        if not is_transfer_error(error):
             self._report(error)
         elif error.__cause__ is None:
             error.__cause__ = self._origin()
@@ -45,16 +50,23 @@ class Failures:
         except (RuntimeError, ValueError):
             return  # the store went with the rank that hosts it: nobody is left to read
 
-    def _origin(self) -> RankError | None:
+    def _origin(self) -> Exception | None:
         try:
-            self._store.wait([_KEY], LOOKUP)
+            self._store.set(f"interrupted/{self._rank}", "1")
+            others = {rank: f"interrupted/{rank}" for rank in range(self._world_size) if rank != self._rank}
+            deadline = time.monotonic() + LOOKUP_S
+            while not self._store.check([_KEY]):
+                silent = [rank for rank, key in others.items() if not self._store.check([key])]
+                if not silent or time.monotonic() > deadline:
+                    return LostRankError(silent) if silent else None
+                time.sleep(_POLL_S)
             note = json.loads(self._store.get(_KEY))
         except (RuntimeError, ValueError):
-            return None
+            return LostRankError([0]) if self._rank else None  # the store went with the rank that hosts it
         return None if note["rank"] == self._rank else RankError("training", {note["rank"]: note["traceback"]})
 
 
-def _is_transfer_error(error: BaseException) -> bool:
+def is_transfer_error(error: BaseException) -> bool:
     """Whether an error is what a collective raises when another rank is gone, and not a rank's own."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True

@@ -53,6 +53,13 @@ class GlooCollectives(Collectives):
 
         return Pending(_works(work), divide if kind == "mean" else None, keep=(tensor,))
 
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+        self.count_leaving(leaving)
+        works: list[Work] = []
+        for target, source in self._peers():
+            works += self._transfer(leaving[target], target, arriving[source], source)
+        return Pending(works, keep=(*arriving, *leaving))
+
     def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
         self.count("broadcast", tensor.nbytes)
         work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)

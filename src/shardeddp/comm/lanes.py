@@ -40,6 +40,9 @@ class Ticket:
 class Lane(ABC):
     """An ordered queue for communication."""
 
+    issued: int = 0
+    """How often something was issued."""
+
     @abstractmethod
     def drain(self) -> None:
         """Block the host until everything that was issued is done, for what it copied to host memory."""
@@ -61,6 +64,7 @@ class HostLane(Lane):
         return
 
     def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102
+        self.issued += 1
         return Ticket(action(), None)
 
 
@@ -81,6 +85,7 @@ class CudaLane(Lane):
         self._stream.synchronize()
 
     def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102
+        self.issued += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             pending = action()

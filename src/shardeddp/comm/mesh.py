@@ -1,5 +1,6 @@
 """Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks."""
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.collectives import Collectives, SoloCollectives
 from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
@@ -71,10 +73,17 @@ class Mesh:
         """All ranks, on the host: agreement, never tensors of the model."""
         self.saving = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
         """The same for the saving of checkpoints, which may go on behind the back of training."""
-        self.failures = Failures(self.rank)
+        self.failures = Failures(self.rank, topology.world_size)
         """Where errors are left for the other ranks."""
         self.gather_lane: Lane = make_lane(device)
         self.reduce_lane: Lane = make_lane(device)
+        self.meetings = 0
+        """How often ranks have met on the host at their users' request."""
+        self.attendance = self._attendance(owner_groups, timeout)
+        """Of the ranks that own all of the model together."""
+        crossed = topology.replicate_size > 1 and topology.shard_size > 1 and len(owner_groups) > 1
+        self.assembly = self._attendance([range(topology.world_size)], timeout) if crossed else self.attendance
+        """Of all ranks that gather or reduce in one order."""
         self.device_mesh = DeviceMesh.from_group(
             [replicate_group, gather_group],
             device.type,
@@ -97,6 +106,22 @@ class Mesh:
         self.gather_lane.drain()
         self.reduce_lane.drain()
 
+    def begun(self) -> int:
+        """How much communication this rank has begun, apart from agreements; equal on all ranks at equal places."""
+        return self.gather_lane.issued + self.reduce_lane.issued + self.meetings
+
+    def _attendance(self, groups: Sequence[Sequence[int]], timeout: timedelta) -> Attendance:
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
+        alone = len(ranks) == 1 or dist.get_backend() == "fake"
+        group = None if alone else _own_group(groups, self.rank, timeout, backend="gloo")
+        mesh = weakref.ref(self)  # not a circle: the mesh ends with the last reference to it
+
+        def begun() -> int:
+            alive = mesh()
+            return 0 if alive is None else alive.begun()
+
+        return Attendance(group, ranks, self.rank, begun)
+
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)
         return self._collectives(_own_group(groups, self.rank, timeout), groups)
@@ -110,8 +135,10 @@ class Mesh:
         return NativeCollectives(group, ranks, self.traffic)
 
 
-def _own_group(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+def _own_group(
+    groups: Sequence[Sequence[int]], rank: int, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
     """Create every group, as ``new_group`` wants of every rank, and return the one that this rank is in."""
-    created = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
+    created = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
     own = next(group for group, ranks in zip(created, groups, strict=True) if rank in ranks)
     return cast(dist.ProcessGroup, own)  # what is no group stands for those of other ranks

@@ -52,6 +52,20 @@ class NativeCollectives(Collectives):
         dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group)
         return Pending(keep=(tensor,))
 
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+        self.count_leaving(leaving)
+        transfers: list[dist.P2POp] = []
+        for rank, (here, there) in enumerate(zip(arriving, leaving, strict=True)):
+            if rank == self.rank:
+                continue
+            if here.numel():
+                transfers.append(dist.P2POp(dist.irecv, here, group=self._group, group_peer=rank))
+            if there.numel():
+                transfers.append(dist.P2POp(dist.isend, there, group=self._group, group_peer=rank))
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()  # on the stream, not on the host
+        return Pending(keep=(*arriving, *leaving))
+
     def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
         self.count("broadcast", tensor.nbytes)
         dist.broadcast(tensor, src=self.ranks[source], group=self._group)

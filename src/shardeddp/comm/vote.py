@@ -1,6 +1,9 @@
 """Vote: the highest of a number that every rank casts, asked for in one batch and known in the next."""
 
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +22,9 @@ class Vote:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._alone = group.size() == 1
         self._ballot = torch.zeros(1, dtype=torch.uint8)
-        self._work: dist.Work | None = None
+        self._cast: Callable[[], int] | None = None  # gives the highest number of those that are under way
 
     def cast(self, number: int) -> None:
         """Send this rank's number on its way; what was under way is dropped.
@@ -29,14 +33,19 @@ class Vote:
             number: From 0 to 255.
         """
         self.count()
+        if self._alone:
+            self._cast = lambda: number
+            return
         self._ballot = torch.tensor([number], dtype=torch.uint8)
-        self._work = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work: Any = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._cast = partial(self._await, work)
 
     def count(self) -> int:
         """The highest number of those cast; 0 if none were since the last count. Waits for what is not there yet."""
-        if self._work is None:
-            return 0
-        work, self._work = self._work, None
+        cast, self._cast = self._cast, None
+        return 0 if cast is None else cast()
+
+    def _await(self, work: dist.Work) -> int:
         work.wait()
         return int(self._ballot)
 

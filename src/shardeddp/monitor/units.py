@@ -1,20 +1,21 @@
-"""What rank 0 prints when a model has been sharded: the table of units, and a warning where one holds too much."""
+"""What people are told of a sharded model: one line when it has been sharded, a warning, and a table if they ask."""
 
 import warnings
+from collections.abc import Iterable
 
-from shardeddp.monitor.report import UnitRow, oversized, print_unit_table
+import torch
+
+from shardeddp.monitor.report import UnitRow, human_bytes, oversized, print_unit_table
 from shardeddp.sharding.runtime import Runtime
 from shardeddp.sharding.unit import Unit
 
 
-def report_units(sharding_strategy: str, runtime: Runtime) -> None:
-    """Print the table of units of a sharded model."""
-    units = [track.unit for track in runtime.tracks]
-    rows = [unit_row(unit) for unit in units]
-    topology = runtime.mesh.topology
-    counted = f"{len(units)} unit{'s' * (len(units) > 1)}"
-    ranks = f"{topology.replicate_size} x {topology.shard_size} ranks (replicate x shard)"
-    print_unit_table(rows, f"{sharding_strategy}: {counted} on {ranks}")
+def describe_units(sharding_strategy: str, runtime: Runtime) -> str:
+    """One line: how many units on which mesh, what a rank stores, and in which dtypes.
+
+    Warns where one unit holds most of the model.
+    """
+    rows = _rows(runtime)
     largest = oversized(rows)
     if largest is not None:
         warnings.warn(
@@ -23,16 +24,53 @@ def report_units(sharding_strategy: str, runtime: Runtime) -> None:
             f"of the model's repeated blocks",
             stacklevel=2,
         )
+    numel, nbytes = sum(row.numel for row in rows), sum(row.nbytes_per_rank for row in rows)
+    return (
+        f"{_title(sharding_strategy, runtime)}: {numel:,} parameters, {human_bytes(nbytes)} per rank; "
+        f"{_describe_dtypes(runtime)}"
+    )
+
+
+def print_units(sharding_strategy: str, runtime: Runtime) -> None:
+    """Print the table of units of a sharded model."""
+    print_unit_table(_rows(runtime), _title(sharding_strategy, runtime))
+
+
+def _rows(runtime: Runtime) -> list[UnitRow]:
+    return [unit_row(track.unit) for track in runtime.tracks]
+
+
+def _title(sharding_strategy: str, runtime: Runtime) -> str:
+    topology, count = runtime.mesh.topology, len(runtime.tracks)
+    ranks = f"{topology.replicate_size} x {topology.shard_size} ranks (replicate x shard)"
+    return f"{sharding_strategy}: {count} unit{'s' * (count > 1)} on {ranks}"
+
+
+def _describe_dtypes(runtime: Runtime) -> str:
+    units = [track.unit.spec for track in runtime.tracks]
+    specs = [spec for unit in units for spec in (*unit.parameters, *unit.idle)]
+    used = {
+        "kept in": _named(spec.dtype for spec in specs),
+        "computed in": _named(spec.param_dtype for spec in specs),
+        "reduced in": _named(spec.reduce_dtype for spec in specs if spec.parameter.requires_grad),
+    }
+    told = {dtypes for dtypes in used.values() if dtypes}
+    return f"all in {told.pop()}" if len(told) == 1 else ", ".join(f"{k} {v}" for k, v in used.items() if v)
+
+
+def _named(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 
 def unit_row(unit: Unit) -> UnitRow:
     """The figures of one unit."""
-    layouts = [(group.layout, group.trainable) for group in unit.groups]
+    costs = unit.costs()
+    layouts = [cost.layout for cost in costs]
     return UnitRow(
         name=unit.label,
-        num_parameters=sum(len(layout.slots) for layout, _ in layouts),
-        numel=sum(layout.numel for layout, _ in layouts),
-        trainable_numel=sum(layout.numel for layout, trainable in layouts if trainable),
-        nbytes_per_rank=sum(layout.shard_numel * layout.itemsize for layout, _ in layouts),
-        padding_numel=sum(layout.padding_numel for layout, _ in layouts),
+        num_parameters=sum(len(layout.slots) for layout in layouts),
+        numel=sum(layout.numel for layout in layouts),
+        trainable_numel=sum(cost.layout.numel for cost in costs if cost.trainable),
+        nbytes_per_rank=sum(cost.layout.shard_numel * cost.main_itemsize for cost in costs),
+        padding_numel=sum(layout.padding_numel for layout in layouts),
     )

@@ -60,6 +60,10 @@ class ExecutionOrder:
                 found.append(unit)
         return found
 
+    def next(self) -> int | None:
+        """The unit that a recorded pass expects next; None at its end, and while recording."""
+        return None if self._recording or self.at_end() else self._record[self._position]
+
     def at_end(self) -> bool:
         """Whether a recorded pass ends with the last visit; False while recording."""
         return not self._recording and self._position == len(self._record)

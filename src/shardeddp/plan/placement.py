@@ -48,21 +48,47 @@ class Placement:
     offload_params: bool = False
     """Main shards, gradient shards and with them the optimizer's states live in host memory."""
 
-    def topology(self, num_nodes: int, ranks_per_node: int) -> Topology:
+    def topology(self, num_nodes: int, ranks_per_node: int, order: tuple[int, ...] | None = None) -> Topology:
         """The mesh of ranks that this placement makes of a run.
 
+        Args:
+            num_nodes: Machines.
+            ranks_per_node: The same number on each.
+            order: The ranks node by node; None: as they count.
+
         Raises:
-            ConfigurationError: The shard size does not divide the number of ranks.
+            ConfigurationError: The shard size does not divide the number of ranks, or lets some groups cross a node
+                where none has to.
         """
         sizes = {ShardSize.WORLD: num_nodes * ranks_per_node, ShardSize.NODE: ranks_per_node}
         size = self.shard_size if isinstance(self.shard_size, int) else sizes[self.shard_size]
+        if 1 < size < ranks_per_node and ranks_per_node % size:
+            divisors = [number for number in range(1, ranks_per_node + 1) if ranks_per_node % number == 0]
+            raise ConfigurationError(
+                f"shard_size={size} does not divide the {ranks_per_node} ranks of a node, so some ranks that share a "
+                f"model would be on different nodes; use one of {divisors}, or a multiple of {ranks_per_node} to share "
+                f"across nodes ({num_nodes} nodes x {ranks_per_node} ranks)"
+            )
         try:
-            topology = Topology(world_size=sizes[ShardSize.WORLD], shard_size=size, split_replicas=self.split_replicas)
+            topology = Topology(
+                world_size=sizes[ShardSize.WORLD],
+                shard_size=size,
+                split_replicas=self.split_replicas,
+                order=_side_by_side(order, size),
+            )
             if self.regather_size is not None:
                 topology.subgroups(self.regather_size)
             return topology
         except ValueError as error:
             raise ConfigurationError(f"{error} ({num_nodes} nodes x {ranks_per_node} ranks)") from None
+
+
+def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] | None:
+    """Ranks in groups of a size that are near to each other; None where that is as they count."""
+    ranks = order or ()
+    groups = [sorted(ranks[first : first + size]) for first in range(0, len(ranks), max(1, size))]
+    order = tuple(rank for group in sorted(groups) for rank in group)
+    return None if order == tuple(range(len(order))) else order
 
 
 OptimizerShard = Literal["group", "world"]

@@ -1,11 +1,12 @@
 """Topology: how the ranks of a world form replicas, and the ranks of a replica share a model."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A mesh of ``replicate_size x shard_size`` ranks; neighbouring ranks share a model.
+    """A mesh of ``replicate_size x shard_size`` ranks; ranks that are neighbours in ``order`` share a model.
 
     Six ranks with ``shard_size=2``::
 
@@ -22,6 +23,10 @@ class Topology:
     """Whether the replicas of a shard split what belongs to the optimizer among them: the main shard, the gradient
     shard and the states. Else each has all of it."""
 
+    order: tuple[int, ...] | None = None
+    """The ranks, those that share a model side by side, where that is not as they count: SLURM deals ranks out to nodes
+    like cards if asked to. Every group lists its ranks ascending, as process groups do. None: as they count."""
+
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"expected a world_size of at least 1, found {self.world_size}")
@@ -31,19 +36,35 @@ class Topology:
                 f"shard_size={self.shard_size} does not divide the {self.world_size} ranks of this run; "
                 f"use one of {divisors}"
             )
+        for group in (*self.shard_groups(), *self.replicate_groups()) if self.order is not None else ():
+            if group != sorted(group):
+                raise ValueError(
+                    f"ranks are placed on nodes in no order that replicas can have: {group} would be a group. Let the "
+                    f"launcher place them node by node (srun --distribution=block)"
+                )
 
     @property
     def replicate_size(self) -> int:
         """Number of replicas of the model."""
         return self.world_size // self.shard_size
 
+    @cached_property
+    def _place(self) -> tuple[int, ...]:
+        """By rank, its place in the order."""
+        places = dict(zip(self._ranks, range(self.world_size), strict=True))
+        return tuple(places[rank] for rank in range(self.world_size))
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return self.order if self.order is not None else tuple(range(self.world_size))
+
     def shard_rank(self, rank: int) -> int:
         """Place of ``rank`` inside its shard group."""
-        return rank % self.shard_size
+        return self._place[rank] % self.shard_size
 
     def replicate_rank(self, rank: int) -> int:
         """Place of ``rank`` inside its replicate group: the number of its replica."""
-        return rank // self.shard_size
+        return self._place[rank] // self.shard_size
 
     @property
     def num_slices(self) -> int:
@@ -62,10 +83,7 @@ class Topology:
 
     def shard_groups(self) -> list[list[int]]:
         """The ranks of every shard group, by replica."""
-        return [
-            list(range(replica * self.shard_size, (replica + 1) * self.shard_size))
-            for replica in range(self.replicate_size)
-        ]
+        return self._runs_of(self.shard_size)
 
     def subgroups(self, size: int) -> list[list[int]]:
         """Neighbouring ranks in groups of ``size``, which divides the shard size; by first rank."""
@@ -75,8 +93,11 @@ class Topology:
                 f"groups of {size} ranks do not divide the {self.shard_size} ranks of a shard group; use one of "
                 f"{divisors}"
             )
-        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+        return self._runs_of(size)
 
     def replicate_groups(self) -> list[list[int]]:
         """The ranks of every replicate group, by shard rank."""
-        return [list(range(shard, self.world_size, self.shard_size)) for shard in range(self.shard_size)]
+        return [list(self._ranks[shard :: self.shard_size]) for shard in range(self.shard_size)]
+
+    def _runs_of(self, size: int) -> list[list[int]]:
+        return [list(self._ranks[first : first + size]) for first in range(0, self.world_size, size)]

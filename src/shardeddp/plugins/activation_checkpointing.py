@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 
-from shardeddp.config import ActivationCheckpointing
+from shardeddp.config import ActivationCheckpointing, Modules
 from shardeddp.errors import ConfigurationError
 from shardeddp.plugins.kept_operations import check_save_ops, selective_contexts
 from shardeddp.plugins.recomputation import Recomputation
@@ -44,7 +44,7 @@ def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing |
     elif isinstance(value, Mapping):
         options = _from_mapping(value)
     else:
-        options = ActivationCheckpointing(modules="auto" if value is True else value)
+        options = ActivationCheckpointing(modules="auto" if value is True else cast(Modules, value))
     check_save_ops(options.save_ops)
     return replace(options, modules=_policy(options.modules))
 
@@ -89,7 +89,7 @@ def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) ->
 
 def _from_mapping(value: Mapping[Any, Any]) -> ActivationCheckpointing:
     if "class_path" in value:
-        return ActivationCheckpointing(modules=value)
+        return ActivationCheckpointing(modules=_build_policy(value))
     for key in value:
         if key not in _FIELDS:
             raise ConfigurationError(

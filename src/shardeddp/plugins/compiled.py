@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ParallelStrategy
+from shardeddp.lightning_api import LightningModule, ParallelStrategy
 
 
 class AcceptsCompiled(ParallelStrategy):

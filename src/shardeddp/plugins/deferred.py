@@ -7,11 +7,10 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shardeddp.lightning_api import LightningModule, TrainerStatus
 from shardeddp.sharding.materialize import Birth
 from shardeddp.sharding.replay import Origin
 

@@ -2,10 +2,8 @@
 
 import logging
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerStatus
-
 from shardeddp.comm.muster import PATIENCE_S, Muster
+from shardeddp.lightning_api import Trainer, TrainerStatus
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from shardeddp.lightning_api import (
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    SLURMEnvironment,
+    SubprocessScriptLauncher,
+    Trainer,
+    TrainerFn,
+)
 from shardeddp.plugins.paths import is_remote
 
 
@@ -40,7 +44,7 @@ def resolve_last(trainer: Trainer) -> None:
     connector.resume_start = partial(_resume_start, trainer)  # type: ignore[method-assign]
 
 
-class ShardedScriptLauncher(_SubprocessScriptLauncher):
+class ShardedScriptLauncher(SubprocessScriptLauncher):
     """Lightning's own launcher of scripts, for a strategy that finds checkpoints."""
 
     @override
@@ -65,10 +69,18 @@ def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided
         return parsed
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     candidates = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
-    candidates |= {callback.ckpt_path for callback in on_exception}
+    candidates |= {callback.ckpt_path for callback in on_exception} | _saved_for_requeue(trainer)
     folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
     remote = any(is_remote(path) for path in (*candidates, *folders))
     if remote or not any(os.path.lexists(path) for path in candidates):  # a link may lead nowhere yet
         return parsed
     strategy: FindsLast = trainer.strategy  # type: ignore[assignment]
     return strategy.find_last(sorted(candidates), folders)
+
+
+def _saved_for_requeue(trainer: Trainer) -> set[str]:
+    """What this job has saved before SLURM took its nodes; a job that was not restarted looks at none of them."""
+    slurm = isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment)
+    if not slurm or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        return set()
+    return {path for path in [trainer._checkpoint_connector._hpc_resume_path] if path is not None}

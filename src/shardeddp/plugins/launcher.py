@@ -3,17 +3,15 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer import Trainer
 from torch import nn
 from typing_extensions import override
 
+from shardeddp.lightning_api import MultiProcessingLauncher, ParallelStrategy, Trainer, handed_down
 from shardeddp.plugins.last import resolve_last
 from shardeddp.sharding.materialize import allocate_on_host
 
 
-class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
+class ShardedMultiProcessingLauncher(MultiProcessingLauncher):
     """Spawns or forks the ranks; at the end the main process gets the full weights, as it does under DDP.
 
     Args:
@@ -35,7 +33,8 @@ class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
             resolve_last(trainer)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        with handed_down():
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:

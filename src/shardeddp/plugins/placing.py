@@ -1,8 +1,9 @@
 """Put what is not a parameter where the model computes: buffers, metrics, and what Lightning tells of the device."""
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import nn
+
+from shardeddp.lightning_api import DeviceDtypeModuleMixin
 
 
 def place_module(module: nn.Module, device: torch.device) -> None:
@@ -14,5 +15,5 @@ def place_module(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
-    if isinstance(module, _DeviceDtypeModuleMixin):
+    if isinstance(module, DeviceDtypeModuleMixin):
         module._device = device

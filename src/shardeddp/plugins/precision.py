@@ -5,20 +5,21 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
-from lightning.fabric.utilities.types import Optimizable, Steppable
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.lightning_api import (
+    DoublePrecision,
+    GradClipAlgorithmType,
+    HalfPrecision,
+    LightningModule,
+    MixedPrecision,
+    Optimizable,
+    Precision,
+    Steppable,
+)
 from shardeddp.sharding.gradients import clip_grad_norm_, clip_grad_value_
 
 

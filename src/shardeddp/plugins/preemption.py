@@ -2,8 +2,9 @@
 
 What ends a run is SIGTERM, or SIGUSR1 where SLURM does not use it. SLURM's requeue signal (SIGUSR1, or what
 ``SLURMEnvironment(requeue_signal=)`` says) leads to Lightning's own answer: a checkpoint from which the next job
-resumes by itself, and ``scontrol requeue``; then training goes on until SLURM ends it. Where SLURM requeues, SIGTERM is
-passed over, as Lightning does. One signal to one rank is enough, more change nothing: who cannot wait sends SIGKILL.
+resumes by itself, and ``scontrol requeue``; then training goes on until SLURM ends it, by the SIGTERM that follows.
+Where SLURM requeues, a SIGTERM before that is passed over, as Lightning does. One signal to one rank is enough, more
+change nothing: who cannot wait sends SIGKILL.
 
 The checkpoint is saved where ``ckpt_path="last"`` finds it: as the ``last`` of a ``ModelCheckpoint(save_last=True)``;
 by callbacks that save on exceptions (``save_on_exception=True``, ``OnExceptionCheckpoint``); else as
@@ -27,15 +28,21 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from shardeddp.comm.vote import Vote
+from shardeddp.lightning_api import (
+    Callback,
+    Checkpoint,
+    LightningModule,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    SIGTERMException,
+    SLURMEnvironment,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +105,9 @@ class Preemption:
         """Leave a run that is over; Lightning restores the handlers that were there before."""
         if self._trainer is None:
             return
-        if self._boundary is not None:
-            _callbacks(self._trainer).remove(self._boundary)
+        callbacks = _callbacks(self._trainer)
+        if self._boundary in callbacks:  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
+            callbacks.remove(self._boundary)
         vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         self._trainer, self._boundary = None, None
 
@@ -113,7 +121,7 @@ class Preemption:
         trainer = self._trainer
         if trainer is None:
             return
-        if _requeues(trainer):
+        if _requeues(trainer) and not self._requeued:
             log.info(f"Bypassing SIGTERM: {signum}")
             return
         if trainer.state.fn != TrainerFn.FITTING:
@@ -140,6 +148,9 @@ class Preemption:
                 finally:
                     self.requeues = False
             return
+        if self._requeued:
+            rank_zero_info(f"The job was given back to SLURM, which ends it now, at step {trainer.global_step}")
+            raise SIGTERMException(EXIT_CODE)
         rank_zero_info("A signal asks for the end of this run: saving a checkpoint")
         path = _save(trainer)
         rank_zero_info(f"Preempted at step {trainer.global_step}: {path} holds it; exit code {EXIT_CODE}")
@@ -180,7 +191,7 @@ class _Boundary(Checkpoint):
         """Answer for the last time: nothing is on its way after that."""
         self._ask(trainer, ready=True)
         self._ask(trainer, ready=True)
-        self._vote.count()
+        self._vote.close()
 
     def _ask(self, trainer: Trainer, *, ready: bool) -> None:
         self._agreed = max(self._agreed, self._vote.count())

@@ -19,6 +19,12 @@ from shardeddp.sharding.outputs import find_tensors
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes what surrounds a forward and its recomputation, as ``torch.utils.checkpoint.checkpoint`` wants it."""
 
+_ONLY_READS = "_can_checkpoint_with_cache"
+"""What a layer of transformers says of itself if it takes a cache and does not add to it."""
+
+_CACHES = {"use_cache": False, "past_key_values": None, "layer_past": None}
+"""What a layer of transformers is given to keep its keys and values in, and what it is given instead."""
+
 
 class Recomputation:
     """Stands as ``module.forward`` in front of the module's own forward, which is computed again in backward.
@@ -47,6 +53,7 @@ class Recomputation:
         functools.update_wrapper(self, forward)  # the name, the documentation and the signature
         self.__wrapped__ = forward
         self._module = module
+        self._without = _CACHES if _fills_a_cache(module) else {}
         self._context_fn = context_fn
         self._cpu_offload = cpu_offload
 
@@ -54,6 +61,7 @@ class Recomputation:
         """The forward; what ``nn.Module`` calls between its hooks."""
         if not torch.is_grad_enabled() or not self._is_differentiable(args, kwargs):
             return self.__wrapped__(*args, **kwargs)
+        kwargs = {name: self._without.get(name, value) for name, value in kwargs.items()}
         if self._cpu_offload:
             if torch.compiler.is_compiling():
                 _refuse_compiled_offload()
@@ -115,6 +123,14 @@ class Recomputation:
     def __reduce__(self) -> tuple[Any, ...]:
         # Operations and policy functions cannot be pickled; the forward could be before.
         return functools.partial, (self.__wrapped__,)
+
+
+def _fills_a_cache(module: nn.Module) -> bool:
+    # The recomputation would fill it a second time; transformers' own checkpointing leaves it out as well. Known by
+    # name, so that nothing needs to be installed.
+    bases = type(module).__mro__
+    only_reads = next((vars(base)[_ONLY_READS] for base in bases if _ONLY_READS in vars(base)), False)
+    return not only_reads and any(base.__name__ == "GradientCheckpointingLayer" for base in bases)
 
 
 @torch.compiler.disable()  # pyright: ignore[reportUntypedFunctionDecorator]  # torch's own annotations

@@ -11,7 +11,8 @@ Nothing returns a local answer to a global question, and nothing that is written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,8 @@ _SAME_ELEMENTS = {
     aten.fill_.Scalar,
     aten.copy_.default,
 }
+
+_OWN: list[None] = []  # one entry for each_rank_its_own() that is entered
 
 # Take dtype and device from their operand, and nothing else.
 _CREATIONS = {
@@ -82,10 +85,13 @@ def run(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[s
         spec = _common_spec(cls, func, args, kwargs)
         if spec is not None:
             return _run_local(cls, func, spec, args, kwargs)
+    if func is aten.equal.default:
+        return _equal(cls, *args)
     if func in _REDUCTIONS and args[0].spec.numel:
         return _reduce(func, args[0], kwargs)
     norm_order = _norm_order(func, args, kwargs)
     if norm_order is not None:
+        args[0].spec.mesh.attendance.call(f"{name} of {args[0].spec.fqn}")
         return norms([args[0]], norm_order)[0]
     return _run_gathered(cls, func, args, kwargs)
 
@@ -134,6 +140,16 @@ def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) ->
     return every.amax(0) if kind == "max" else every.amin(0)
 
 
+@contextmanager
+def each_rank_its_own() -> Generator[None]:
+    """Surround code whose plain tensors differ between ranks, so that what they are combined with has to be whole."""
+    _OWN.append(None)
+    try:
+        yield
+    finally:
+        _OWN.pop()
+
+
 def _is_pointwise(func: Any) -> bool:
     # A random number depends on how many were drawn before it; torch.equal is tagged point-wise as well.
     no = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
@@ -152,6 +168,8 @@ def _spec_of(
     cls: type[ShardTensor], inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> ShardSpec | None:
     # Where something is written the target decides; whatever else takes part is cut to its interval.
+    if _OWN and not targets and any(tensor.dim() and not isinstance(tensor, cls) for tensor in inputs):
+        return None
     deciding = targets or [tensor for tensor in inputs if isinstance(tensor, cls)]
     specs = {tensor.spec if isinstance(tensor, cls) else None for tensor in deciding}
     spec = specs.pop() if len(specs) == 1 else None
@@ -229,18 +247,30 @@ def _holds_tensors(argument: Any) -> bool:
 
 
 def _foreach_norm(cls: type[ShardTensor], tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    sharded = iter(norms([tensor for tensor in tensors if isinstance(tensor, cls)], order))
+    held = [tensor for tensor in tensors if isinstance(tensor, cls)]
+    held[0].spec.mesh.attendance.call(f"norms of {held[0].spec.fqn} and {len(held) - 1} more")
+    sharded = iter(norms(held, order))
     return [next(sharded) if isinstance(tensor, cls) else torch.linalg.vector_norm(tensor, order) for tensor in tensors]
 
 
 def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Tensor:
     local, spec = sharded.to_local(), sharded.spec
+    spec.mesh.attendance.call(f"{func.overloadpacket.__name__} of {spec.fqn}")
     dtype = func(_one_of(local), **kwargs).dtype  # raises what the whole tensor would
     partial, kind = _REDUCTIONS[func]
     reduced = reduce_partials(partial(local, dtype), spec, kind)
     if func is aten.mean.default:
         reduced = reduced / spec.numel
     return reduced.to(dtype)
+
+
+def _equal(cls: type[ShardTensor], first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    if not (isinstance(first, cls) and isinstance(second, cls) and first.spec.intervals == second.spec.intervals):
+        return torch.equal(*(gather(tensor) if isinstance(tensor, cls) else tensor for tensor in (first, second)))
+    differs = torch.tensor(not torch.equal(first.to_local(), second.to_local().to(first.to_local())))
+    return not reduce_partials(differs, first.spec, "max")
 
 
 def _norm_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
@@ -261,7 +291,8 @@ def _run_gathered(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwar
     found: dict[int, Gathered] = {}
 
     def to_full(sharded: ShardTensor) -> torch.Tensor:
-        return found.setdefault(id(sharded), found.get(id(sharded)) or Gathered(sharded)).full
+        operation = f"{func.overloadpacket.__name__} of"
+        return found.setdefault(id(sharded), found.get(id(sharded)) or Gathered(sharded, operation=operation)).full
 
     full_args, full_kwargs = pytree.tree_map_only(cls, to_full, (args, kwargs))
     result = func(*full_args, **full_kwargs)

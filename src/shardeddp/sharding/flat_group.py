@@ -13,6 +13,7 @@ from shardeddp.comm import Mesh, Pending, Ticket
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.placement import Placement, Reshard
+from shardeddp.sharding.gradient_hooks import take_hooks
 from shardeddp.sharding.group_gradients import GroupGradients
 from shardeddp.sharding.identity import swap_bodies
 from shardeddp.sharding.memory import allocate, empty_on_host, local_view, release
@@ -80,6 +81,11 @@ class FlatGroup:
         return self.main_shard._version != self._gathered_version
 
     @property
+    def gathers(self) -> bool:
+        """Whether unsharding it takes other ranks: its buffer does not hold the values already."""
+        return not (self._resident or (self._retain and not self.stale))
+
+    @property
     def version(self) -> int:
         """Grows with every change of the parameters that is not the engine's own."""
         return self.main_shard._version + self._writes() - self._kept_writes
@@ -106,7 +112,7 @@ class FlatGroup:
     def unshard(self) -> Ticket:
         """Allocate the gathered buffer if need be, and issue the all-gather into it."""
         self._keep_writes()
-        if self._resident or (self._retain and not self.stale):
+        if not self.gathers:
             ticket = Ticket(Pending(), None)
         elif self._kept_part is not None and not self.stale:
             ticket = self._mesh.gather_lane.issue(self._gather_parts)
@@ -114,6 +120,12 @@ class FlatGroup:
             ticket = self._mesh.gather_lane.issue(self._gather_shards)
         self._gathered_version = self.main_shard._version
         return ticket
+
+    def forget(self) -> None:
+        """Let the next :meth:`unshard` gather all of it, as it does on ranks that hold nothing of it."""
+        self._keep_writes()
+        self._gathered_version = -1
+        self._kept_part = None
 
     def _gather_shards(self) -> Pending:
         # Storage and copy belong to the lane: its allocator stream, and behind compute's last use of the buffer.
@@ -223,9 +235,7 @@ class FlatGroup:
         # set_ and not a slice: each parameter has a version counter of its own, as in an unsharded model.
         view = self._gathered.new_empty(0).set_(self._gathered.untyped_storage(), offset, shape, stride)
         unsharded = UnshardedParameter(view, requires_grad=spec.parameter.requires_grad)
-        vars(unsharded).update(spec.parameter.__dict__, fqn=spec.fqn)
-        for hook in (spec.parameter._backward_hooks or {}).values():
-            unsharded.register_hook(hook)
+        vars(unsharded).update(spec.parameter.__dict__, fqn=spec.fqn, sharded_dtype=spec.dtype)
         return unsharded
 
     def _shard(self, spec: ParameterSpec, index: int) -> ShardTensor:
@@ -244,6 +254,7 @@ class FlatGroup:
         if not parameter.is_meta:
             local.copy_(shard_spec.localize(parameter.detach()))
         gradient, parameter.grad = parameter.grad, None
+        hooks = take_hooks(parameter)
         sharded = ShardTensor(local, shard_spec, parameter.requires_grad)
         vars(sharded).update(
             parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True
@@ -257,6 +268,8 @@ class FlatGroup:
                 f"were taken before, other than its module's, are to a copy that is not trained",
                 stacklevel=2,
             )
+        if any(hooks):
+            sharded.adopt_hooks(*hooks)  # type: ignore[attr-defined]
         if gradient is not None:
             sharded.grad = ShardTensor(shard_spec.localize(gradient).to(local.device, copy=True), shard_spec)
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now

@@ -21,9 +21,15 @@ outside_of_graphs = never_traced(
 )
 
 
-def gather(sharded: ShardTensor) -> torch.Tensor:
-    """The full tensor, plain; a collective of its owners."""
+def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
+    """The full tensor, plain; a collective of its owners.
+
+    Args:
+        sharded: What is asked for.
+        operation: Why, for the message if not all of them come.
+    """
     spec, local = sharded.spec, sharded.to_local()
+    spec.mesh.attendance.call(f"{operation} {spec.fqn}")
     with torch.no_grad():
         full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
@@ -52,17 +58,18 @@ class Gathered:
     Args:
         sharded: Where they come from and where writes go.
         full: The elements; gathered when not given.
+        operation: Why they are gathered.
     """
 
-    def __init__(self, sharded: ShardTensor, full: torch.Tensor | None = None) -> None:
+    def __init__(self, sharded: ShardTensor, full: torch.Tensor | None = None, operation: str = "reading") -> None:
         self.sharded = sharded
-        self.full = gather(sharded) if full is None else full
+        self.full = gather(sharded, operation) if full is None else full
         self._version = self._shard_version()
 
     def refresh(self) -> None:
         """Gather again if the shard has changed, by whatever means; a collective, then."""
         if self._shard_version() != self._version:
-            self.full.copy_(gather(self.sharded))
+            self.full.copy_(gather(self.sharded, "reading a view of"))
             mark_written(self.full)  # a graph that still needs the former values must fail
             self._version = self._shard_version()
 
@@ -135,6 +142,9 @@ class GatheredView(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return repr(self._plain)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.plain().detach(), format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return memo.setdefault(id(self), self.plain().detach().clone())

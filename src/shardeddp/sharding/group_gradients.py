@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 from torch import nn
 
-from shardeddp.comm import Mesh, Pending, Ticket
-from shardeddp.comm.collectives import ReduceKind
+from shardeddp.comm import Mesh
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.sharding.memory import allocate, empty_on_host, local_view, release
+from shardeddp.sharding.reduction import Arrival, Reduction
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 
 
@@ -68,6 +67,15 @@ class GroupGradients:
         """Start counting what this backward uses."""
         self._packed = [False] * len(self._packed)
         self._reduced = False
+
+    def add_up(self) -> None:
+        """Let autograd add up gradients in the dtype that they are reduced in, as it does without gathered copies."""
+        if self._param_dtype is self._reduce_dtype or self._param_dtype is self._main_shard.dtype:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for unsharded in self._unsharded:
+                if unsharded.grad is None:
+                    unsharded.grad_dtype = self._reduce_dtype
 
     def used(self) -> list[bool]:
         """By parameter, whether a gradient of this rank waits, was packed in this backward, or is in partial sums."""
@@ -193,6 +201,7 @@ class GroupGradients:
                         mine = self._views[i].to_local()
                         mine.add_(local_part(found, sharded.spec).to(mine.device))
                     sharded.grad = self._views[i]
+                sharded.gradient_completes()
 
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []
@@ -244,99 +253,6 @@ class GroupGradients:
         """Views of every parameter's slot in its shape, then of every stretch of padding."""
         views = [flat[slot.interval.start : slot.interval.stop].view(slot.shape) for slot in self.layout.slots]
         return views + [flat[gap.start : gap.stop] for gap in self.layout.padding_intervals]
-
-
-class Arrival(Enum):
-    """Where the gradients of a reduction go."""
-
-    IN_SHARD = "in_shard"
-    """To the gradient shard: nobody else holds an equal one."""
-
-    SHARED = "shared"
-    """To the gradient shard, averaged over replicas."""
-
-    IN_PARTIAL_SUMS = "in_partial_sums"
-    """To sums that a later micro-batch shares with the replicas."""
-
-
-class Reduction:
-    """A gradient reduction that has been issued: in the shard group first, then across replicas.
-
-    Args:
-        gradients: Whose.
-        buffer: 1D, padded_numel; their packed gradients.
-        output: 1D, shard_numel; where averages arrive: the gradient shard, or a slice of the buffer.
-        arrival: Where they go from there.
-        kept: By parameter, whether earlier gradients in the gradient shard are added to.
-        partial: 1D, shard_numel; sums of earlier micro-batches that are shared with these gradients.
-        kind: What the replicas make of theirs.
-    """
-
-    def __init__(
-        self,
-        gradients: GroupGradients,
-        buffer: torch.Tensor,
-        output: torch.Tensor,
-        arrival: Arrival,
-        kept: Sequence[bool],
-        partial: torch.Tensor | None,
-        kind: ReduceKind,
-    ) -> None:
-        self._partial = partial
-        self._kind: ReduceKind = kind
-        self._gradients, self._output, self._arrival, self._kept = gradients, output, arrival, kept
-        # A gradient that autograd leaves on a parameter used outside its unit may be added to the shard at any time.
-        # On compute's stream that is in order with what is added here, on the lane it would not be.
-        self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
-        self._in_buffer = True
-        mesh = gradients.mesh
-
-        def action() -> Pending:
-            return mesh.reduce.reduce_scatter(output, buffer).then(self._arrived)
-
-        self._ticket: Ticket = mesh.reduce_lane.issue(action)
-
-    def advance(self) -> bool:
-        """Wait for the collective under way and issue the next; True when the gradient shard is complete."""
-        more = self._ticket.advance()
-        if not more and self._adds:
-            self._gradients.absorb(self._output, self._kept)
-        if self._in_buffer:
-            # Only the first collective needed it, and another reduction may have opened it since.
-            self._in_buffer = False
-            self._gradients.close_buffer()
-        return not more
-
-    def finish(self) -> None:
-        """Wait for all of them."""
-        while not self.advance():
-            pass
-
-    def _arrived(self) -> Pending:
-        gradients = self._gradients
-        if self._arrival is Arrival.IN_PARTIAL_SUMS:
-            gradients.keep_partial(self._output)
-        elif self._arrival is Arrival.SHARED:
-            if self._partial is not None:
-                self._output.add_(self._partial)
-                self._partial = None
-            self._output = gradients.leave_buffer(self._output)
-            return self._share().then(self._shared)
-        elif not self._adds:
-            gradients.absorb(self._output, self._kept)
-        return Pending()
-
-    def _share(self) -> Pending:
-        mesh, shared = self._gradients.mesh, self._output
-        if not mesh.topology.split_replicas:
-            return mesh.replicate.all_reduce_(shared, self._kind)
-        self._output = shared.view(mesh.replicate.size, -1)[mesh.replicate.rank]
-        return mesh.replicate.reduce_scatter(self._output, shared)
-
-    def _shared(self) -> Pending:
-        if not self._adds:
-            self._gradients.absorb(self._output, self._kept)
-        return Pending(keep=(self._output,))
 
 
 def local_part(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

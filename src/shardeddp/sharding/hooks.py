@@ -100,6 +100,19 @@ class UnitHook:
     def __deepcopy__(self, memo: Any) -> UnitHook:
         return self
 
+    def __reduce__(self) -> Any:
+        return FormerUnitHook, ()
+
+
+class FormerUnitHook:
+    """What is left of a unit's hooks in a module that was pickled: its parameters are whole, nothing is gathered."""
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Do nothing."""
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Do nothing."""
+
 
 def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What a call of a compiled module runs; None for a module that is not compiled itself."""
@@ -125,10 +138,13 @@ def runtime_of(module: nn.Module) -> Runtime | None:
     return runtime if runtime is not None and runtime.root_module is module else None
 
 
+def take_charge(runtime: Runtime) -> None:
+    """Let a runtime be found by the module that it drives."""
+    _RUNTIMES[id(runtime.root_module)] = runtime
+
+
 def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
     """Let the runtime hear of every forward of a unit's module, and of every gradient of its parameters."""
-    if track.index == 0:
-        _RUNTIMES[id(track.unit.spec.module)] = runtime
     hook = UnitHook(runtime, track)
     hook.follow()
     parameters = track.unit.unsharded_parameters()

@@ -45,13 +45,42 @@ _NAMES = {
     "empty_like",
 }
 
+# Answered with truths or places, which have no gradient.
+_TRUTHS = {
+    "equal",
+    "allclose",
+    "isclose",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "any",
+    "all",
+    "count_nonzero",
+    "argmax",
+    "argmin",
+}
+
+_ASKED = _NAMES | _TRUTHS
+
 # Attributes that are operations.
 _COMPUTED_ATTRIBUTES = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
 
 def asks_only_about(func: Any) -> bool:
-    """Whether the function can be answered from the shard alone, whatever grad mode is."""
-    return func.__name__ in _NAMES and func not in _COMPUTED_ATTRIBUTES
+    """Whether the function has nothing to record for a backward, whatever grad mode is."""
+    return func.__name__ in _ASKED and func not in _COMPUTED_ATTRIBUTES
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

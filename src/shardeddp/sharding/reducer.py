@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from enum import IntEnum
 from itertools import takewhile
 
 import torch
 
 from shardeddp.comm import Mesh, agree_on_any, exchange
 from shardeddp.plan.placement import Placement, Reshard
-from shardeddp.sharding.group_gradients import Reduction
+from shardeddp.sharding.reduction import Reduction
 from shardeddp.sharding.track import UnitTrack
+
+
+class Reduced(IntEnum):
+    """How far the gradients of a unit are on one rank; the highest of all ranks is what holds for all."""
+
+    NOTHING = 0
+    """It has none to reduce, in this backward or any more."""
+
+    DUE = 1
+    """Its backward is done with the unit."""
+
+    OPEN = 2
+    """It is not, or may come to the unit yet."""
 
 
 class Reducer:
@@ -23,6 +37,9 @@ class Reducer:
     entered before it, so a unit is over when the backward has reached all its uses and then reaches a unit outside of
     it. There it is reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that
     arrives later than that is reduced with the leftovers, on which all ranks agree at the end.
+
+    That holds where all ranks use the same units. Where they do not, they agree at every unit on those that no rank is
+    going to reach any more (see :class:`Visits`), and reduce them with zeros of those that have not reached them.
 
     Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even reach different units.
     Then all units are reduced in one order, that of rank 0's first backward, also those that this rank does not reach.
@@ -46,6 +63,7 @@ class Reducer:
         self._accumulates_sharded = placement.reduce_every_backward
         self._across_replicas = True
         self._sync = True
+        self._running = False  # between begin() and end()
         self._reached: list[UnitTrack] = []  # in this backward, in order
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
 
@@ -57,17 +75,26 @@ class Reducer:
                 the shard group, or stay on their ranks.
         """
         self._reached = []
+        self._running = True
         self._across_replicas = sync_gradients
         self._sync = sync_gradients or self._accumulates_sharded
         self.leaves_gradients = any(track.gets_gradients() for track in self._tracks)
+        if not self._sync:
+            for track in self._tracks:
+                track.unit.add_up_gradients()
 
     def note_gradient(self) -> None:
         """A gradient is there: this backward leaves some, even if its graph (of reentrant checkpointing) hid that."""
         self.leaves_gradients = True
 
-    def reach(self, track: UnitTrack) -> None:
-        """The backward reaches a use of a unit, which is not gathered for it yet."""
-        waiting = self._waiting()
+    def reach(self, track: UnitTrack, *, agreed: bool) -> None:
+        """The backward reaches a use of a unit, which is not gathered for it yet.
+
+        Args:
+            track: The unit.
+            agreed: Whether ranks agree on what is reduced, by :meth:`progress` and :meth:`issue`.
+        """
+        waiting = [] if agreed else self._waiting()
         over = [other for other in waiting if other.is_over_at(track)]
         # One order for all ranks: an unfinished unit holds back those behind it.
         for due in over if self._gathers else list(takewhile(lambda other: other in over, waiting)):
@@ -76,15 +103,43 @@ class Reducer:
             track.entered = True
             self._reached.append(track)
 
+    def progress(self, entering: UnitTrack | None) -> list[Reduced]:
+        """How far this rank is with each unit.
+
+        Args:
+            entering: The unit that its backward comes to; None: it has come to its end.
+        """
+        if not self._running:
+            return [Reduced.OPEN] * len(self._tracks)
+        if not (self._gathers and self._sync and self.leaves_gradients):
+            return [Reduced.NOTHING] * len(self._tracks)
+        return [self._progress(track, entering) for track in self._tracks]
+
+    def issue(self, indices: Sequence[int]) -> None:
+        """Reduce units that all ranks are done with, whether this one has reached them or not."""
+        for index in reversed(indices):
+            self._issue(self._tracks[index])
+
+    def _progress(self, track: UnitTrack, entering: UnitTrack | None) -> Reduced:
+        if track.issued or not track.gradients_expected:
+            return Reduced.NOTHING
+        if entering is not None and track.unreached_uses:
+            return Reduced.OPEN
+        if not track.entered:
+            return Reduced.NOTHING
+        return Reduced.DUE if entering is None or track.is_over_at(entering) else Reduced.OPEN
+
     def end(self) -> None:
         """The backward ends: reduce what remains, and give the parameters their gradients."""
         if self._sync and self.leaves_gradients:
             for track in self._waiting():
                 self._issue(track)
             self._settle()
+        self._running = False
 
     def abort(self) -> None:
         """Finish what a backward that has failed has issued."""
+        self._running = False
         self._finish()
 
     def _keeps_partial(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,17 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 
 from shardeddp.comm import Mesh
-from shardeddp.plan.order import ExecutionOrder, OrderChange
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.buffers import BufferSync
-from shardeddp.sharding.hooks import attach_hooks
+from shardeddp.sharding.hooks import attach_hooks, take_charge
 from shardeddp.sharding.outputs import find_tensors
 from shardeddp.sharding.reducer import Reducer
 from shardeddp.sharding.track import UnitTrack
 from shardeddp.sharding.unit import Unit, UnitState
+from shardeddp.sharding.visits import BACKWARD, Visits
 
 
 class Phase(Enum):
@@ -60,9 +59,17 @@ class Runtime:
         mesh: Through which ranks agree.
         placement: When to reshard and to reduce.
         prefetch: How far ahead to gather.
+        uneven: Whether ranks may use different units in a step.
     """
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh, placement: Placement, prefetch: Prefetch) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        placement: Placement,
+        prefetch: Prefetch,
+        uneven: bool = False,
+    ) -> None:
         self.tracks = [UnitTrack(unit=unit, index=index) for index, unit in enumerate(units)]
         self.phase = Phase.IDLE
         self.sync_gradients = True
@@ -72,17 +79,18 @@ class Runtime:
         self.mesh = mesh
         self.placement = placement
         self._prefetch = prefetch
-        self._forward_orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind of step
-        self._forward_order = self._forward_orders["forward"]
-        self._backward_order = ExecutionOrder()
         self._reducer = Reducer(self.tracks, mesh, placement)
+        self.visits = Visits(self.tracks, mesh, placement, self._reducer, apart=uneven)
         self._keeps_graph = False  # the backward that is running records a graph of itself
-        self._order_warned = False
         self._step_name = "forward"
         self._buffers = BufferSync(self.root_module, mesh)
         for track in self.tracks:
             track.find_inner(self.tracks)
-        self._hooks = [attach_hooks(self, track) for track in self.tracks]
+        take_charge(self)
+        self.idle = not any(track.unit.groups for track in self.tracks)
+        """Whether no unit has anything to do: training on one rank."""
+
+        self._hooks = [] if self.idle else [attach_hooks(self, track) for track in self.tracks]
 
     @property
     def root_module(self) -> nn.Module:
@@ -102,8 +110,11 @@ class Runtime:
             A list to append the step's outputs to, from which their backward is announced.
         """
         outputs: list[Any] = []
+        if self.idle:
+            yield outputs
+            return
         self._step_name = name
-        self.enter(self._root)
+        self._enter(self._root)
         try:
             yield outputs
         except BaseException:
@@ -138,8 +149,18 @@ class Runtime:
     # -- forward
 
     def enter(self, track: UnitTrack) -> None:
-        """A forward of the unit begins: gather it, and what comes next."""
+        """A forward of the unit's module begins."""
+        if not (self._root.active or self._in_backward()) and track.unit.gathers:
+            self.mesh.attendance.call(f"the forward of {track.unit.label}")  # outside of steps: anybody may call it
+        self._enter(track)
+
+    def _enter(self, track: UnitTrack) -> None:
+        """Gather the unit, and what comes next."""
+        if torch._C._are_functorch_transforms_active():
+            self._enter_transformed(track)
+            return
         if self._in_backward():
+            self.visits.revisit(track, BACKWARD)
             self._ensure_unsharded(track)
             return
         if self.phase is Phase.BACKWARD:
@@ -147,14 +168,26 @@ class Runtime:
         track.active += 1
         if track is self._root and track.active == 1:
             self._begin_pass()
-        if self._root.active and track is not self._root:
-            self._warn_once(self._forward_order.visit(track.index))
-        self._ensure_unsharded(track)
         if self._root.active:
-            self._prefetch_units(self._forward_order.upcoming(self._prefetch.forward))
+            self._visit(track, self._step_name)
+        else:
+            self._ensure_unsharded(track)
+
+    def _visit(self, track: UnitTrack, kind: str) -> None:
+        """A pass comes to a unit: gather it, and what comes next."""
+        self.visits.visit(track, kind)
+        self._ensure_unsharded(track)
+        depth = self._prefetch.backward if kind == BACKWARD else self._prefetch.forward
+        for index in self.visits.upcoming(kind, depth):
+            unit = self.tracks[index].unit
+            if unit.state is UnitState.SHARDED:
+                unit.unshard()
 
     def leave(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
         """A forward of the unit has ended: announce its backward, and reshard it."""
+        if torch._C._are_functorch_transforms_active():
+            self._leave_transformed(track)
+            return
         if self._in_backward():
             if torch.is_grad_enabled() and not track.awaiting_backward:
                 # Reentrant checkpointing: only the recomputation has a graph, which is run backward next.
@@ -165,6 +198,7 @@ class Runtime:
             self._announce_backward(track, inputs, outputs)
         if track is self._root:
             if track.active == 0:
+                self.visits.end(self._step_name)
                 self.phase = Phase.IDLE
                 self._reshard_idle()
                 if self.placement.offload_params:
@@ -172,35 +206,41 @@ class Runtime:
         elif track.active == 0 and self._reshards_after_forward(track):
             track.unit.reshard(before_backward=track.awaiting_backward)
 
+    def _enter_transformed(self, track: UnitTrack) -> None:
+        # Inside of torch.func.grad, vmap and the like, whose own backward cannot be announced.
+        track.pin("runs inside of a transform of torch.func")
+        track.active += 1
+        with temporarily_clear_interpreter_stack():
+            self._ensure_unsharded(track)
+
+    def _leave_transformed(self, track: UnitTrack) -> None:
+        track.active -= 1
+        if not track.active and not track.awaiting_backward and track.unit.state is UnitState.UNSHARDED:
+            with temporarily_clear_interpreter_stack():
+                track.unit.reshard()
+
     def _begin_pass(self) -> None:
         self.phase = Phase.FORWARD
-        self._forward_order = self._forward_orders[self._step_name]
-        self._forward_order.begin()
+        self.visits.begin(self._step_name)
         for hook in self._hooks:
             hook.follow()
         if self.root_module.training:
             self.sync_buffers()
 
     def _reshards_after_forward(self, track: UnitTrack) -> bool:
-        if track.held or track.unit.state is not UnitState.UNSHARDED:
+        if track.unit.state is not UnitState.UNSHARDED:
             return False
         if not track.awaiting_backward:
             return True
         # What ends the forward begins the backward: to reshard it would be to gather it again at once.
-        return self.placement.reshard is not Reshard.AFTER_BACKWARD and not self._forward_order.at_end()
+        return self.placement.reshard is not Reshard.AFTER_BACKWARD and not self.visits.at_end(self._step_name)
 
     def _announce_backward(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
         found = find_tensors(outputs)
         differentiable = [tensor for tensor in found.tensors if tensor.requires_grad]
-        if found.opaque is not None and track is not self._root and not track.pinned:
-            track.pinned = True
-            track.unit.retain()
-            warnings.warn(
-                f"unit {track.unit.label} returns a {type(found.opaque).__qualname__}, whose tensors cannot be seen: "
-                f"its unsharded parameters stay in memory from now on, because their backward may come unannounced. "
-                f"Return tensors, mappings, sequences or dataclasses to avoid it",
-                stacklevel=2,
-            )
+        if found.opaque is not None and track is not self._root:
+            kind = type(found.opaque).__qualname__
+            track.pin(f"returns a {kind}, whose tensors cannot be seen (mappings and dataclasses can)")
         if not differentiable:
             return
         track.awaiting_backward = True
@@ -227,18 +267,16 @@ class Runtime:
         first = not track.entered
         if first or use in track.unreached_uses:
             track.unreached_uses.discard(use)
-            self._reducer.reach(track)
+            self._reducer.reach(track, agreed=self.visits.agrees(BACKWARD))
         if first or track.unit.state is not UnitState.UNSHARDED:
-            self._warn_once(self._backward_order.visit(track.index))
-            self._ensure_unsharded(track)
-            self._prefetch_units(self._backward_order.upcoming(self._prefetch.backward))
+            self._visit(track, BACKWARD)
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
         Variable._execution_engine.queue_callback(self._end_backward)
-        self._backward_order.begin()
+        self.visits.begin(BACKWARD)
         self._keeps_graph = torch.is_grad_enabled()
         for track in self.tracks:
             track.begin_backward()
@@ -262,6 +300,7 @@ class Runtime:
             track.unit.reshard()
 
     def _end_backward(self) -> None:
+        self.visits.end(BACKWARD)
         self._reducer.end()
         self.phase = Phase.FORWARD if self._root.active else Phase.IDLE
         if self._keeps_graph and not self._reducer.leaves_gradients:
@@ -281,14 +320,10 @@ class Runtime:
             unit.unshard()
         if unit.state is UnitState.UNSHARDING:
             unit.wait()
+        if unit.untidy:
+            unit.tidy()
         if unit.stale:
             unit.refresh()
-
-    def _prefetch_units(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            unit = self.tracks[index].unit
-            if unit.state is UnitState.SHARDED:
-                unit.unshard()
 
     def _reshard_idle(self, also_root: bool = False) -> None:
         """Reshard every unit that nothing needs: prefetched in vain, or kept for a backward that is over."""
@@ -297,17 +332,7 @@ class Runtime:
             if unit.state is UnitState.UNSHARDING:
                 unit.wait()
             busy = track.awaiting_backward or (track.active and not (also_root and track is self._root))
-            if unit.state is UnitState.UNSHARDED and not (busy or track.held):
+            if unit.state is UnitState.UNSHARDED and not busy:
                 unit.reshard()
-
-    def _warn_once(self, change: OrderChange | None) -> None:
-        if change is None or self._order_warned:
-            return
-        self._order_warned = True
-        expected = "the end of the pass" if change.expected is None else self.tracks[change.expected].unit.label
-        warnings.warn(
-            f"units run in another order than in the first pass: expected {expected}, found "
-            f"{self.tracks[change.found].unit.label}. The result is right; gathers that could not be foreseen are not "
-            f"overlapped. Said once",
-            stacklevel=2,
-        )
+            if unit.untidy:
+                unit.tidy()

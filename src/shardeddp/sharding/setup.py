@@ -1,6 +1,8 @@
 """Shard a model: agree on the plan, cut every parameter, and put the runtime in charge."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
 
 import torch
 
@@ -13,11 +15,19 @@ from shardeddp.sharding.unit import Unit
 
 
 def shard_model(
-    specs: Sequence[UnitSpec], mesh: Mesh, placement: Placement, prefetch: Prefetch, birth: Birth | None = None
+    specs: Sequence[UnitSpec],
+    mesh: Mesh,
+    placement: Placement,
+    prefetch: Prefetch,
+    birth: Birth | None = None,
+    *,
+    idle: bool = True,
+    uneven: bool = False,
 ) -> Runtime:
     """Shard every unit in place and attach the runtime's hooks; a collective of all ranks.
 
-    What is on the meta device gets its values here, when there are shards to take them.
+    What is on the meta device gets its values here, when there are shards to take them. A single rank leaves parameters
+    as they are, unless they are to be cast or offloaded: there is nobody to share them with.
 
     Args:
         specs: The model's units, the root first.
@@ -25,18 +35,37 @@ def shard_model(
         placement: When to reshard and to reduce.
         prefetch: How far ahead to gather.
         birth: What is known of the making of parameters on the meta device; None: nothing.
+        idle: Whether a single rank may leave parameters as they are.
+        uneven: Whether ranks may use different units in a step.
 
     Raises:
         LayoutMismatchError: The ranks do not hold the same model; nothing has been touched.
         ConfigurationError: Something on the meta device cannot be given values.
         RankError: Some rank failed while it cut its parameters, or initialised them.
     """
-    agree_on_layout(fingerprint(specs, mesh, placement), mesh.control)
+    options = [f"{prefetch}", f"uneven_units={uneven}"]  # what decides in which order units are gathered
+    agree_on_layout([*fingerprint(specs, mesh, placement), *options], mesh.control)
     materializer = together("finding deferred parameters", lambda: Materializer(specs, birth or Birth()), mesh.control)
     follow_rank_zero(specs, mesh)
+    if idle and mesh.world.size == 1:
+        specs = [_set_idle(spec, mesh.device) for spec in specs]
     units = together("sharding the model", lambda: [Unit(spec, mesh, placement) for spec in specs], mesh.control)
     materializer.fill(mesh)
-    return Runtime(units, mesh, placement, prefetch)
+    return Runtime(units, mesh, placement, prefetch, uneven)
+
+
+def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
+    """Keep the parameters of a single rank out of a unit that has nothing to do with them.
+
+    Training with them costs what it costs without a strategy.
+    """
+    busy = [it.parameter.is_meta or it.param_dtype is not it.dtype for it in spec.parameters]
+    idle = tuple(it for it, is_busy in zip(spec.parameters, busy, strict=True) if not is_busy)
+    for parameter in (it.parameter for it in idle):
+        parameter.data = parameter.data.to(device)
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(device)
+    return replace(spec, parameters=tuple(compress(spec.parameters, busy)), idle=idle)
 
 
 @torch.no_grad()

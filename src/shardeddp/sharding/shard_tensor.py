@@ -24,13 +24,18 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
 from shardeddp.plan.intervals import Interval
 from shardeddp.sharding import dispatch
+from shardeddp.sharding.asked_gradients import are_asked, asked_gradients, backward_to
 from shardeddp.sharding.chunks import Chunked
 from shardeddp.sharding.gathered import Gathered, GatheredView, gather, outside_of_graphs, refuse_recorded_write
+from shardeddp.sharding.gradient_hooks import CompletionHook, GradientHook, GradientHooks
 from shardeddp.sharding.questions import asks_only_about
 
 Dispatch = Callable[..., Any]
@@ -88,7 +93,8 @@ class ShardTensor(Chunked, torch.Tensor):
 
     _local: torch.Tensor  # 1D, spec.interval.numel
     _spec: ShardSpec
-    _unsharded: torch.Tensor | None  # of a sharded parameter: its unsharded one
+    _unsharded: nn.Parameter | None  # of a sharded parameter: its unsharded one
+    _hooks: GradientHooks | None  # of a sharded parameter: made with the first of them
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(
@@ -97,6 +103,7 @@ class ShardTensor(Chunked, torch.Tensor):
         made._local = local
         made._spec = spec
         made._unsharded = None
+        made._hooks = None
         return made
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> None:
@@ -132,25 +139,57 @@ class ShardTensor(Chunked, torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The same shard without its history; writing to it in place changes the parameter."""
+        """The same shard without its history; writing to it changes the parameter, assigning copies the values."""
         return self.detach()
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
         if isinstance(data, ShardTensor) and data._local is self._local:
             return  # module.to() with the dtype and the device that the module has
-        raise RuntimeError(
-            f"{self._spec.fqn} is sharded and cannot be given other memory (.data = ..., module.half(), module.to()): "
-            f"expected it to stay {self._local.dtype} on {self._local.device}, found {data.dtype} on {data.device}. "
-            f"Change values in place (with torch.no_grad(): parameter.copy_(...)), dtype or device before the model is "
-            f"sharded"
-        )
+        if (data.shape, data.dtype, data.device) != (self.shape, self.dtype, self.device):
+            raise RuntimeError(
+                f"{self._spec.fqn} is sharded and cannot be given other memory (.data = ..., .half(), .to()): expected "
+                f"it to stay {tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, "
+                f"{data.dtype} on {data.device}. Change that before the model is sharded"
+            )
+        with torch.no_grad():
+            self.copy_(data)
+
+    @property
+    def unsharded(self) -> nn.Parameter | None:
+        """Of a sharded parameter of a unit: the one that its module computes with."""
+        return self._unsharded
+
+    def register_hook(self, hook: GradientHook) -> RemovableHandle:  # type: ignore[override]
+        """Call a hook with each gradient on its way to the parameter; see :class:`GradientHooks`."""
+        if not self.is_leaf or not self.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                return super().register_hook(hook)
+        self._hooks = self._hooks or GradientHooks(self, self._unsharded)
+        return self._hooks.add(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: CompletionHook) -> RemovableHandle:
+        """Call a hook with the parameter when a backward has completed its gradient; see :class:`GradientHooks`."""
+        if not self.is_leaf or not self.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                return super().register_post_accumulate_grad_hook(hook)
+        self._hooks = self._hooks or GradientHooks(self, self._unsharded)
+        return self._hooks.add_completion(hook)
+
+    def gradient_completes(self) -> None:
+        """Take note that the backward that is running has set ``.grad``."""
+        if self._hooks is not None:
+            self._hooks.announce()
+
+    def adopt_hooks(self, *former: Any) -> None:
+        """Take over the hooks of the parameter that this one was before it was sharded."""
+        self._hooks = GradientHooks(self, self._unsharded, former)  # type: ignore[arg-type]
 
     def tolist(self) -> Any:  # noqa: D102
-        return gather(self).tolist()
+        return gather(self, "tolist of").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
-        array = gather(self).requires_grad_(self.requires_grad).numpy(force=force)
+        array = gather(self, "numpy of").requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False  # what is written to an array could not be seen
         return array
 
@@ -162,7 +201,7 @@ class ShardTensor(Chunked, torch.Tensor):
 
     def _no_memory(self, asked: str) -> RuntimeError:
         return RuntimeError(
-            f"{self._spec.fqn} is sharded: there is no memory with all of its elements to ask for {asked}(). Ask "
+            f"{self._spec.fqn} is sharded: no memory with all of its elements has a {asked}(). Ask "
             f"to_local() for this rank's elements, or full_tensor() for a copy of all of them"
         )
 
@@ -172,7 +211,7 @@ class ShardTensor(Chunked, torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, gathered; a collective of all ranks of the shard group. No gradient flows through it."""
-        return gather(self)
+        return gather(self, "full_tensor of")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         interval = self._spec.interval
@@ -185,17 +224,20 @@ class ShardTensor(Chunked, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) not in memo:
             copied = ShardTensor(self._local.detach().clone(), self._spec, self.requires_grad)
-            own = ("_local", "_spec", "_unsharded")
+            own = ("_local", "_spec", "_unsharded", "_hooks")
             vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
             memo[id(self)] = copied
         return memo[id(self)]
 
+    def __copy__(self) -> ShardTensor:
+        copied = ShardTensor(self._local, self._spec, self.requires_grad)
+        vars(copied).update(vars(self), _unsharded=None, _hooks=None)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError(
-            f"{self._spec.fqn} is sharded and cannot be pickled: only this rank's elements "
-            f"{self._spec.interval} would be saved. Save a checkpoint through the Trainer, or call full_tensor() "
-            f"on all ranks and pickle that"
-        )
+        whole = gather(self, "pickling")
+        parameter = nn.Parameter(whole, self.requires_grad) if isinstance(self, nn.Parameter) else whole
+        return parameter.__reduce_ex__(protocol)
 
     @classmethod
     @outside_of_graphs
@@ -204,6 +246,10 @@ class ShardTensor(Chunked, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.autograd.grad:
+                return asked_gradients(cls, *args, **kwargs)
+            if func is torch.autograd.backward:
+                return backward_to(cls, *args, **kwargs)
             if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
                 return _run_on_full(func, args, kwargs)
             return func(*args, **kwargs)
@@ -220,18 +266,30 @@ class _FullTensor(torch.autograd.Function):
     """Gather forward; average over all ranks and keep this rank's interval backward."""
 
     @staticmethod
-    def forward(ctx: Any, sharded: ShardTensor) -> torch.Tensor:
+    def forward(ctx: Any, sharded: ShardTensor, operation: str) -> torch.Tensor:
         ctx.spec, ctx.home = sharded.spec, sharded.to_local().device
-        return gather(sharded)
+        return gather(sharded, operation)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> ShardTensor:  # type: ignore[override]
-        spec: ShardSpec = ctx.spec
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient if are_asked() else _Average.apply(gradient, ctx.spec, ctx.home), None
+
+
+class _Average(torch.autograd.Function):
+    """Average whole gradients over all ranks and keep this rank's interval."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device) -> ShardTensor:
         total = gradient.contiguous().clone()
         spec.mesh.world.all_reduce_(total).wait()
         local = spec.localize(total).div(spec.mesh.topology.world_size)
-        return ShardTensor(local.to(ctx.home), spec)
+        return ShardTensor(local.to(home), spec)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        # Whoever used the average took it whole, so what arrives has been averaged over ranks already.
+        return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
 
 
 class _View(torch.autograd.Function):
@@ -256,7 +314,9 @@ def _run_on_full(func: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     def to_full(sharded: ShardTensor) -> torch.Tensor:
         if id(sharded) not in found:
-            full = _FullTensor.apply(sharded) if sharded.requires_grad else gather(sharded)
+            operation = f"{func.__name__} of"
+            with temporarily_clear_interpreter_stack():  # a transform of torch.func sees what was gathered, not how
+                full = _FullTensor.apply(sharded, operation) if sharded.requires_grad else gather(sharded, operation)
             found[id(sharded)] = (Gathered(sharded, full), full._version)
         return found[id(sharded)][0].full
 
@@ -267,7 +327,7 @@ def _run_on_full(func: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return gathered.sharded if tensor is gathered.full else _View.apply(tensor, gathered)
 
     for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, ShardTensor) and leaf.requires_grad:
+        if isinstance(leaf, ShardTensor) and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
             _warn_outside(leaf)
     full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
     result = func(*full_args, **full_kwargs)

@@ -58,6 +58,9 @@ class UnitSpec:
     parameters: tuple[ParameterSpec, ...]
     """In module order, without those that an inner unit holds."""
 
+    idle: tuple[ParameterSpec, ...] = ()
+    """Parameters of a single rank that would neither be cut nor gathered nor cast: they stay what they are."""
+
     @property
     def label(self) -> str:
         """The name as people read it."""

@@ -14,7 +14,8 @@ from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.placement import Placement
 from shardeddp.sharding.flat_group import FlatGroup
-from shardeddp.sharding.group_gradients import Reduction
+from shardeddp.sharding.reduction import Reduction
+from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec
 
 
@@ -52,10 +53,16 @@ class Unit:
     def __init__(self, spec: UnitSpec, mesh: Mesh, placement: Placement) -> None:
         self.spec = spec
         self.state = UnitState.SHARDED
+        self._lent: list[torch.Tensor] = []  # whole parameters that modules hold meanwhile (summon_full_params)
+        self._lent_version = 0
+        self.untidy = False
+        """Whether modules held tensors of somebody else's when the unit's state changed."""
+
         members = _by_buffer(spec.parameters)
         num_slices = mesh.topology.num_slices
         self.groups = [FlatGroup(specs, layout_of(specs, num_slices), mesh, placement) for specs in members]
-        self._slots = [
+        # (module, attribute, what it holds while the unit is sharded, the unsharded parameter)
+        self._slots: list[tuple[nn.Module, str, torch.Tensor, nn.Parameter]] = [
             (owner, attribute, sharded, unsharded)
             for group, specs in zip(self.groups, members, strict=True)
             for parameter, sharded, unsharded in zip(specs, group.sharded, group.unsharded, strict=True)
@@ -76,16 +83,26 @@ class Unit:
         return any(group.stale for group in self.groups)
 
     @property
+    def gathers(self) -> bool:
+        """Whether unsharding it takes other ranks."""
+        return any(group.gathers for group in self.groups)
+
+    @property
     def version(self) -> int:
         """Grows with every change of the parameters that is not the engine's own."""
         return sum(group.version for group in self.groups)
 
     def costs(self) -> list[GroupCost]:
-        """The unit's flat buffers, for the cost model."""
-        return [group.cost() for group in self.groups]
+        """The unit's flat buffers, for the cost model; what is idle counts as if it lay in some."""
+        return [group.cost() for group in self.groups] + [_idle_cost(specs) for specs in _by_buffer(self.spec.idle)]
 
     def unshard(self) -> None:
         """Allocate the gathered buffers and issue the all-gathers; :meth:`wait` completes it."""
+        if self._lent and self._version_of_lent() != self._lent_version:
+            raise RuntimeError(
+                f"parameters of unit {self.label} were written to inside of summon_full_params and the unit is run "
+                f"before the context has ended, which brings them to the shards. Run the model after it"
+            )
         self._move("unshard")
         self._ticket = [group.unshard() for group in self.groups]
 
@@ -96,13 +113,17 @@ class Unit:
         for group in self.groups:
             group.activate()
         for owner, attribute, sharded, unsharded in self._slots:
-            if owner._parameters.get(attribute) is not sharded:
+            found = owner._parameters.get(attribute)
+            if found is sharded:
+                register(owner, attribute, unsharded)
+            elif _is_lent(found, sharded):
+                self.untidy = True
+            elif found is not unsharded:
                 raise ConfigurationError(
                     f"{type(owner).__name__}.{attribute} of unit {self.label} was replaced after sharding: expected "
                     f"the parameter that was there at setup. Change a parameter's values in place (copy_) instead of "
                     f"assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
                 )
-            register(owner, attribute, unsharded)
 
     def refresh(self) -> None:
         """Gather changed parameters into buffers that are already in use."""
@@ -112,6 +133,22 @@ class Unit:
         for group in self.groups:
             group.renew()
 
+    def gather_with_others(self) -> None:
+        """Take part in a gather that some rank needs, whatever this one holds already; leaves the unit unsharded."""
+        if self.state is UnitState.UNSHARDING:
+            self.wait()
+        stale = self.stale
+        for group in self.groups:
+            group.forget()
+        if self.state is UnitState.SHARDED:
+            self.unshard()
+            self.wait()
+            return
+        self._ticket = [group.unshard() for group in self.groups]
+        self._finish_gather()
+        for group in self.groups if stale else ():
+            group.renew()
+
     def reshard(self, before_backward: bool = False) -> None:
         """Give the sharded parameters back to the modules and release the gathered buffers.
 
@@ -119,11 +156,42 @@ class Unit:
             before_backward: They will be gathered once more for the backward of what has just been computed.
         """
         self._move("reshard")
-        for owner, attribute, sharded, unsharded in self._slots:
-            if owner._parameters.get(attribute) is unsharded:
-                register(owner, attribute, sharded)
+        self.tidy()
         for group in self.groups:
             group.release(before_backward)
+
+    def tidy(self) -> None:
+        """Let modules hold what belongs to the unit's state.
+
+        Who puts other tensors in the place of parameters for a while (``torch.func.functional_call``) brings back what
+        was there before, when the unit may have changed its state.
+        """
+        unsharded_ones = self.state is UnitState.UNSHARDED
+        self.untidy = False
+        for owner, attribute, resting, unsharded in self._slots:
+            wanted, other = (unsharded, resting) if unsharded_ones else (resting, unsharded)
+            found = owner._parameters.get(attribute)
+            if found is other:
+                register(owner, attribute, wanted)
+            elif found is not wanted:
+                self.untidy = True
+
+    def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
+        """What modules hold while the unit is sharded; a module once for each of its parameters."""
+        return [(owner, resting) for owner, _, resting, _ in self._slots]
+
+    def rest_with(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
+        """Let modules hold another tensor for a sharded parameter while the unit is sharded; or that one again."""
+        for index, (owner, attribute, former, unsharded) in enumerate(self._slots):
+            if unsharded is sharded.unsharded:
+                self._slots[index] = owner, attribute, resting, unsharded
+                if owner._parameters.get(attribute) is former:
+                    register(owner, attribute, resting)
+        self._lent = [each for _, _, each, _ in self._slots if not isinstance(each, ShardTensor)]
+        self._lent_version = self._version_of_lent()
+
+    def _version_of_lent(self) -> int:
+        return sum(each._version for each in self._lent)
 
     def retain(self) -> None:
         """Keep gathered buffers from now on when the unit is resharded."""
@@ -152,6 +220,11 @@ class Unit:
         """Start counting what a backward uses."""
         for group in self.groups:
             group.gradients.begin_backward()
+
+    def add_up_gradients(self) -> None:
+        """Make what autograd leaves fit to be added up over several backwards before it is reduced."""
+        for group in self.groups:
+            group.gradients.add_up()
 
     def trainable(self) -> set[int]:
         """Numbers of the unsharded parameters that require a gradient now."""
@@ -184,6 +257,13 @@ class Unit:
         self.state = target
 
 
+def _is_lent(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
+    """Whether a module computes with another tensor for a while, as ``torch.func.functional_call`` has it."""
+    if isinstance(found, ShardTensor):
+        return found.device == sharded.device  # a copy of the parameter, and not one that was moved away
+    return found is not None and not isinstance(found, nn.Parameter)
+
+
 def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
     """The flat layout of parameters that share their dtypes."""
     first = specs[0]
@@ -192,6 +272,16 @@ def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
         [tuple(spec.parameter.shape) for spec in specs],
         itemsize=min(dtype.itemsize for dtype in (first.dtype, first.param_dtype, first.reduce_dtype)),
         shard_size=shard_size,
+    )
+
+
+def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
+    return GroupCost(
+        layout=layout_of(specs, 1),
+        trainable=any(spec.parameter.requires_grad for spec in specs),
+        main_itemsize=specs[0].dtype.itemsize,
+        param_itemsize=specs[0].dtype.itemsize,
+        reduce_itemsize=specs[0].dtype.itemsize,
     )
 
 

@@ -24,6 +24,8 @@ class UnshardedParameter(nn.Parameter):
     @data.setter
     def data(self, data: torch.Tensor) -> None:
         if data.shape != self.shape or data.dtype != self.dtype or data.device != self.device:
+            if self._has_already(data):
+                return
             raise RuntimeError(
                 f"{self.__dict__['fqn']} is sharded and cannot be given other memory (.data = ...): expected "
                 f"{tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, {data.dtype} on "
@@ -31,6 +33,16 @@ class UnshardedParameter(nn.Parameter):
             )
         with torch.no_grad():
             self.copy_(data)
+
+    def _has_already(self, data: torch.Tensor) -> bool:
+        """Whether these are its values in the dtype that it has outside of its unit: ``module.to()`` with that dtype.
+
+        Modules that insist on a dtype do so in their forward, where the parameter may be in a lower one.
+        """
+        same_place = data.shape == self.shape and data.device == self.device
+        if not same_place or data.dtype != self.__dict__.get("sharded_dtype"):
+            return False
+        return torch.equal(data.detach().to(self.dtype), self.detach())
 
 
 class ReleasedParameter(nn.Parameter):

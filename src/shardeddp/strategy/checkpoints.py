@@ -12,13 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import lightning
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.data import AttributeDict
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from shardeddp.checkpoint.disk import cleaning
@@ -28,6 +22,7 @@ from shardeddp.checkpoint.format.manifest import DCP_METADATA, Run
 from shardeddp.checkpoint.reading.contents import ATTRIBUTES, read_foreign_contents
 from shardeddp.checkpoint.reading.last import last_checkpoints
 from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.reading.replaced import Replaced
 from shardeddp.checkpoint.reading.restore import load_model, load_optimizer, stage
 from shardeddp.checkpoint.reading.verification import newest_verified
 from shardeddp.checkpoint.writing.full import save_full, stream_full
@@ -36,6 +31,14 @@ from shardeddp.checkpoint.writing.snapshot import ParameterNames, take_snapshot
 from shardeddp.comm import agree_on_any, gather_results, together
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from shardeddp.lightning_api import (
+    LIGHTNING_VERSION,
+    AttributeDict,
+    LightningOptimizer,
+    TorchCheckpointIO,
+    Trainer,
+    TrainerFn,
+)
 from shardeddp.plugins.paths import is_remote
 from shardeddp.plugins.placing import place_module
 from shardeddp.sharding.hooks import runtime_of
@@ -77,6 +80,7 @@ class CheckpointStrategy(ProcessStrategy):
         self._saver = Saver(checkpoint_options)
         self._loading_from = Path()  # of the checkpoint that was read last
         self._pending_load: Callable[[], None] | None = None  # from reading a checkpoint until the model is sharded
+        self._replaced: Replaced | None = None  # from loading a model until the optimizers have taken their states
 
     # -- saving
 
@@ -107,7 +111,7 @@ class CheckpointStrategy(ProcessStrategy):
             sharding_strategy=self._sharding_strategy,
             versions={
                 "torch": str(torch.__version__),
-                "lightning": lightning.__version__,
+                "lightning": LIGHTNING_VERSION,
                 "python": platform.python_version(),
             },
         )
@@ -272,6 +276,8 @@ class CheckpointStrategy(ProcessStrategy):
 
         def load() -> None:
             stage(staged, module)
+            # The optimizers are made when the model is there; not before can they refuse what is stored for them.
+            self._replaced = Replaced(module) if self._fitting else None
             load_model(module, state, strict, self.checkpoint_options.cast)
 
         if runtime_of(module) is None:
@@ -299,6 +305,14 @@ class CheckpointStrategy(ProcessStrategy):
                 load_optimizer(inner, state)
 
         self._load(load)
+        self._replaced = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave a model whose checkpoint was refused as it was."""
+        if self._replaced is not None:
+            self._replaced.put_back()
+            self._replaced = None
 
 
 def open_any(path: Path, weights_only: bool | None, *, foreign: bool, trust_pickle: bool = False) -> dict[str, Any]:

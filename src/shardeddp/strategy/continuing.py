@@ -7,15 +7,12 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.loops.progress import _ProcessedTracker
-from lightning.pytorch.trainer import Trainer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
 from shardeddp.checkpoint.random_state import ResumeRandomness, gather_random_states
 from shardeddp.comm import exchange
 from shardeddp.comm.muster import Muster
+from shardeddp.lightning_api import PrefetchDataFetcher, ProcessedTracker, Trainer, TrainerFn, TrainerStatus
 from shardeddp.plugins.interruption import Interruption
 from shardeddp.plugins.preemption import Preemption
 from shardeddp.strategy.checkpoints import CheckpointStrategy
@@ -94,7 +91,7 @@ class ContinuingStrategy(CheckpointStrategy):
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return dataloader
         loop = trainer.fit_loop
-        epoch, batches = cast(_ProcessedTracker, loop.epoch_progress.current), loop.epoch_loop.batch_progress
+        epoch, batches = cast(ProcessedTracker, loop.epoch_progress.current), loop.epoch_loop.batch_progress
         if self._randomness.holds and batches.is_last_batch and epoch.ready == epoch.started == epoch.processed:
             # Between epochs. A Trainer that counts steps would train on one more batch of the epoch that is over.
             for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
@@ -102,7 +99,7 @@ class ContinuingStrategy(CheckpointStrategy):
 
         def in_hand() -> bool:
             fetcher = loop._data_fetcher
-            return isinstance(fetcher, _PrefetchDataFetcher) and bool(fetcher.batches)
+            return isinstance(fetcher, PrefetchDataFetcher) and bool(fetcher.batches)
 
         mid_epoch = loop.restarting and not batches.is_last_batch
         return self._randomness.watch(dataloader, self.root_device, mid_epoch=mid_epoch, in_hand=in_hand)

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.saving import _load_state
-from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
+from shardeddp.lightning_api import LightningModule, load_state, migrate_checkpoint
 from shardeddp.strategy.checkpoints import open_any
 
 ModuleT = TypeVar("ModuleT", bound=LightningModule)
@@ -43,8 +41,8 @@ def load_from_checkpoint(
         CheckpointError: It is damaged, or does not fit.
     """
     checkpoint = open_any(Path(checkpoint_path), weights_only, foreign=foreign)
-    checkpoint = _pl_migrate_checkpoint(checkpoint, str(checkpoint_path))
+    checkpoint = migrate_checkpoint(checkpoint, str(checkpoint_path))
     saved = checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
     saved.update(hyper_parameters)
-    module: Any = _load_state(module_class, checkpoint, strict=strict, **hyper_parameters)
+    module: Any = load_state(module_class, checkpoint, strict=strict, **hyper_parameters)
     return module.to(map_location)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
 from shardeddp.checkpoint.writing.full import gather_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor
+from shardeddp.comm.rendezvous import meet
+from shardeddp.lightning_api import (
+    LIGHTNING_VERSION,
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    Precision,
+    all_gather_ddp_if_available,
+    default_backend_for_device,
+    init_dist_connection,
+    rank_zero_only,
+    reset_seed,
+)
 from shardeddp.plan.placement import Placement
+from shardeddp.plan.seats import Seat, check_runs, node_order
 from shardeddp.plan.topology import Topology
 from shardeddp.plugins.compiled import AcceptsCompiled
 from shardeddp.plugins.last import ShardedScriptLauncher
@@ -65,6 +70,7 @@ class ProcessStrategy(AcceptsCompiled):
         self.timeout = collective_timeout(timeout)
         self._start_method: StartMethod = start_method
         self.num_nodes = 1  # set by the Trainer
+        self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
         self._mesh: Mesh | None = None
 
     @property
@@ -123,18 +129,43 @@ class ProcessStrategy(AcceptsCompiled):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        device = self.root_device
-        _init_dist_connection(
-            self._environment,
-            self._process_group_backend or _get_default_process_group_backend_for_device(device),
-            timeout=self.timeout,
-            device_id=None if device.type == "cpu" else device,
-        )
+        self._make_process_group()
         if self._mesh is None:
             # A module that another Trainer has sharded brings its communicators along.
             sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
-            topology = self.placement.topology(self.num_nodes, self.num_processes)
+            topology = self.placement.topology(self.num_nodes, self.num_processes, self._order)
             self._mesh = self._make_mesh(topology) if sharded is None else sharded.mesh
+
+    def _make_process_group(self) -> None:
+        if torch.distributed.is_initialized():
+            return
+        environment, device = self._environment, self.root_device
+        seat = Seat(
+            rank=self.global_rank,
+            node=self.node_rank,
+            local_rank=self.local_rank,
+            host=socket.gethostname(),
+            world_size=self.world_size,
+            num_nodes=self.num_nodes,
+            ranks_per_node=self.num_processes,
+            run=self._describe_run(),
+        )
+        store, seats = meet(environment.main_address, environment.main_port, seat, self.timeout)
+        check_runs(seats)
+        self._order = node_order(seats)
+        init_dist_connection(
+            environment,
+            self._process_group_backend or default_backend_for_device(device),
+            timeout=self.timeout,
+            device_id=None if device.type == "cpu" else device,
+            store=store,
+        )
+
+    def _describe_run(self) -> str:
+        """What has to be the same on all ranks for them to find each other."""
+        from shardeddp import __version__  # which imports this
+
+        return f"shardeddp {__version__}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}, {self.placement}"
 
     def _make_mesh(self, topology: Topology) -> Mesh:
         return Mesh(topology, self.root_device, self.timeout, self.placement.regather_size)
@@ -166,4 +197,4 @@ class ProcessStrategy(AcceptsCompiled):
 
     @override
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        return _all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
+        return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
 from shardeddp.comm import together
 from shardeddp.config import CheckpointOptions, CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError
-from shardeddp.monitor.units import report_units
+from shardeddp.lightning_api import Accelerator, CheckpointIO, ClusterEnvironment, Precision, Trainer, TrainerFn
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.placement import OptimizerShard, choose_placement
 from shardeddp.plugins.activation_checkpointing import (
@@ -27,7 +22,9 @@ from shardeddp.plugins.activation_checkpointing import (
     checkpoint_activations,
     resolve_activation_checkpointing,
 )
+from shardeddp.plugins.batch_norm import synchronize_on_host
 from shardeddp.plugins.deferred import DeferredInit
+from shardeddp.plugins.generation import keep_generation_in_step
 from shardeddp.plugins.mixed_precision import (
     assign_dtypes,
     cast_at_boundaries,
@@ -37,31 +34,36 @@ from shardeddp.plugins.mixed_precision import (
 from shardeddp.plugins.offload import resolve_offload
 from shardeddp.plugins.placing import place_module
 from shardeddp.plugins.precision import ShardedPrecision, shard_precision
-from shardeddp.plugins.uneven import hold_if_uneven, let_go
+from shardeddp.plugins.registry import introduction
+from shardeddp.plugins.uneven import UnevenBatches
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.sharding.optimizer import attach_optimizer
+from shardeddp.sharding.optimizer_scope import Scope, check_stated
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
 from shardeddp.sharding.spec import UnitSpec
 from shardeddp.strategy.checkpoints import StateDictType, checkpoint_folders
-from shardeddp.strategy.continuing import ContinuingStrategy
 from shardeddp.strategy.processes import StartMethod
+from shardeddp.strategy.uneven import UnevenStrategy
 from shardeddp.wrap import PolicyLike, build_units, resolve_policy
 
+_DEFAULTS = CheckpointOptions()  # an instance, so that the command line has a flag for each of its fields
 
-class ShardedDP(ContinuingStrategy):
+
+class ShardedDP(UnevenStrategy):
     """Trains an unmodified LightningModule with parameters, gradients and optimizer states sharded over ranks.
 
     Runs on CPU (gloo) exactly as on CUDA (NCCL), and gives the result that one process would give on the whole batch.
 
     Args:
-        sharding_strategy: What is sharded, in any case: ``full_shard`` (ZeRO-3, FSDP), ``hybrid_shard`` (full inside
-            a node, replicas across nodes), ``shard_grad_op`` (ZeRO-2), ``shard_optimizer`` (ZeRO-1) or ``no_shard``
-            (DDP).
+        sharding_strategy: What is split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP), ``hybrid_shard`` (all
+            inside a node, replicas across nodes: HSDP), ``shard_grad_op`` (gradients and optimizer states: ZeRO-2),
+            ``shard_optimizer`` (optimizer states: ZeRO-1) or ``no_shard`` (nothing: DDP). Upper or lower case.
         shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of ranks. None: the ranks
             of one node.
         auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of the model), classes
-            or their import paths, a policy object, a function of (name, module), or None for a single unit.
+            or their import paths, a policy object, a function of (name, module), or None for a single unit (all
+            parameters are whole while anything computes).
         mixed_precision: In which dtypes parameters travel and compute and gradients are reduced: a ``MixedPrecision``,
             or a dtype for its ``param_dtype``. None: what the Trainer's ``precision`` says.
         activation_checkpointing: Which modules are computed again in backward instead of keeping what they computed in
@@ -74,14 +76,23 @@ class ShardedDP(ContinuingStrategy):
             backward (ZeRO++'s hpZ). None: what the strategy says.
         optimizer_shard: For ``hybrid_shard``: ``world`` splits main shards, gradient shards and optimizer states over
             the replicas too (Megatron-FSDP's HFSDP), for one more gather per step across them; ``group`` does not.
-        forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
-        backward_prefetch: The same in backward.
+        optimizer_scope: For optimizers that torch does not have, by class name or import path: what the new value of an
+            element depends on. ``element``: itself (stepped on shards, at no cost); ``parameter``: all of its parameter
+            (each rank steps some of them, whole); ``model``: anything. None: what is not known is taken for ``model``.
+        forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none. Each takes the memory
+            of a unit; more than 1 helps where gathering is slower than computing now and then.
+        backward_prefetch: Units that are gathered ahead in backward; 0 for none.
         reduce_every_backward: With gradient accumulation: True reduces every micro-batch and accumulates sharded
             gradients (less memory), False accumulates unsharded ones and reduces once per step (less communication).
             None: what the strategy says.
+        uneven_batches: What training does when a rank has no batch left and others have: ``error``, on all ranks, with
+            the numbers; ``min``: each epoch ends with the first rank that has used up its batches.
+        uneven_units: True where ranks may use different units in a step (experts, modalities, random depth): they agree
+            before each gather, and take part with zeros in what they do not use. Without it, ranks have to use the same
+            ones once their first steps have been alike; where those differ, they agree by themselves.
         state_dict_type: How checkpoints are saved: ``sharded``, a directory that every rank writes its part of, or
             ``full``, one ordinary Lightning file. Both are loaded, whatever is said here.
-        checkpoint_options: More about sharded checkpoints; None: the defaults of ``CheckpointOptions``.
+        checkpoint_options: More about sharded checkpoints: asynchronous saves, durability, foreign formats.
         process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
         timeout: After how long a collective gives up: seconds, or a duration (a timedelta; ``0:10:00`` in YAML).
         start_method: How this strategy starts ranks where the cluster environment does not: ``popen`` runs the script
@@ -104,11 +115,14 @@ class ShardedDP(ContinuingStrategy):
         cpu_offload: bool | CPUOffload = False,
         reshard_after_forward: bool | int | None = None,
         optimizer_shard: OptimizerShard = "group",
+        optimizer_scope: Mapping[str, Scope] | None = None,
         forward_prefetch: int = 1,
         backward_prefetch: int = 1,
         reduce_every_backward: bool | None = None,
+        uneven_batches: UnevenBatches = "error",
+        uneven_units: bool = False,
         state_dict_type: StateDictType = "sharded",
-        checkpoint_options: CheckpointOptions | None = None,
+        checkpoint_options: CheckpointOptions = _DEFAULTS,
         process_group_backend: str | None = None,
         timeout: float | timedelta = 600.0,
         start_method: StartMethod = "popen",
@@ -129,8 +143,10 @@ class ShardedDP(ContinuingStrategy):
                 offload.params,
                 optimizer_shard,
             ),
+            uneven_batches=uneven_batches,
+            uneven_units=uneven_units,
             state_dict_type=state_dict_type,
-            checkpoint_options=checkpoint_options or CheckpointOptions(),
+            checkpoint_options=checkpoint_options,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -144,9 +160,14 @@ class ShardedDP(ContinuingStrategy):
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
         self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
         self.offload = offload
+        self.optimizer_scope = check_stated(optimizer_scope)
         self.prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
         self._deferred = DeferredInit()
         self._runtime: Runtime | None = None
+
+    @override
+    def __repr__(self) -> str:
+        return introduction(self._sharding_strategy)
 
     @property
     @override
@@ -211,6 +232,8 @@ class ShardedDP(ContinuingStrategy):
         if runtime is None:
             if self._layer_sync:
                 self._layer_sync.apply(module)
+            if self.root_device.type == "cpu":
+                synchronize_on_host(module)
             self._deferred.note_dtypes(module)
             self.precision_plugin.convert_module(module)
             runtime = self._shard(module)
@@ -220,6 +243,9 @@ class ShardedDP(ContinuingStrategy):
                 f"change to {self.placement}. Use the same options, or build the module anew and load a checkpoint"
             )
         self._runtime, self._mesh = runtime, runtime.mesh
+        self._watch()
+        self._watch_batches(trainer, runtime)
+        self._shard_averages(trainer, module)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Tensors made under inference mode could not be used in a later training.
             loop.inference_mode = False
@@ -232,12 +258,15 @@ class ShardedDP(ContinuingStrategy):
         load, self._pending_load = self._pending_load, None
         deferred = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         birth = self._deferred.birth_of(load if deferred else None)
-        runtime = shard_model(units, self.mesh, self.placement, self.prefetch, birth)
+        idle = not (self.offload.params or self.offload.optimizer)
+        runtime = shard_model(
+            units, self.mesh, self.placement, self.prefetch, birth, idle=idle, uneven=self.uneven_units
+        )
         place_module(module, self.root_device)
+        keep_generation_in_step(module, self.placement)
         if load is not None and not deferred:
             self._load(load)
-        if self.is_global_zero:
-            report_units(self._sharding_strategy, runtime)
+        self._introduce(runtime)
         return runtime
 
     def _plan_units(self, module: nn.Module) -> list[UnitSpec]:
@@ -254,8 +283,8 @@ class ShardedDP(ContinuingStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            attach_optimizer(optimizer, self.runtime.parameters_changed, offload=self._offloads_optimizer)
+        for optimizer in () if self.runtime.idle else self.optimizers:
+            attach_optimizer(optimizer, self.runtime.parameters_changed, self._offloads_optimizer, self.optimizer_scope)
 
     @override
     def model_to_device(self) -> None:
@@ -263,13 +292,13 @@ class ShardedDP(ContinuingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if self._mesh is not None:
             self._mesh.failures.explain(exception)
 
     @override
     def teardown(self) -> None:
         """Let Lightning's parts go; shards and process group stay, so that saving and another run still work."""
-        let_go(self._runtime)
         self._end_run()
         self._deferred.forget()
         self._environment.teardown()
@@ -305,14 +334,10 @@ class ShardedDP(ContinuingStrategy):
     @override
     def on_validation_start(self) -> None:
         self.runtime.sync_buffers()
+        self._averages.sync_buffers()
+        self._begin_evaluation()
 
-    on_test_start = on_validation_start
-
-    @override
-    def on_predict_start(self) -> None:
-        self.runtime.sync_buffers()
-        if self.lightning_module is not None:
-            hold_if_uneven(self.runtime, self.lightning_module.trainer.predict_loop.max_batches)
+    on_test_start = on_predict_start = on_validation_start
 
     @contextmanager
     @override

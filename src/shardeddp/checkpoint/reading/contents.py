@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,19 @@ def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
             model[name_of(rest)] = value
         elif number != root and number.isascii() and number.isdigit() and rest:
             _put(optimizers.setdefault(int(number), {}), rest, value)
-    lightning = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": version("lightning")}
+    lightning = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": lightning_version()}
     checkpoint: dict[str, Any] = lightning | dict(foreign.meta) | {WEIGHTS: model}
     if optimizers:
         checkpoint[OPTIMIZERS] = [_by_index(path, optimizers[number]) for number in sorted(optimizers)]
     return Contents(checkpoint=checkpoint)
+
+
+def lightning_version() -> str:
+    """Of the Lightning that is installed, which may be either of its two packages."""
+    try:
+        return version("lightning")
+    except PackageNotFoundError:
+        return version("pytorch-lightning")
 
 
 def _lazy(reader: CheckpointReader | ForeignCheckpoint, name: str) -> torch.Tensor:

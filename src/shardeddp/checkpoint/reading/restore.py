@@ -10,8 +10,15 @@ from torch import nn, optim
 
 from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.errors import CheckpointError
-from shardeddp.sharding.optimizer import ELEMENTWISE, SCALAR_STATES
+from shardeddp.sharding.local_step import SCALAR_STATES
+from shardeddp.sharding.optimizer_scope import ELEMENTWISE
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
+
+_SHOWN = 20
+"""Of the lines that say what does not fit."""
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+"""What schedulers of torch write into the groups of an optimizer."""
 
 
 def stage(state: Any, module: nn.Module) -> None:
@@ -59,6 +66,7 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
         CheckpointError: It is of other parameter groups, or of parameters of other shapes.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _check_groups(optimizer, state["param_groups"])
     if type(optimizer) in ELEMENTWISE:
         _check_shapes(parameters, state["state"])
     states = {
@@ -72,6 +80,26 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
         raise CheckpointError(f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}") from error
 
 
+def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Groups are matched by number; one that lacks what the optimizer has and has what it lacks is of another one."""
+    kind = type(optimizer).__name__
+    advice = "train with the optimizer that it was saved with, or load its weights alone"
+    counts, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+    if counts != expected and expected:  # Lightning has an optimizer without any where the module has none
+        raise CheckpointError(
+            f"the state of an optimizer does not fit {kind}: expected {len(expected)} groups of {expected} parameters, "
+            f"found {len(counts)} of {counts}: {advice}"
+        )
+    for found, own in zip(saved, optimizer.param_groups, strict=False):
+        lacks = sorted(optimizer.defaults.keys() - found.keys())
+        has = sorted(found.keys() - own.keys() - _OF_SCHEDULERS)
+        if lacks and has:
+            raise CheckpointError(
+                f"the state of an optimizer is not one of {kind}: expected {', '.join(lacks)} in each group, found "
+                f"{', '.join(has)}: {advice}"
+            )
+
+
 def _check_shapes(parameters: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
     """What an element-wise optimizer keeps of a parameter is one number, or has the parameter's shape."""
     problems = [
@@ -82,7 +110,7 @@ def _check_shapes(parameters: Sequence[torch.Tensor], states: Mapping[int, Mappi
         if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameters[index].shape
     ]
     if problems:
-        raise CheckpointError("the state of an optimizer does not fit:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"the state of an optimizer does not fit:\n{_listed(problems)}")
 
 
 def _check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, cast: bool) -> None:
@@ -106,17 +134,22 @@ def _check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, An
             )
     if problems:
         raise CheckpointError(
-            f"the checkpoint does not fit {type(module).__name__}, nothing was loaded:\n  " + "\n  ".join(problems)
+            f"the checkpoint does not fit {type(module).__name__}, nothing was loaded:\n{_listed(problems)}"
         )
 
 
 def _loads_in_its_own_way(module: nn.Module) -> bool:
     """Whether a module may rename or invent entries while it loads, so that names say nothing."""
-    known = ("torch.", "torchmetrics.", "lightning.")
+    known = ("torch.", "torchmetrics.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
     return any(
         child._load_state_dict_pre_hooks or not type(child)._load_from_state_dict.__module__.startswith(known)
         for child in module.modules()
     )
+
+
+def _listed(problems: Sequence[str]) -> str:
+    more = len(problems) - _SHOWN
+    return "\n".join(f"  {line}" for line in (*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])))
 
 
 def _quoted(names: Sequence[str]) -> str:

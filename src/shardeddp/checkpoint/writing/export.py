@@ -25,6 +25,7 @@ from shardeddp.checkpoint.reading.contents import (
     TRAINED,
     WEIGHTS,
     Contents,
+    lightning_version,
     read_contents,
     read_foreign_contents,
 )
@@ -281,7 +282,7 @@ def _load(source: Path, trust_pickle: bool) -> dict[str, Any]:
 
 
 def _run(checkpoint: Mapping[str, Any]) -> Run:
-    packages = {name: version(name) for name in ("torch", "lightning")}
+    packages = {"torch": version("torch"), "lightning": lightning_version()}
     return Run(
         uuid=uuid.uuid4().hex,
         step=int(checkpoint.get("global_step", 0)),

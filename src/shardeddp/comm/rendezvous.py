@@ -1,0 +1,205 @@
+"""Rendezvous: how the ranks of a job find each other, before there is a process group.
+
+They meet in a store. Rank 0 hosts it, or torchrun's agent does, whose store outlives restarts: it still holds what the
+ranks of an earlier attempt have left, addresses of theirs among it, and nothing that torchrun tells a rank says which
+attempt this is. So nothing is kept under names that were used before. Each rank comes with a random name, rank 0
+answers each with the random name of this attempt, and all that follows is kept under that.
+
+On one machine everything listens on the loopback interface alone. Across machines the store listens on the address of
+rank 0 where that is given as a number, else on all interfaces: what a name stands for may differ between machines.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import sys
+import time
+import uuid
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.seats import Seat, check_seats
+
+LOOPBACK = "127.0.0.1"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+_AGENT_TIMEOUT = timedelta(seconds=60)
+_POLL_S = 0.01
+_LATE_S = 2.0
+"""How long rank 0 waits for more ranks, to list them, once it knows that they do not fit together."""
+
+
+def meet(address: str, port: int, seat: Seat, timeout: timedelta) -> tuple[dist.Store, list[Seat]]:
+    """Find the other ranks; every rank calls it, once per attempt.
+
+    Args:
+        address: Where rank 0 is.
+        port: Where it hosts the store.
+        seat: Of this rank.
+        timeout: How long to wait for the others.
+
+    Returns:
+        A store whose names are new, and the seats of all ranks by rank.
+
+    Raises:
+        ConfigurationError: The ranks do not fit together, on every rank.
+        TimeoutError: Some have not come.
+    """
+    if seat.num_nodes == 1:
+        stay_on_loopback()
+    if os.environ.get(_AGENT_VARIABLE) == str(True):
+        store = _join(address, port, min(timeout, _AGENT_TIMEOUT))  # it was there before any rank was started
+    else:
+        address = LOOPBACK if seat.num_nodes == 1 else address
+        store = _host(address, port, timeout) if seat.rank == 0 else _join(address, port, timeout)
+    store = dist.PrefixStore("shardeddp/rendezvous", store)
+    store.set_timeout(timeout)
+    try:
+        return _hold_roll_call(store, seat, timeout)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise TimeoutError(
+            f"rank {seat.rank} has found the store at {address}:{port} but not rank 0 within "
+            f"{timeout.total_seconds():g} s ({error}). Rank 0 has not started or has ended: look at its output"
+            f"{_advice()}"
+        ) from error
+
+
+def stay_on_loopback() -> None:
+    """Let this process's gloo and NCCL listen on the loopback interface, unless the user has chosen one."""
+    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+    for variable in INTERFACE_VARIABLES:
+        os.environ.setdefault(variable, loopback)  # read whenever a group is made, so it stays
+
+
+def _join(address: str, port: int, timeout: timedelta) -> dist.Store:
+    try:
+        return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise TimeoutError(
+            f"nobody answers at {address}:{port} within {timeout.total_seconds():g} s ({error}). Rank 0 hosts the "
+            f"store there: it has not started, or MASTER_ADDR and MASTER_PORT lead elsewhere, or a firewall is between"
+            f"{_advice()}"
+        ) from error
+
+
+def _advice() -> str:
+    if os.environ.get(_AGENT_VARIABLE) != str(True):
+        return ""
+    return (
+        ". When torchrun has replaced the machine of rank 0, agents that stay may still send their ranks to its old "
+        "store: start all of them with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+
+
+def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
+    """Host the store in this process."""
+    listener = _bind(address, port) if _is_chosen(address) else None
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # a process that has hosted it before takes the same one
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            f"rank 0 cannot listen on {address}:{port} ({error}). If another program has the port, choose a free one "
+            f"with MASTER_PORT"
+        ) from error
+
+
+def _is_chosen(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def _bind(address: str, port: int) -> socket.socket | None:
+    """A socket on one interface; None: the address is not of this machine (a forwarded one), or the port is taken."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def _hold_roll_call(store: dist.Store, seat: Seat, timeout: timedelta) -> tuple[dist.Store, list[Seat]]:
+    """A store under names of this attempt, and all seats."""
+    if seat.rank == 0:
+        name = uuid.uuid4().hex
+        names = dist.PrefixStore(name, store)
+        verdict = _judge(*_gather(store, name, seat, timeout), seat, timeout)
+        names.set("verdict", json.dumps(verdict))
+    else:
+        names = dist.PrefixStore(_ask_for_name(store), store)
+        names.set(f"seat/{names.add('seated', 1)}", json.dumps(asdict(seat)))
+        verdict = json.loads(names.get("verdict"))
+    if "seats" not in verdict:
+        _leave(names, seat.rank)
+        raise TimeoutError(verdict["late"]) if "late" in verdict else ConfigurationError(verdict["wrong"])
+    return dist.PrefixStore("group", names), [Seat(**each) for each in verdict["seats"]]
+
+
+def _ask_for_name(store: dist.Store) -> str:
+    own = uuid.uuid4().hex
+    store.set(f"arrival/{store.add('arrivals', 1)}", own)
+    return store.get(f"answer/{own}").decode()
+
+
+def _gather(store: dist.Store, name: str, own: Seat, timeout: timedelta) -> tuple[list[Seat], bool]:
+    """Answer everybody, those of earlier attempts too, until all ranks sit; who does, and whether some do not agree."""
+    names = dist.PrefixStore(name, store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    seats, answered, odd = [own], 0, False
+    while len(seats) < own.world_size and time.monotonic() < deadline:
+        if store.check([f"arrival/{answered + 1}"]):
+            answered += 1
+            store.set(f"answer/{store.get(f'arrival/{answered}').decode()}", name)
+        elif names.check([f"seat/{len(seats)}"]):
+            seats.append(Seat(**json.loads(names.get(f"seat/{len(seats)}"))))
+            if not odd and not seats[-1].agrees_with(own):
+                odd, deadline = True, time.monotonic() + _LATE_S
+        else:
+            time.sleep(_POLL_S)
+    return seats, odd
+
+
+def _judge(seats: list[Seat], odd: bool, own: Seat, timeout: timedelta) -> dict[str, Any]:
+    """The seats of all ranks by rank, or what is wrong with them."""
+    if len(seats) < own.world_size and not odd:
+        missing = sorted(set(range(own.world_size)) - {seat.rank for seat in seats})
+        return {
+            "late": f"ranks {missing} of {own.world_size} have not come within {timeout.total_seconds():g} s. They "
+            f"have not started, or cannot reach rank 0 ({own.host}): look at their output"
+        }
+    try:
+        check_seats(seats)
+    except ConfigurationError as error:
+        return {"wrong": str(error)}
+    return {"seats": [asdict(seat) for seat in sorted(seats, key=lambda seat: seat.rank)]}
+
+
+def _leave(names: dist.Store, rank: int) -> None:
+    """Rank 0 may take the store with it: it waits until the others have read why."""
+    if rank != 0:
+        names.add("left", 1)
+        return
+    deadline = time.monotonic() + _LATE_S
+    while names.add("left", 0) < names.add("seated", 0) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

@@ -1,0 +1,205 @@
+"""LocalStep: an element-wise optimizer steps on this rank's elements, in plain 1D tensors.
+
+It does the same to every element whatever surrounds it, so that is the step on the whole parameters.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+
+from shardeddp.sharding.group_gradients import local_part
+from shardeddp.sharding.optimizer_scope import ELEMENTWISE
+from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.stand_ins import HostCopies, StandIns
+from shardeddp.sharding.swapped_step import OutsideStates, State, SwappedStep
+
+# Those with a fused kernel for the CPU, several times as fast as the others there.
+_FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
+
+SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+"""States that are one number per parameter, whatever the parameter's shape."""
+
+
+class LocalStep(SwappedStep):
+    """Lets an element-wise optimizer step on local parameters.
+
+    Args:
+        optimizer: An element-wise optimizer over (some) sharded parameters.
+        on_step: Called after each step.
+        offload: Step in host memory, on copies of parameters and gradients, and keep the states there.
+    """
+
+    _states: ShardedStates
+
+    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None], offload: bool = False) -> None:
+        self._offload = offload
+        self._stand_ins = HostCopies() if offload else StandIns()
+        self._twins: list[_Twins] = []  # by parameter group
+        # torch's own do not ask a parameter whether it is trained; others may leave out one that says no.
+        self._asks = type(optimizer) not in ELEMENTWISE
+        super().__init__(optimizer, on_step)
+
+    def _swap_in(self, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        if len(self._twins) != len(groups):
+            self._twins = [_Twins(self._stand_ins) for _ in groups]
+            self._prefer_fused()
+        found = [twins.follow(group) for group, twins in zip(groups, self._twins, strict=True)]
+        self._stand_ins.arrive()
+        if self._asks:
+            self._require_grad(groups, True)
+        return found
+
+    def _bring_back(self) -> None:
+        if self._asks:
+            self._require_grad([group["params"] for group in self._optimizer.param_groups], False)
+        self._stand_ins.depart()
+
+    def _outside(self, optimizer: optim.Optimizer) -> ShardedStates:
+        return ShardedStates(optimizer, self._stand_ins)
+
+    def _require_grad(self, groups: list[list[torch.Tensor]], required: bool) -> None:
+        for parameter in (it for group in groups for it in group):
+            if isinstance(parameter, ShardTensor):
+                self._stand_ins.of(parameter).requires_grad_(required and parameter.requires_grad)
+
+    def _prefer_fused(self) -> None:
+        """Let an optimizer that has been taken off the device use torch's fused kernel for the host, unless told."""
+        for group in self._optimizer.param_groups:
+            untold = group.get("foreach") is None and not group.get("fused") and not group.get("differentiable")
+            taken_off = any(parameter.device != self._stand_ins.of(parameter).device for parameter in group["params"])
+            if type(self._optimizer) in _FUSED_ON_HOST and untold and (self._offload or taken_off):
+                group["fused"] = True
+
+
+class ShardedStates(OutsideStates):
+    """The states of an optimizer by sharded parameter, held by local parameter.
+
+    Args:
+        optimizer: Whose parameters they belong to.
+        stand_ins: The local parameters.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, stand_ins: StandIns) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: torch.Tensor) -> State:
+        return _StateView(self.inside[self._stand_ins.of(parameter)], parameter)
+
+    def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        local = self._stand_ins.of(parameter)
+        self.inside[local] = {
+            name: localize_state(name, value, parameter, local.device) for name, value in state.items()
+        }
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        del self.inside[self._stand_ins.of(parameter)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return (parameter for parameter in parameters if parameter in self)
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, torch.Tensor) and self._stand_ins.of(parameter) in self.inside
+
+
+class _StateView(dict[str, Any]):
+    """One parameter's states as sharded tensors; what is assigned or removed here reaches the optimizer."""
+
+    def __init__(self, state: Mapping[str, Any], parameter: torch.Tensor | None = None) -> None:
+        self._state = state
+        self._parameter = parameter
+        super().__init__({name: globalize_state(value, parameter) for name, value in state.items()})
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if isinstance(self._state, dict):
+            former = self._state.get(name)
+            device = former.device if isinstance(former, torch.Tensor) else None
+            self._state[name] = localize_state(name, value, self._parameter, device)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        if isinstance(self._state, dict):
+            del self._state[name]
+
+    # A dict's own versions of these go past the two above.
+    clear = MutableMapping.clear
+    pop = MutableMapping.pop  # type: ignore[assignment]
+    popitem = MutableMapping.popitem
+    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
+    update = MutableMapping.update  # type: ignore[assignment]
+
+
+def globalize_state(value: Any, parameter: torch.Tensor | None) -> Any:
+    """A state of a local parameter as a state of the sharded one."""
+    if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or isinstance(value, ShardTensor):
+        return value
+    is_local = value.dim() == 1 and value.numel() == parameter.spec.interval.numel
+    return ShardTensor(value, parameter.spec) if is_local else value
+
+
+def localize_state(name: str, value: Any, parameter: torch.Tensor | None, device: torch.device | None = None) -> Any:
+    """A state of a sharded parameter, sharded itself or full, as a state of the local one.
+
+    Args:
+        name: Of the state.
+        value: Of the state.
+        parameter: The sharded parameter.
+        device: Where the optimizer steps on it; None: where the state is.
+    """
+    if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or name in SCALAR_STATES:
+        return value
+    if isinstance(value, ShardTensor):
+        return value.to_local().to(device)
+    if value.shape == parameter.shape:
+        return local_part(value, parameter.spec).to(device, copy=True)
+    return value
+
+
+class _Twins:
+    """The local parameters of one parameter group, with the gradients that the sharded ones have.
+
+    What they were made from is remembered: in the steady state every gradient is the object that it was in the step
+    before, and following a thousand parameters costs a thousand comparisons.
+    """
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
+        self._parameters: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor | None] = []
+        self._local: list[torch.Tensor] = []
+
+    def follow(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The local parameters of a group, in order, in a list of their own."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [parameter.grad for parameter in parameters]
+            if not _same_objects(parameters, self._parameters):
+                self._parameters, self._gradients = list(parameters), [None] * len(parameters)
+                self._local = [self._stand_ins.of(parameter) for parameter in parameters]
+                for local, parameter in zip(self._local, parameters, strict=True):
+                    if local is not parameter:
+                        local.grad = None
+            if not _same_objects(gradients, self._gradients):
+                self._copy_gradients(gradients)
+        return list(self._local)
+
+    def _copy_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        for parameter, local, gradient in zip(self._parameters, self._local, gradients, strict=True):
+            if isinstance(parameter, ShardTensor):
+                part = None if gradient is None else local_part(gradient, parameter.spec)
+                local.grad = self._stand_ins.gradient_of(local, part)
+        self._gradients = gradients
+
+
+def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))

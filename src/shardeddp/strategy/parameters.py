@@ -1,0 +1,85 @@
+"""ParameterStrategy: whole parameters for who asks for them, at any time of a run, and no rank left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from shardeddp.checkpoint.format.interop import lightning_meta
+from shardeddp.comm.attendance import note_that_runs_alone
+from shardeddp.lightning_api import Optimizable, rank_zero_only
+from shardeddp.sharding.asked_gradients import with_unsharded
+from shardeddp.sharding.hooks import runtime_of
+from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.summoning import summon
+from shardeddp.strategy.averaging import AveragingStrategy
+
+
+class ParameterStrategy(AveragingStrategy):
+    """Gives out whole parameters, and watches over operations that need all ranks.
+
+    Args:
+        options: Of :class:`AveragingStrategy`.
+    """
+
+    def _watch(self) -> None:
+        """To be called by ``setup``: from here on a rank that waits in vain for others is told so."""
+        note_that_runs_alone(rank_zero_only(print), "{name}, which rank_zero_only runs on one rank")
+        note_that_runs_alone(
+            lightning_meta,
+            "what rank 0 saves of hyper-parameters and callbacks. Leave modules out of it, their parameters are saved "
+            "as the model's: save_hyperparameters(ignore=[...])",
+        )
+        self.mesh.attendance.watch()
+        self.mesh.assembly.watch()
+
+    @contextmanager
+    def summon_full_params(
+        self,
+        module: nn.Module | None = None,
+        *,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+    ) -> Generator[None]:
+        """Surround code that wants whole parameters; all ranks enter it, and what they do inside is up to each.
+
+        Inside, modules hold plain parameters of full shape and of the model's own dtype: they can be read, saved,
+        pickled, handed to other libraries, and written to. What rank 0 writes in place is what all ranks have
+        afterwards; what other ranks write is dropped. References that were taken before (by an optimizer) are to the
+        sharded parameters still, and a ``backward()`` to whole ones is an error.
+
+        It takes memory for all parameters of ``module`` on every rank, and gathers each once. It may be nested, used
+        in any hook, and after a run. Before the model is sharded it does nothing, as parameters are whole then. Inside
+        of a step, modules whose forward is under way hold what they compute with: write to parameters outside of steps.
+
+        Args:
+            module: The model, a part of it, or a deep copy of either; None: the LightningModule.
+            writeback: False drops what was written.
+            rank0_only: Only rank 0 gets whole parameters, and pays for them.
+            offload_to_cpu: Whole parameters are in host memory.
+        """
+        model = self.lightning_module
+        runtime = None if model is None else runtime_of(model)
+        target = model if module is None else module
+        with (
+            nullcontext()
+            if runtime is None or target is None
+            else summon(runtime, target, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+        ):
+            yield
+
+    @override
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizable | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run a backward; ``manual_backward(loss, inputs=...)`` reaches parameters of units as well."""
+        inputs = kwargs.get("inputs")
+        if inputs is not None:
+            kwargs["inputs"] = with_unsharded(ShardTensor, inputs)  # torch asks sharded tensors itself only lately
+        return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[arg-type]

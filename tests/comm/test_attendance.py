@@ -1,0 +1,101 @@
+"""Operations that need all ranks and get only some: they fail with a hint, and soon."""
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardeddp.comm import Mesh, barrier
+from shardeddp.comm.attendance import note_that_runs_alone
+from shardeddp.plan.topology import Topology
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def make_mesh() -> Mesh:
+    size = dist.get_world_size()
+    return Mesh(Topology(world_size=size, shard_size=size), torch.device("cpu"), timedelta(seconds=20))
+
+
+def for_one_rank(fn: Callable[[], Any]) -> Callable[[], Any]:
+    def wrapped() -> Any:
+        return fn()
+
+    return wrapped
+
+
+@on_ranks(2)
+def test_ranks_that_come_late_are_waited_for() -> None:
+    mesh = make_mesh()
+    mesh.attendance.watch()
+    for late in range(2):
+        if dist.get_rank() == late:
+            time.sleep(1.5)  # longer than it takes until the other asks
+        mesh.attendance.call("sum of weight")
+        barrier(mesh)
+
+
+@on_ranks(2)
+def test_what_runs_on_one_rank_only_is_refused_at_once_and_does_no_harm() -> None:
+    mesh = make_mesh()
+    note_that_runs_alone(for_one_rank(print), "{name}, which is for one rank")
+
+    def save_weight() -> None:
+        mesh.attendance.call("sum of weight")
+
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            RuntimeError, match=r"sum of weight at .*test_attendance.py:\d+ .*save_weight, which is for"
+        ):
+            for_one_rank(save_weight)()
+    mesh.attendance.call("sum of weight")
+
+
+@on_ranks(2)
+def test_ranks_that_come_to_different_operations_are_told_of_both() -> None:
+    mesh = make_mesh()
+    mine, other = ("sum", "max")[:: 1 if dist.get_rank() == 0 else -1]
+    with pytest.raises(
+        RuntimeError, match=rf"{mine} of weight at .*others do something else.* to {other} of weight at"
+    ):
+        mesh.attendance.call(f"{mine} of weight")
+    with pytest.raises(RuntimeError, match="not together before"):
+        mesh.attendance.call("sum of weight")
+
+
+def pass_by() -> str:
+    mesh = make_mesh()
+    mesh.attendance.watch()
+    if dist.get_rank() == 0:
+        started = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            mesh.attendance.call("sum of weight")
+        assert time.monotonic() - started < 15
+        barrier(mesh)
+        return str(caught.value)
+    barrier(mesh)
+    return ""
+
+
+def test_a_rank_that_has_passed_by_is_found_where_it_is(world: Worlds) -> None:
+    message = world(2).run(pass_by)[0]
+    assert "rank 1 has passed by and is at" in message and "test_attendance.py" in message
+    assert "strategy.summon_full_params()" in message
+
+
+@on_ranks(2)
+def test_a_mesh_that_nobody_refers_to_is_not_kept_by_its_thread() -> None:
+    mesh = make_mesh()
+    mesh.attendance.watch()
+    gone = weakref.ref(mesh.attendance)
+    dist.barrier()
+    del mesh
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,92 @@
+"""Nodes with other ranks than the Trainer was told of are listed; groups stay inside nodes wherever they are."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.placement import choose_placement
+from shardeddp.plan.seats import Seat, check_seats, node_order
+from shardeddp.plan.topology import Topology
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def seats(nodes: Sequence[int], **believed: Any) -> list[Seat]:
+    """Ranks by the node that each is on."""
+    common = {"world_size": len(nodes), "num_nodes": 2, "ranks_per_node": 2, **believed}
+    return [Seat(rank=rank, node=node, local_rank=0, host=f"h{node}", **common) for rank, node in enumerate(nodes)]
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]])
+def test_as_many_ranks_on_each_node_as_expected_are_right_in_any_order(nodes: list[int]) -> None:
+    check_seats(seats(nodes))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "believed", "found"),
+    [
+        ([0, 0, 1], {}, "node 0 (h0) with 2 ranks (0, 1); node 1 (h1) with 1 rank (2)"),
+        ([0, 0, 0, 1], {}, "node 0 (h0) with 3 ranks (0, 1, 2); node 1 (h1) with 1 rank (3)"),
+        ([0, 0, 0, 0], {}, "node 0 (h0) with 4 ranks (0, 1, 2, 3)."),
+        ([0, 0, 1, 1], {"num_nodes": 3}, "expected 3 nodes with 2 ranks each"),
+    ],
+)
+def test_nodes_that_differ_are_listed(nodes: list[int], believed: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(found)):
+        check_seats(seats(nodes, **believed))
+
+
+def test_nodes_that_were_told_otherwise_say_so() -> None:
+    mixed = [*seats([0, 0, 1], world_size=4)[:2], *seats([0, 0, 1], world_size=2, ranks_per_node=1)[2:]]
+    with pytest.raises(ConfigurationError, match=r"num_nodes=2, devices=2; node 1 .* num_nodes=2, devices=1"):
+        check_seats(mixed)
+
+
+def test_a_rank_that_is_there_twice_is_not_taken_for_two() -> None:
+    twice = seats([0, 0, 1, 1])
+    with pytest.raises(ConfigurationError, match=r"node 0 \(h0\) with 3 ranks \(0, 1, 1\)"):
+        check_seats([*twice[:3], seats([0, 0])[1]])
+
+
+# -- groups
+
+
+def hybrid(num_nodes: int, ranks_per_node: int, nodes: Sequence[int], shard_size: int | None = None) -> Topology:
+    order = node_order(seats(nodes, num_nodes=num_nodes, ranks_per_node=ranks_per_node))
+    return choose_placement("hybrid_shard", shard_size).topology(num_nodes, ranks_per_node, order)
+
+
+@pytest.mark.parametrize("shard_size", [None, 2, 1])
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1] * 4, [0, 0, 1, 1, 0, 0, 1, 1]])
+def test_no_shard_group_crosses_a_node_unless_asked(nodes: list[int], shard_size: int | None) -> None:
+    topology = hybrid(2, 4, nodes, shard_size)
+    assert all(len({nodes[rank] for rank in group}) == 1 for group in topology.shard_groups())
+    assert sorted(rank for group in topology.replicate_groups() for rank in group) == list(range(8))
+    for replica, group in enumerate(topology.shard_groups()):
+        assert [topology.shard_rank(rank) for rank in group] == list(range(len(group)))
+        assert {topology.replicate_rank(rank) for rank in group} == {replica}
+    for group in topology.replicate_groups():
+        assert [topology.replicate_rank(rank) for rank in group] == list(range(len(group)))
+
+
+def test_asked_for_it_a_shard_group_spans_whole_nodes() -> None:
+    assert hybrid(4, 2, [0, 1, 2, 3] * 2, shard_size=4).shard_groups() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_ranks_that_count_node_by_node_need_no_order() -> None:
+    assert hybrid(2, 2, [0, 0, 1, 1]).order is None
+    full = choose_placement("full_shard").topology(2, 2, (0, 2, 1, 3))
+    assert full.order is None, "a group of all ranks lists them as they count"
+
+
+def test_a_shard_size_that_lets_only_some_groups_cross_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"shard_size=3 does not divide the 4 ranks of a node.*\[1, 2, 4\]"):
+        hybrid(3, 4, [node for node in range(3) for _ in range(4)], shard_size=3)
+
+
+def test_a_placement_in_which_replicas_have_no_order_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="srun --distribution=block"):
+        hybrid(2, 2, [0, 1, 1, 0])

@@ -1,0 +1,95 @@
+"""Units that a step does not use on all ranks: gathered and reduced by all, with zeros of those that skip them."""
+
+import pytest
+import torch
+from torch import nn
+
+from training import WIDTH, Sharding, Trial, another_order, batch
+from world import on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+GATHERING = ("full_shard", "shard_grad_op", "shard_optimizer")
+
+
+class Experts(nn.Module):
+    """A stem, experts of equal size that a step uses or leaves out, and a head."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)) for _ in range(count))
+        self.head = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))
+        self.order = list(range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for index in self.order:
+            x = x + self.experts[index](x).tanh()
+        return self.head(x)
+
+
+def routed(model: nn.Module, rank: int, step: int, orders: list[list[list[int]]]) -> torch.Tensor:
+    """The square of the output with the experts of this rank and step."""
+    model.order = orders[min(step, len(orders) - 1)][rank]
+    return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
+
+
+def each_its_own(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Other experts on each rank from the first step on, in any order, one of them twice, later all or none."""
+    orders = [[[0, 2], [1]], [[3, 0], [2, 2, 1]], [[], [0, 1, 2, 3]], [[2, 1], [2, 1]], [[], []]]
+    return routed(model, rank, step, orders)
+
+
+def some_go_cold(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The same experts on all ranks in the first steps, then one rank leaves some out."""
+    every = [0, 1, 2, 3]
+    return routed(model, rank, step, [[every, every], [every, every], [every, [0, 3]], [[], every]])
+
+
+def change_together(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    every = [0, 1, 2, 3]
+    return routed(model, rank, step, [[every] * 2, [[0, 1]] * 2, [[3, 2, 0]] * 2, [every] * 2])
+
+
+def units(strategy: str, **options: object) -> Sharding:
+    return Sharding(strategy=strategy, units=("experts.*", "head"), **options)
+
+
+@on_ranks(2, timeout_s=50)
+def test_ranks_use_units_of_their_own_and_train_as_one_process() -> None:
+    for strategy, prefetch in [*((strategy, 1) for strategy in GATHERING), ("full_shard", 0)]:
+        with another_order():  # of a backward in which nothing is gathered
+            Trial(Experts(), units(strategy, prefetch=prefetch)).train(each_its_own, steps=6)
+            Trial(Experts(), units(strategy, prefetch=prefetch, uneven=True)).train(some_go_cold, steps=5)
+
+
+@on_ranks(4, timeout_s=50)
+def test_replicas_use_units_of_their_own() -> None:
+    def four(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return routed(model, rank, step, [[[0], [1, 2], [3], []], [[], [], [1, 0], [2, 2]]])
+
+    for options in ({}, {"split": True}, {"regather": 1}):
+        sharding = units("hybrid_shard", shard_size=2, **options)
+        Trial(Experts(), sharding).train(four, steps=3)
+
+
+@on_ranks(2, timeout_s=50)
+def test_micro_batches_use_units_of_their_own() -> None:
+    for every in (True, False):
+        trial = Trial(Experts(), units("full_shard", reduce_every_backward=every))
+        for step in range(6):
+            trial.runtime.sync_gradients = step % 3 == 2
+            trial.backward(each_its_own, step)
+            if step % 3 == 2:
+                trial.check_gradients()
+                trial.step()
+                trial.check_parameters()
+
+
+@on_ranks(2, timeout_s=50)
+def test_all_ranks_may_change_the_units_that_they_use_together() -> None:
+    with another_order():
+        for strategy in GATHERING:
+            Trial(Experts(), units(strategy)).train(change_together, steps=5)

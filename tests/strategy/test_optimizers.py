@@ -1,0 +1,101 @@
+"""Optimizers as Lightning modules use them: unfrozen mid-training, refused at setup, with a stated scope."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from shardeddp import ShardedDP
+from shardeddp.errors import ConfigurationError
+from support.parity import Run, assert_same_training
+from support.tasks import VOCABULARY, Block, HasAnOptimizerOfItsOwn, Recorded, TinyGpt, token_loader
+from support.trainers import assert_same_weights, make_trainer
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Finetuned(Recorded):
+    """A frozen backbone under a head; a callback unfreezes it and adds it to the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Embedding(VOCABULARY, 8), Block(8), Block(8))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.backbone(batch[:, :-1])).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.01)
+
+
+class FactoredFinetuned(Finetuned):
+    """The same with an optimizer that steps on whole parameters."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor([it for it in self.parameters() if it.requires_grad], lr=0.01)
+
+
+def in_order(num_samples: int, batch_size: int = 4) -> DataLoader[Tensor]:
+    """Batches of all ranks that are one batch of one process."""
+    tokens = token_loader(num_samples).dataset
+    return DataLoader(tokens, batch_size, sampler=DistributedSampler(tokens, shuffle=False))
+
+
+@pytest.mark.parametrize("model", [Finetuned, FactoredFinetuned])
+def test_a_backbone_is_unfrozen_and_added_to_the_optimizer_mid_training(world: Worlds, model: type[Recorded]) -> None:
+    run = Run(
+        model=model,
+        loader=in_order,
+        batches=2,
+        steps=6,
+        options={"callbacks": [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)]},
+        warns="find_unused_parameters|The dirpath|Could not find",
+    )
+    # Not against DDP, which never averages the gradients of what was frozen when it was made.
+    expected = world(1).run(run.alone, 2)[0]
+    for strategy in ("full_shard", "shard_optimizer"):
+        found = world(2).run(run.sharded, strategy)
+        for ours in zip(*(each.losses for each in found), expected.losses, strict=True):
+            torch.testing.assert_close(sum(ours[:2]) / 2, ours[2], rtol=1e-4, atol=0)
+        for each in found:
+            assert_same_weights(each.weights, expected.weights, rtol=1e-4)
+
+
+class DividesItsStates(TinyGpt):
+    """An optimizer that shards by itself."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, on import
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        warnings.filterwarnings("ignore", "parameter .* is used outside")  # by its constructor
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+
+
+class WantsSparseGradients(TinyGpt):
+    """An optimizer for embeddings with ``sparse=True``."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(list(self.parameters()), lr=0.01)
+
+
+@on_ranks(2)
+def test_what_cannot_work_is_refused_on_all_ranks_before_training() -> None:
+    for model, reason in ((DividesItsStates, "which ShardedDP does already"), (WantsSparseGradients, "dense ones")):
+        with pytest.raises(ConfigurationError, match=reason):
+            make_trainer(ShardedDP(), max_steps=1).fit(model(), token_loader(16))
+
+
+def test_a_stated_scope_reaches_the_optimizer(world: Worlds) -> None:
+    run = Run(model=HasAnOptimizerOfItsOwn, loader=token_loader)
+    arguments = {"optimizer_scope": {"NormalizedDescent": "parameter"}}
+    assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), rtol=1e-4)
+    with pytest.raises(ConfigurationError, match="expected one of element, parameter, model"):
+        ShardedDP(optimizer_scope={"Lion": "elementwise"})  # type: ignore[dict-item]
