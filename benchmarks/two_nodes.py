@@ -105,26 +105,10 @@ class Stage:
     """By its node across the link, per step."""
 
 
-class Pause(torch.autograd.Function):
-    """Takes its time, like an accelerator, without taking a core."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward_s: float) -> torch.Tensor:
-        """Pause, and hand ``x`` on."""
-        ctx.backward_s = 2 * forward_s
-        time.sleep(forward_s)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Pause twice as long."""
-        time.sleep(ctx.backward_s)
-        return gradients[0], None
-
-
-def pause_after(forward_s: float, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook that makes a module take longer."""
-    return Pause.apply(output, forward_s)  # pyright: ignore[reportReturnType]  # torch types it as Any or None
+def pause_after(forward_s: float, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    """A forward hook that makes a module take longer, like an accelerator, without taking a core."""
+    time.sleep(forward_s)
+    output.register_hook(lambda gradient: time.sleep(2 * forward_s))
 
 
 class Stages(L.Callback):
@@ -280,7 +264,7 @@ def summarise(results: Results) -> dict[str, dict[float, Figures]]:
 
 def show_rate(rate: float) -> str:
     """A rate in Gbit/s as people say it."""
-    return "no limit" if rate == UNLIMITED else f"{rate:g}"
+    return "none" if rate == UNLIMITED else f"{rate:g}"
 
 
 def table(figures: dict[str, dict[float, Figures]], setting: Setting) -> Table:
@@ -293,7 +277,7 @@ def table(figures: dict[str, dict[float, Figures]], setting: Setting) -> Table:
     )
     shown.add_column("Gbit/s")
     shown.add_column("strategy", no_wrap=True)
-    for column in ("step ms", "sent MB", "wire ms", "exposed ms", "allowed ms"):
+    for column in ("step ms", "sent MB", "wire ms", "exposed", "target"):
         shown.add_column(column, justify="right")
     shown.add_column("")
     for rate in setting.rates:
@@ -316,8 +300,8 @@ def hybrid_verdicts(figures: dict[str, dict[float, Figures]], rates: Sequence[fl
             expected, found = one.ideal_s / other.ideal_s, one.step_s / other.step_s
             verdict = "no matter" if expected < 1 + SLACK else "as expected" if found > 1 else "NOT as expected"
             lines.append(
-                f"{hybrid} against {full}, {show_rate(rate)}: {expected:.2f} x faster expected, {found:.2f} x found: "
-                f"{verdict}"
+                f"{hybrid} against {full}, limit {show_rate(rate)}: {expected:.2f} x faster expected, "
+                f"{found:.2f} x found: {verdict}"
             )
     return lines
 

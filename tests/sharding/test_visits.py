@@ -1,5 +1,7 @@
 """Units that a step does not use on all ranks: gathered and reduced by all, with zeros of those that skip them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -32,6 +34,7 @@ class Experts(nn.Module):
 
 def routed(model: nn.Module, rank: int, step: int, orders: list[list[list[int]]]) -> torch.Tensor:
     """The square of the output with the experts of this rank and step."""
+    assert isinstance(model, Experts)
     model.order = orders[min(step, len(orders) - 1)][rank]
     return model(batch(rank, step, 4, WIDTH)).pow(2).mean()
 
@@ -53,7 +56,7 @@ def change_together(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return routed(model, rank, step, [[every] * 2, [[0, 1]] * 2, [[3, 2, 0]] * 2, [every] * 2])
 
 
-def units(strategy: str, **options: object) -> Sharding:
+def units(strategy: str, **options: Any) -> Sharding:
     return Sharding(strategy=strategy, units=("experts.*", "head"), **options)
 
 
@@ -70,7 +73,8 @@ def test_replicas_use_units_of_their_own() -> None:
     def four(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         return routed(model, rank, step, [[[0], [1, 2], [3], []], [[], [], [1, 0], [2, 2]]])
 
-    for options in ({}, {"split": True}, {"regather": 1}):
+    choices: list[dict[str, Any]] = [{}, {"split": True}, {"regather": 1}]
+    for options in choices:
         sharding = units("hybrid_shard", shard_size=2, **options)
         Trial(Experts(), sharding).train(four, steps=3)
 

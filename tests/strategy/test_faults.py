@@ -29,7 +29,7 @@ EXPECTED: dict[str, tuple[tuple[str, ...], float]] = {
     "another strategy": (("the ranks do not run the same",) * 2, 10.0),
     "another prefetch": (("Prefetch(forward=2, backward=1)",) * 2, 10.0),
 }
-SHORT = ["killed (kill -9), rank 1", "unit skipped by one rank", "another strategy"]
+SHORT = ["killed (kill -9), rank 1", "unit skipped by one rank"]
 
 
 def check(fault: str, ranks: list[Seen]) -> None:

@@ -112,6 +112,11 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     )
 
 
+def agree_on_highest(numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace each number by the highest that any rank has in its place; of one shape on all ranks, on the host."""
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+
+
 def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     """For each flag, whether any rank has it set. The flags' number must be the same on all ranks."""
     if dist.get_world_size(group) == 1:

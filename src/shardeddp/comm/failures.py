@@ -1,8 +1,10 @@
 """Failures: the first rank that fails leaves its traceback where the others find it when their transfers break."""
 
 import json
+import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -12,6 +14,9 @@ from shardeddp.errors import LostRankError, RankError
 _KEY = "first_failure"
 LOOKUP_S = 1.5
 """How long a rank whose transfer broke waits for the explanation, and for others whose transfers broke too."""
+
+_ANSWER_S = 0.4
+"""How long the store may take to answer."""
 
 _POLL_S = 0.02
 
@@ -38,9 +43,18 @@ class Failures:
                 anything, because they were killed or do not run.
         """
         if not is_transfer_error(error):
-            self._report(error)
+            self._ask_store(lambda: self._report(error))
         elif error.__cause__ is None:
-            error.__cause__ = self._origin()
+            error.__cause__ = self._ask_store(self._origin)
+
+    def _ask_store(self, question: Callable[[], Exception | None]) -> Exception | None:
+        """The answer; where there is none, because the rank that hosts the store does not run, what that means."""
+        answers: list[Exception | None] = []
+        # A thread of its own: what waits for the store cannot be interrupted, and never ends if its host is frozen.
+        asking = threading.Thread(target=lambda: answers.append(question()), name="shardeddp-failures", daemon=True)
+        asking.start()
+        asking.join(LOOKUP_S + _ANSWER_S)
+        return answers[0] if answers else LostRankError([0])
 
     def _report(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))

@@ -15,6 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 
 from shardeddp.comm import Mesh
+from shardeddp.comm.failures import is_transfer_error
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.buffers import BufferSync
 from shardeddp.sharding.hooks import attach_hooks, take_charge
@@ -117,8 +118,9 @@ class Runtime:
         self._enter(self._root)
         try:
             yield outputs
-        except BaseException:
-            self.reset()
+        except BaseException as error:
+            if not is_transfer_error(error):  # else nothing arrives any more, and waiting for it takes as long again
+                self.reset()
             raise
         self.leave(self._root, (), outputs)
         self._step_name = "forward"

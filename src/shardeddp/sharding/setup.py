@@ -44,7 +44,7 @@ def shard_model(
         RankError: Some rank failed while it cut its parameters, or initialised them.
     """
     options = [f"{prefetch}", f"uneven_units={uneven}"]  # what decides in which order units are gathered
-    agree_on_layout([*fingerprint(specs, mesh, placement), *options], mesh.control)
+    agree_on_layout([*options, *fingerprint(specs, mesh, placement)], mesh.control)
     materializer = together("finding deferred parameters", lambda: Materializer(specs, birth or Birth()), mesh.control)
     follow_rank_zero(specs, mesh)
     if idle and mesh.world.size == 1:

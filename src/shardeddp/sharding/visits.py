@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
-import torch.distributed as dist
 
-from shardeddp.comm import Mesh
+from shardeddp.comm import Mesh, agree_on_highest
 from shardeddp.plan.order import ExecutionOrder
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.reducer import Reduced, Reducer
@@ -178,7 +177,7 @@ class Visits:
             ballot[_Field.GATHER, wanted.index] = self._needs(wanted)
         reduced = self._reducer.progress(wanted)
         ballot[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8)
-        dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._mesh.control)
+        agree_on_highest(ballot, self._mesh.control)
         forward, backward, gather, progress = ballot.tolist()
         self._apart |= not self._open and sum(forward) + sum(backward) > 1
         self._reducer.issue([index for index, state in enumerate(progress[:-1]) if state == Reduced.DUE])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import torch
@@ -163,9 +164,7 @@ class ProcessStrategy(AcceptsCompiled):
 
     def _describe_run(self) -> str:
         """What has to be the same on all ranks for them to find each other."""
-        from shardeddp import __version__  # which imports this
-
-        return f"shardeddp {__version__}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}, {self.placement}"
+        return f"shardeddp {_version()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}, {self.placement}"
 
     def _make_mesh(self, topology: Topology) -> Mesh:
         return Mesh(topology, self.root_device, self.timeout, self.placement.regather_size)
@@ -198,3 +197,10 @@ class ProcessStrategy(AcceptsCompiled):
     @override
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
+
+
+def _version() -> str:
+    try:
+        return version("shardeddp")
+    except PackageNotFoundError:
+        return "that is not installed"
