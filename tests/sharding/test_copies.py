@@ -167,6 +167,8 @@ def test_an_evaluation_copies_one_shard_per_unit() -> None:
     engine = Engine("full_shard")
     ledgers: list[Ledger] = []
     with torch.no_grad():
+        with engine.trial.runtime.step("validation_step"):  # the first of its kind, in which ranks agree on the order
+            square(engine.trial.model, dist.get_rank(), 0)
         for model in (engine.trial.model, engine.trial.reference):
             with Writes() as writes, nullcontext() if ledgers else engine.trial.runtime.step("validation_step"):
                 square(model, dist.get_rank(), 0)

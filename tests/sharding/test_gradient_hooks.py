@@ -112,7 +112,7 @@ def test_hooks_need_a_parameter_that_is_trained_and_are_not_copied() -> None:
             register(print)
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_a_hook_that_knows_the_model_does_not_keep_it() -> None:
     model = linears()
     Sharding().apply(model)

@@ -258,10 +258,13 @@ class Unit:
 
 
 def _is_lent(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
-    """Whether a module computes with another tensor for a while, as ``torch.func.functional_call`` has it."""
-    if isinstance(found, ShardTensor):
-        return found.device == sharded.device  # a copy of the parameter, and not one that was moved away
-    return found is not None and not isinstance(found, nn.Parameter)
+    """Whether a module computes with another tensor for a while, as ``torch.func.functional_call`` has it.
+
+    A parameter that is to be trained has come to stay.
+    """
+    if found is None or found.device != sharded.device:
+        return False
+    return not (isinstance(found, nn.Parameter) and (found.requires_grad or not isinstance(found, ShardTensor)))
 
 
 def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
