@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardeddp.sharding.shard_tensor import ShardTensor
-from training import Sharding, Trial, full, linears, square
+from training import Sharding, Trial, batch, full, linears, square
 from world import on_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,6 +68,29 @@ def test_hooks_of_completion_see_the_whole_gradient_once_per_backward_wherever_t
 
 
 @on_ranks(2)
+def test_a_backward_that_fails_does_not_keep_hooks_of_completion_from_later_ones() -> None:
+    trial = make_trial("full_shard")
+    seen: list[torch.Tensor] = []
+    trial.model[0].weight.register_post_accumulate_grad_hook(seen.append)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    for step, fails in enumerate((False, True, False)):
+        x = batch(0, step, 4, 6).requires_grad_()
+        with trial.runtime.step("training_step") as outputs:
+            outputs.append(trial.model(x).square().mean())
+        if fails:
+            x.register_hook(fail)  # when everything else has arrived
+            with pytest.raises(ZeroDivisionError):
+                outputs[0].backward()
+            trial.runtime.reset()
+        else:
+            outputs[0].backward()
+    assert len(seen) == 2
+
+
+@on_ranks(2)
 def test_an_optimizer_steps_in_hooks_of_completion() -> None:
     for strategy in STRATEGIES:
         trial = make_trial(strategy)
@@ -79,8 +102,8 @@ def test_an_optimizer_steps_in_hooks_of_completion() -> None:
                     p.grad = None
 
                 p.register_post_accumulate_grad_hook(step)
-        for batch in range(3):
-            trial.backward(square, batch)
+        for number in range(3):
+            trial.backward(square, number)
             trial.check_parameters()
             assert all(p.grad is None for p in trial.model.parameters())
 

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.shard_tensor import ShardTensor
-from training import WIDTH, Sharding, Trial, batch, close, full
+from training import WIDTH, Sharding, Trial, batch, close, full, linears
 from world import Worlds, on_ranks
 
 SAMPLES = 12  # of a step, over all ranks
@@ -293,3 +293,23 @@ def test_an_optimizer_has_parameters_that_are_not_sharded(strategy: str) -> None
     assert torch.equal(
         trial.optimizer.state[extras[0]]["exp_avg"], trial.reference_optimizer.state[extras[1]]["exp_avg"]
     )
+
+
+class FailsHalfWay(optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise KeyboardInterrupt
+
+
+@on_ranks(2)
+def test_a_step_that_fails_half_way_can_be_saved_as_what_it_is() -> None:
+    trial = Trial(linears(), Sharding())
+    parameters = list(trial.model.parameters())
+    optimizer = FailsHalfWay(parameters)
+    attach_optimizer(optimizer, trial.runtime.parameters_changed, stated={"FailsHalfWay": "element"})
+    trial.backward(square)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    states = optimizer.state_dict()["state"]
+    assert [group["params"] for group in optimizer.param_groups] == [parameters]
+    assert [states[index]["exp_avg"].shape for index in range(len(parameters))] == [it.shape for it in parameters]

@@ -174,10 +174,18 @@ def distance(found: State, expected: State) -> float:
     return max(float((found[name] - weight).norm() / weight.norm()) for name, weight in expected.items())
 
 
+WORLDS = list(itertools.product(STRATEGIES, (1, 2, 3, 4)))
+SHORT_DRAW = [*((strategy, 2) for strategy in STRATEGIES), *(("full_shard", size) for size in (1, 3, 4))]
+SHORT_DRAW += [("hybrid_shard", 4)]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("strategy", "size"),
-    [*itertools.product(STRATEGIES, (1, 2, 3, 4)), ("hybrid_shard split over replicas", 4)],
+    [
+        *(pytest.param(*case, marks=() if case in SHORT_DRAW else pytest.mark.torture) for case in WORLDS),
+        ("hybrid_shard split over replicas", 4),
+    ],
 )
 def test_training_equals_one_process(world: Worlds, expected: dict[Case, Trained], strategy: str, size: int) -> None:
     for found in world(size).run(train_all, sharding_of(strategy, size), timeout_s=100):
@@ -196,7 +204,7 @@ def test_the_trainings_that_are_compared_clip_gradients_and_round_differently(ex
     assert RELATIVE_TOLERANCE < distance(rounded, exact) < 0.05
 
 
-@pytest.mark.parametrize(("strategy", "size"), [(strategy, 3) for strategy in STRATEGIES] + [("hybrid_shard", 4)])
+@pytest.mark.parametrize(("strategy", "size"), [("full_shard", 3), ("shard_optimizer", 3), ("hybrid_shard", 4)])
 def test_two_runs_on_the_same_ranks_are_bit_identical_on_all_ranks(world: Worlds, strategy: str, size: int) -> None:
     results = world(size).run(train_twice, sharding_of(strategy, size))
     first = results[0][0]

@@ -1,5 +1,6 @@
 """Units that a step does not use on all ranks: gathered and reduced by all, with zeros of those that skip them."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -97,3 +98,32 @@ def test_all_ranks_may_change_the_units_that_they_use_together() -> None:
     with another_order():
         for strategy in GATHERING:
             Trial(Experts(), units(strategy)).train(change_together, steps=5)
+
+
+@on_ranks(2)
+def test_backwards_of_one_step_are_known_apart_and_agree_on_nothing_once_they_are_known() -> None:
+    trial = Trial(Experts(), Sharding(units=("experts.*",)))
+    runtime = trial.runtime
+    calls: list[str] = []
+    call = runtime.mesh.assembly.call
+    runtime.mesh.assembly.call = lambda what: (calls.append(what), call(what))[1]  # type: ignore[method-assign]
+    for step in range(4):
+        with runtime.step("training_step"):
+            for order in ([0, 1], [2, 3, 1]):  # as a discriminator's backward and a generator's
+                routed(trial.model, 0, 0, [[order]]).backward()
+        asked = [runtime.visits.agrees(kind) for kind in ("training_step", "backward 0", "backward 1")]
+        assert asked == [False] * 3 and calls == [], step
+
+
+@on_ranks(2)
+def test_what_all_ranks_change_for_good_is_asked_about_in_one_step_only() -> None:
+    trial = Trial(Experts(), Sharding(units=("experts.*",)))
+    calls: list[str] = []
+    call = trial.runtime.mesh.assembly.call
+    trial.runtime.mesh.assembly.call = lambda what: (calls.append(what), call(what))[1]  # type: ignore[method-assign]
+    for step in range(6):
+        with another_order() if step == 2 else nullcontext(), trial.runtime.step("training_step") as outputs:
+            outputs.append(routed(trial.model, 0, 0, [[[0, 1] if step < 2 else [2, 1, 3]]]))
+        outputs[0].backward()
+        assert bool(calls) == (step == 2), (step, calls)
+        calls.clear()

@@ -142,9 +142,9 @@ def test_torchrun_gives_the_same(by_script: tuple[Finished, dict[str, Tensor]], 
     "options",
     [
         ("sharded_dp_fork",),
-        ("sharded_dp_fork", "--deferred"),
         ("sharded_dp_spawn", "--only-fit"),
-        ("sharded_dp_spawn", "--only-fit", "--deferred"),
+        pytest.param(("sharded_dp_fork", "--deferred"), marks=pytest.mark.torture),
+        pytest.param(("sharded_dp_spawn", "--only-fit", "--deferred"), marks=pytest.mark.torture),
     ],
 )
 def test_forked_and_spawned_ranks_bring_the_full_weights_back(

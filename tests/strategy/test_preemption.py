@@ -173,7 +173,6 @@ def test_slurm_requeues_once_and_training_goes_on_until_it_ends_the_job(tmp_path
     ("launcher", "rank", "save"),
     [
         ("script", 1, "exception"),
-        ("each", 0, "on_exception"),
         *(
             pytest.param(launcher, rank, save, marks=pytest.mark.torture)
             for launcher, rank, save in itertools.product(("script", "each"), (0, 1), ("exception", "on_exception"))

@@ -109,6 +109,8 @@ class Attendance:
             if not warned and time.monotonic() - started > WARNING_S:
                 warned = True
                 sys.stderr.write(f"rank {self._rank} waits: {self._describe(operation)}. {_HINT}\n")
+        if time.monotonic() - started > ALARM_S:
+            self._store.delete_key("alarm")  # another rank that waits still gives it again
 
     def _is_over(self, work: dist.Work, operation: str) -> bool:
         """Whether all have come, after a while at most."""

@@ -39,8 +39,8 @@ class Evenness(Callback):
     """Keeps ranks together whose loaders have different numbers of batches, in one run of a Trainer.
 
     Numbers that are known are compared when training starts. Where a loader does not know its own, ranks tell each
-    other before each batch whether it is their last: a vote on the host, which nobody has to wait for longer than for
-    the batch itself. In evaluation a rank that has no batch left goes on to take part in what others gather.
+    other before each batch whether it is their last, and wait for the answer: what Lightning does next depends on it.
+    In evaluation a rank that has no batch left goes on to take part in what others gather.
 
     Args:
         mesh: All ranks.

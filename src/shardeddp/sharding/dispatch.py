@@ -269,6 +269,7 @@ def _equal(cls: type[ShardTensor], first: torch.Tensor, second: torch.Tensor) ->
         return False
     if not (isinstance(first, cls) and isinstance(second, cls) and first.spec.intervals == second.spec.intervals):
         return torch.equal(*(gather(tensor) if isinstance(tensor, cls) else tensor for tensor in (first, second)))
+    first.spec.mesh.attendance.call(f"equal of {first.spec.fqn}")
     differs = torch.tensor(not torch.equal(first.to_local(), second.to_local().to(first.to_local())))
     return not reduce_partials(differs, first.spec, "max")
 

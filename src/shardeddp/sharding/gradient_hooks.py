@@ -52,7 +52,7 @@ class GradientHooks:
         self._on_gradient: OrderedDict[int, GradientHook] = former[0] or OrderedDict()
         self._when_complete: OrderedDict[int, CompletionHook] = former[1] or OrderedDict()
         self._sharded = weakref.ref(sharded)
-        self._due = False  # the backward that is running will call the hooks of completion
+        self._due = -1  # the backward, by autograd's number, that was told to call the hooks of completion
         leaves = [sharded] if unsharded is None else [sharded, unsharded]
         with torch._C.DisableTorchFunctionSubclass():
             for leaf in leaves:
@@ -79,9 +79,10 @@ class GradientHooks:
 
     def announce(self) -> None:
         """The backward that is running changes ``.grad``: call the hooks of completion at its end."""
-        if self._due or not self._when_complete:
+        backward = torch._C._current_graph_task_id()
+        if self._due == backward or not self._when_complete:
             return
-        self._due = True
+        self._due = backward
         engine = Variable._execution_engine
         # One callback behind the other: at the end of the end, when the engine has installed what it has reduced.
         engine.queue_callback(lambda: engine.queue_callback(self._complete))
@@ -101,7 +102,6 @@ class GradientHooks:
 
     @torch.no_grad()
     def _complete(self) -> None:
-        self._due = False
         sharded = self._sharded()
         if sharded is not None and sharded.grad is not None:
             for hook in list(self._when_complete.values()):

@@ -93,7 +93,10 @@ class OwnedStates(OutsideStates):
                 self.inside[place.tensor] = settled
 
     def tell(self) -> None:
-        """Let all ranks know what owners have; a small agreement on the host if nothing is new."""
+        """Let all ranks know what owners have: an agreement of one byte on the host if nothing is new.
+
+        Shapes of tensors rarely are. A number that an optimizer counts in Python is new in every step.
+        """
         parameters = self._parameters()
         mine: list[tuple[int, Any]] = []
         failure: Exception | None = None

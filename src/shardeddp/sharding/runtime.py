@@ -23,7 +23,7 @@ from shardeddp.sharding.outputs import find_tensors
 from shardeddp.sharding.reducer import Reducer
 from shardeddp.sharding.track import UnitTrack
 from shardeddp.sharding.unit import Unit, UnitState
-from shardeddp.sharding.visits import BACKWARD, Visits
+from shardeddp.sharding.visits import Visits, backward_kind, is_backward
 
 
 class Phase(Enum):
@@ -84,6 +84,8 @@ class Runtime:
         self.visits = Visits(self.tracks, mesh, placement, self._reducer, apart=uneven)
         self._keeps_graph = False  # the backward that is running records a graph of itself
         self._step_name = "forward"
+        self._backwards = 0  # since the last forward of the root began
+        self._backward_kind = backward_kind(0)
         self._buffers = BufferSync(self.root_module, mesh)
         for track in self.tracks:
             track.find_inner(self.tracks)
@@ -162,7 +164,7 @@ class Runtime:
             self._enter_transformed(track)
             return
         if self._in_backward():
-            self.visits.revisit(track, BACKWARD)
+            self.visits.revisit(track, self._backward_kind)
             self._ensure_unsharded(track)
             return
         if self.phase is Phase.BACKWARD:
@@ -179,7 +181,7 @@ class Runtime:
         """A pass comes to a unit: gather it, and what comes next."""
         self.visits.visit(track, kind)
         self._ensure_unsharded(track)
-        depth = self._prefetch.backward if kind == BACKWARD else self._prefetch.forward
+        depth = self._prefetch.backward if is_backward(kind) else self._prefetch.forward
         for index in self.visits.upcoming(kind, depth):
             unit = self.tracks[index].unit
             if unit.state is UnitState.SHARDED:
@@ -223,6 +225,7 @@ class Runtime:
 
     def _begin_pass(self) -> None:
         self.phase = Phase.FORWARD
+        self._backwards = 0
         self.visits.begin(self._step_name)
         for hook in self._hooks:
             hook.follow()
@@ -269,16 +272,18 @@ class Runtime:
         first = not track.entered
         if first or use in track.unreached_uses:
             track.unreached_uses.discard(use)
-            self._reducer.reach(track, agreed=self.visits.agrees(BACKWARD))
+            self._reducer.reach(track, agreed=self.visits.agrees(self._backward_kind))
         if first or track.unit.state is not UnitState.UNSHARDED:
-            self._visit(track, BACKWARD)
+            self._visit(track, self._backward_kind)
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
         Variable._execution_engine.queue_callback(self._end_backward)
-        self.visits.begin(BACKWARD)
+        self._backward_kind = backward_kind(self._backwards)
+        self._backwards += 1
+        self.visits.begin(self._backward_kind)
         self._keeps_graph = torch.is_grad_enabled()
         for track in self.tracks:
             track.begin_backward()
@@ -302,7 +307,7 @@ class Runtime:
             track.unit.reshard()
 
     def _end_backward(self) -> None:
-        self.visits.end(BACKWARD)
+        self.visits.end(self._backward_kind)
         self._reducer.end()
         self.phase = Phase.FORWARD if self._root.active else Phase.IDLE
         if self._keeps_graph and not self._reducer.leaves_gradients:

@@ -47,16 +47,16 @@ def summon(
         offload_to_cpu: Whether they are in host memory.
     """
     idle = [] if writeback and not offload_to_cpu else list(_idle(runtime, module))
-    for parameter, _ in idle:
-        parameter.data = parameter.data.to("cpu" if offload_to_cpu else parameter.device, copy=True)
     summoned = list(_find(runtime, module).values())
-    for each in summoned:
-        whole = gather(each.sharded, "summon_full_params of")
-        if runtime.mesh.rank == 0 or not rank0_only:
-            each.whole = _make_whole(each.sharded, whole.cpu() if offload_to_cpu else whole)
-            each.version = each.whole._version
-    _exchange(summoned, whole=True)
     try:
+        for parameter, values in idle:
+            parameter.data = values.to("cpu" if offload_to_cpu else values.device, copy=True)
+        for each in summoned:
+            whole = gather(each.sharded, "summon_full_params of")
+            if runtime.mesh.rank == 0 or not rank0_only:
+                each.whole = _make_whole(each.sharded, whole.cpu() if offload_to_cpu else whole)
+                each.version = each.whole._version
+        _exchange(summoned, whole=True)
         yield
         if writeback:
             for parameter, values in idle:

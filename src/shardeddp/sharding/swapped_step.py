@@ -39,6 +39,7 @@ class SwappedStep(ABC):
         self._adopt_state(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(lambda _: self._leave())  # a step may have failed half-way
         optimizer.register_state_dict_post_hook(_plain_state_dict)
         optimizer.register_load_state_dict_post_hook(self._adopt_state)
 

@@ -16,8 +16,23 @@ from shardeddp.sharding.reducer import Reduced, Reducer
 from shardeddp.sharding.track import UnitTrack
 from shardeddp.sharding.unit import UnitState
 
-BACKWARD = "backward"
-"""The kind of pass that a backward is; other kinds are those of steps."""
+_BACKWARD = "backward"
+
+
+def backward_kind(number: int) -> str:
+    """The kind of pass that a backward is; other kinds are those of steps.
+
+    Args:
+        number: Of backwards before it since its step began. The second of a step (a gradient penalty, a generator's
+            after a discriminator's) uses other units than the first.
+    """
+    return f"{_BACKWARD} {number}"
+
+
+def is_backward(kind: str) -> bool:
+    """Whether a kind of pass is one of backwards."""
+    return kind.startswith(_BACKWARD)
+
 
 _END = "the end of the pass"
 
@@ -46,10 +61,10 @@ class Visits:
     without an image), or, in evaluation, have different numbers of batches.
 
     The first pass of each kind is agreed on, visit by visit: each rank says on the host which unit it comes to. Where
-    that is the same on all ranks, they go on without asking. Where it is not, the first of those units is gathered by
-    all ranks, also by those that do not need it, and those that wait for another one ask again; from then on every pass
-    of this model is agreed on. Gradients are reduced between two visits, when no rank needs a unit any more, with zeros
-    of the ranks that have not used it.
+    that is the same on all ranks, later passes go on without asking. Where it is not, the first of those units is
+    gathered by all ranks, also by those that do not need it, and those that wait for another one ask again; from then
+    on every pass of this model is agreed on. Gradients are reduced between two visits, when no rank needs a unit any
+    more, with zeros of the ranks that have not used it.
 
     A rank that finds, in a pass that has been alike so far, that it uses other units than before, asks whether all do.
     They may change together, alone it is an error: what the others have issued cannot be taken back.
@@ -72,6 +87,7 @@ class Visits:
         self._open = False  # an evaluation is running in which each rank has its own number of passes
         self._orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
         self._alike: set[str] = set()  # kinds of passes that all ranks have been through alike
+        self._changed: set[str] = set()  # kinds of which the pass that is running is another than those before
         self._warned = False
         self.gathers: bool = mesh.gather.size > 1 and any(track.unit.groups for track in tracks)
         """Whether forwards need other ranks."""
@@ -108,7 +124,7 @@ class Visits:
             RuntimeError: This rank uses other units than in former passes, and not all ranks do.
         """
         # The root is where a forward begins; a backward comes to it as to any other.
-        change = self._orders[kind].visit(track.index) if kind == BACKWARD or track.index else None
+        change = self._orders[kind].visit(track.index) if is_backward(kind) or track.index else None
         if self.agrees(kind):
             self._await_turn(track, kind)
         elif change is not None:
@@ -117,6 +133,7 @@ class Visits:
                 expected = self._tracks[change.expected].unit.label
             if self._involves_others(kind):
                 self._confirm(found, expected)
+                self._changed.add(kind)
             self._warn_once(found, expected)
 
     def revisit(self, track: UnitTrack, kind: str) -> None:
@@ -145,17 +162,20 @@ class Visits:
             self._serve()
         elif expected is not None and self._involves_others(kind):
             self._confirm(_END, self._tracks[expected].unit.label)
-        self._alike.add(kind)
+            self._changed.add(kind)
+        # Where all have changed together, the next pass is the first of its kind once more.
+        (self._alike.discard if kind in self._changed else self._alike.add)(kind)
+        self._changed.discard(kind)
 
     def agrees(self, kind: str) -> bool:
         """Whether ranks agree on each visit of a pass of this kind."""
         return self._involves_others(kind) and (self._apart or self._open or kind not in self._alike)
 
     def _involves_others(self, kind: str) -> bool:
-        return self._gathers_in_backward if kind == BACKWARD else self.gathers
+        return self._gathers_in_backward if is_backward(kind) else self.gathers
 
     def _await_turn(self, track: UnitTrack, kind: str) -> None:
-        field = _Field.BACKWARD if kind == BACKWARD else _Field.FORWARD
+        field = _Field.BACKWARD if is_backward(kind) else _Field.FORWARD
         while self._round(track, field) is not track:
             pass
 

@@ -30,6 +30,8 @@ class UnevenStrategy(ParameterStrategy):
 
     def _watch_batches(self, trainer: Trainer, runtime: Runtime) -> None:
         """To be called by ``setup``."""
+        if runtime.mesh.world.size == 1:
+            return
         self._evenness = Evenness(runtime.mesh, runtime.visits, self.uneven_batches)
         self._evenness.attach(trainer)
 
