@@ -40,7 +40,11 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self.done.wait(0.01):
-            self.counts.append(self._count())
+            self.look()
+
+    def look(self) -> None:
+        """Count the checkpoints that are there now."""
+        self.counts.append(self._count())
 
     def _count(self) -> int:
         # Looking is not one step: what is listed may be replaced before it is opened. Not three times in a row.
@@ -62,6 +66,7 @@ def watch(world: Worlds, folder: Path, saves: int, asynchronous: bool) -> list[i
     finally:
         watcher.done.set()
         watcher.join()
+    watcher.look()  # once more: the last save may have come after the last look
     assert watcher.newest == saves
     assert [it.step for it in find_checkpoints(folder).checkpoints] == [saves]
     first = next(index for index, count in enumerate(watcher.counts) if count)
