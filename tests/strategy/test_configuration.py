@@ -190,6 +190,7 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("state_dict_type", "shards", ["sharded", "full", "shards"]),
     ("checkpoint_options", {"async": True}, ["async"]),
     ("checkpoint_options", {"durability": "tape"}, ["durability", "disk", "process", "tape"]),
+    ("process_group_backend", "glo", ["gloo", "nccl", "'glo'"]),
     ("timeout", "soon", ["h:m:s", "soon"]),
     ("timeout", -5, ["positive number of seconds"]),
     ("start_method", "thread", ["popen", "spawn", "fork", "thread"]),

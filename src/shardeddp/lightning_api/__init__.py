@@ -7,6 +7,7 @@ private to it can change with any of its releases, and this list is where to loo
 from typing import TYPE_CHECKING
 
 from shardeddp.lightning_api.choice import NAMESPACE, OTHER, UNIFIED, VARIABLE, handed_down
+from shardeddp.lightning_api.trainer import callbacks_of, reloads_dataloaders
 
 if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
@@ -141,6 +142,7 @@ __all__ = [
     "TrainerFn",
     "TrainerStatus",
     "all_gather_ddp_if_available",
+    "callbacks_of",
     "default_backend_for_device",
     "get_human_readable_count",
     "handed_down",
@@ -150,6 +152,7 @@ __all__ = [
     "migrate_checkpoint",
     "rank_zero_info",
     "rank_zero_only",
+    "reloads_dataloaders",
     "reset_seed",
     "sized_len",
 ]

@@ -15,16 +15,16 @@ class Interruption:
     whether the others have come there as well. It asks once per interruption.
 
     Args:
-        muster: The roll call of all ranks.
+        muster: Of all ranks.
         rank: This rank.
     """
 
     def __init__(self, muster: Muster, rank: int) -> None:
         self._muster = muster
         self._rank = rank
-        self._apart: bool | None = None  # None: not interrupted, or nobody has asked yet
+        self._alone: bool | None = None  # None: not interrupted, or nobody has asked yet
 
-    def apart(self, trainer: Trainer) -> bool:
+    def alone(self, trainer: Trainer) -> bool:
         """Whether this rank handles an exception that not all ranks have, so that it must not wait for them.
 
         Waits a few seconds for the others the first time.
@@ -33,15 +33,15 @@ class Interruption:
             trainer: Of the run.
         """
         if trainer.state.status != TrainerStatus.INTERRUPTED:
-            self._apart = None
+            self._alone = None
             return False
-        if self._apart is None:
+        if self._alone is None:
             place = f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}, step {trainer.global_step}"
-            self._apart = not self._muster.all_here(place)
-            if self._apart:
+            self._alone = not self._muster.all_here(place)
+            if self._alone:
                 log.error(
                     f"rank {self._rank}: not all ranks have come to {place} with an exception within {PATIENCE_S:g} s, "
                     f"so nothing is saved on exception: that needs every rank. The newest checkpoint is the one that "
                     f"was saved before; the error itself follows"
                 )
-        return self._apart
+        return self._alone

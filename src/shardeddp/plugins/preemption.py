@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from shardeddp.comm.vote import Vote
 from shardeddp.lightning_api import (
-    Callback,
     Checkpoint,
     LightningModule,
     ModelCheckpoint,
@@ -41,6 +40,7 @@ from shardeddp.lightning_api import (
     SLURMEnvironment,
     Trainer,
     TrainerFn,
+    callbacks_of,
     rank_zero_info,
 )
 
@@ -94,7 +94,7 @@ class Preemption:
             launcher: The process that has started this one as a rank beside itself; None: something else has.
         """
         self._boundary = _Boundary(Vote(group), self._answer, lambda: self._seen)
-        _callbacks(trainer).append(self._boundary)
+        callbacks_of(trainer).append(self._boundary)
         if launcher is not None:
             self._boundary.launcher = launcher
         connector = trainer._signal_connector
@@ -105,7 +105,7 @@ class Preemption:
         """Leave a run that is over; Lightning restores the handlers that were there before."""
         if self._trainer is None:
             return
-        callbacks = _callbacks(self._trainer)
+        callbacks = callbacks_of(self._trainer)
         if self._boundary in callbacks:  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
             callbacks.remove(self._boundary)
         vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
@@ -208,7 +208,7 @@ def _save(trainer: Trainer) -> str:
         if keeper.save_last is True and not keeper.save_weights_only:
             keeper._save_last_checkpoint(trainer, keeper._monitor_candidates(trainer))
             return keeper.last_model_path
-    if any(isinstance(callback, OnExceptionCheckpoint) for callback in _callbacks(trainer)) or any(
+    if any(isinstance(callback, OnExceptionCheckpoint) for callback in callbacks_of(trainer)) or any(
         keeper._should_save_on_exception(trainer) and not keeper.save_weights_only for keeper in keepers
     ):
         return "the checkpoint of a callback that saves on exceptions"
@@ -216,10 +216,6 @@ def _save(trainer: Trainer) -> str:
     path = os.path.join(folder, FILE_NAME)
     trainer.save_checkpoint(path)
     return path
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    return vars(trainer)["callbacks"]  # made where a type checker does not look
 
 
 def _requeues(trainer: Trainer) -> bool:

@@ -1,7 +1,7 @@
 """Stock callbacks that cannot do their work on sharded parameters, refused before any training."""
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning_api import ModelPruning, Trainer
+from shardeddp.lightning_api import ModelPruning, Trainer, callbacks_of
 
 
 def refuse_callbacks(trainer: Trainer) -> None:
@@ -10,7 +10,7 @@ def refuse_callbacks(trainer: Trainer) -> None:
     Raises:
         ConfigurationError: One of them would fail in the middle of training, or do something else than it says.
     """
-    for callback in vars(trainer)["callbacks"]:  # made where a type checker does not look
+    for callback in callbacks_of(trainer):
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(
                 f"{type(callback).__name__} cannot be used with ShardedDP: ModelPruning replaces parameters while they "

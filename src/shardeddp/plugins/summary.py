@@ -10,6 +10,7 @@ from shardeddp.lightning_api import (
     LightningModuleSummary,
     ModelSummary,
     Trainer,
+    callbacks_of,
     get_human_readable_count,
 )
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -54,8 +55,8 @@ def _summarize(max_depth: int, trainer: Trainer, pl_module: LightningModule) -> 
 
 
 def _summaries(trainer: Trainer) -> list[Any]:
-    callbacks: list[Any] = vars(trainer)["callbacks"]  # made where a type checker does not look
-    return [it for it in callbacks if isinstance(it, ModelSummary) and type(it)._summary is ModelSummary._summary]
+    summaries = [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary)]
+    return [callback for callback in summaries if type(callback)._summary is ModelSummary._summary]
 
 
 def _held(module: Any) -> float:

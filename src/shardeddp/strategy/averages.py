@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from shardeddp.checkpoint.reading.restore import load_model
 from shardeddp.comm import Mesh
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning_api import Callback, LightningModule, StochasticWeightAveraging, Trainer
+from shardeddp.lightning_api import Callback, LightningModule, StochasticWeightAveraging, Trainer, callbacks_of
 from shardeddp.sharding.buffers import BufferSync
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -48,7 +48,7 @@ class Averages:
             trainer: Whose callbacks are about to be set up.
             module: Theirs; a method that its copies take over waits in it until it is sharded.
         """
-        if runtime_of(module) is None and any(_moves_its_copy(callback) for callback in _callbacks(trainer)):
+        if runtime_of(module) is None and any(_moves_its_copy(callback) for callback in callbacks_of(trainer)):
             vars(module)["to"] = MethodType(_stay, module)
 
     def await_shards(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
@@ -130,10 +130,6 @@ class Averages:
         self._loads, self._buffers = [], []
 
 
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    return vars(trainer)["callbacks"]  # made where a type checker does not look
-
-
 def _moves_its_copy(callback: Callback) -> bool:
     # By name: older releases of Lightning do not have it.
     return any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__)
@@ -146,7 +142,7 @@ def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def _averages(trainer: Trainer, module: LightningModule) -> Iterator[_Average]:
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer):
         attributes = vars(callback)
         device = attributes.get("_device")
         where = None if device is None else torch.device(device)

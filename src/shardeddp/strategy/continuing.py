@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.random_state import ResumeRandomness, gather_random_states
 from shardeddp.comm import exchange
+from shardeddp.comm.failures import end_quickly
 from shardeddp.comm.muster import Muster
 from shardeddp.lightning_api import PrefetchDataFetcher, ProcessedTracker, Trainer, TrainerFn, TrainerStatus
 from shardeddp.plugins.interruption import Interruption
@@ -107,7 +108,7 @@ class ContinuingStrategy(CheckpointStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint with every rank's random state; nothing if not all ranks are there, after an error."""
-        if self._apart():
+        if self._alone():
             return
         if self._mesh is not None:
             states = gather_random_states(self._randomness.capture(self.root_device), self._mesh.control)
@@ -128,17 +129,24 @@ class ContinuingStrategy(CheckpointStrategy):
     # -- errors of one rank
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        end_quickly()
+        if self._mesh is not None:
+            self._mesh.failures.explain(exception)
+
+    @override
     def barrier(self, name: str | None = None) -> None:
-        if not self._apart():
+        if not self._alone():
             super().barrier(name)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._apart() else super().broadcast(obj, src)
+        return obj if self._alone() else super().broadcast(obj, src)
 
-    def _apart(self) -> bool:
+    def _alone(self) -> bool:
         """Whether this rank handles an exception that others do not have, so that nothing may wait for them."""
         module = self.lightning_module
         if self._interruption is None or module is None or module._trainer is None:
             return False
-        return self._interruption.apart(module.trainer)
+        return self._interruption.alone(module.trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import warnings
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from typing_extensions import override
 from shardeddp.checkpoint.writing.full import gather_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor
 from shardeddp.comm.rendezvous import meet
+from shardeddp.errors import ConfigurationError
 from shardeddp.lightning_api import (
     LIGHTNING_VERSION,
     Accelerator,
@@ -31,6 +33,7 @@ from shardeddp.plan.topology import Topology
 from shardeddp.plugins.compiled import AcceptsCompiled
 from shardeddp.plugins.last import ShardedScriptLauncher
 from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
+from shardeddp.plugins.precision import shard_precision
 from shardeddp.plugins.timeout import collective_timeout
 from shardeddp.sharding.hooks import runtime_of
 
@@ -67,7 +70,7 @@ class ProcessStrategy(AcceptsCompiled):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.placement = placement
-        self._process_group_backend = process_group_backend
+        self._process_group_backend = _check_backend(process_group_backend)
         self.timeout = collective_timeout(timeout)
         self._start_method: StartMethod = start_method
         self.num_nodes = 1  # set by the Trainer
@@ -95,6 +98,17 @@ class ProcessStrategy(AcceptsCompiled):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return shard_precision(self._precision_plugin)
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # None has to stay None: the Trainer takes anything else as the user's choice, over its own precision argument.
+        self._precision_plugin = None if precision_plugin is None else shard_precision(precision_plugin)
 
     @property
     def mesh(self) -> Mesh:
@@ -136,6 +150,9 @@ class ProcessStrategy(AcceptsCompiled):
             sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
             topology = self.placement.topology(self.num_nodes, self.num_processes, self._order)
             self._mesh = self._make_mesh(topology) if sharded is None else sharded.mesh
+        if self.world_size == 1:
+            # Said wherever a process group exists; Lightning itself leaves the synchronisation of one rank out.
+            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
 
     def _make_process_group(self) -> None:
         if torch.distributed.is_initialized():
@@ -197,6 +214,17 @@ class ProcessStrategy(AcceptsCompiled):
     @override
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
+
+
+def _check_backend(name: str | None) -> str | None:
+    known = sorted(set(torch.distributed.Backend.backend_list) - {"undefined"})
+    parts = [] if name is None else [part.rpartition(":")[2].lower() for part in name.split(",")]
+    if not set(parts) <= set(known):
+        raise ConfigurationError(
+            f"process_group_backend={name!r}: expected one of {', '.join(known)}, or one for each kind of device "
+            f"(cpu:gloo,cuda:nccl); a backend of a package of its own is known once that package is imported"
+        )
+    return name
 
 
 def _version() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,43 +15,42 @@ from typing_extensions import override
 from shardeddp.comm import together
 from shardeddp.config import CheckpointOptions, CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning_api import Accelerator, CheckpointIO, ClusterEnvironment, Precision, Trainer, TrainerFn
+from shardeddp.lightning_api import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    Optimizable,
+    Precision,
+    Trainer,
+    TrainerFn,
+)
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.placement import OptimizerShard, choose_placement
-from shardeddp.plugins.activation_checkpointing import (
-    ActivationCheckpointingLike,
-    checkpoint_activations,
-    resolve_activation_checkpointing,
-)
+from shardeddp.plugins.activation_checkpointing import ActivationCheckpointingLike, resolve_activation_checkpointing
 from shardeddp.plugins.batch_norm import synchronize_on_host
 from shardeddp.plugins.deferred import DeferredInit
 from shardeddp.plugins.generation import keep_generation_in_step
-from shardeddp.plugins.mixed_precision import (
-    assign_dtypes,
-    cast_at_boundaries,
-    resolve_dtypes,
-    resolve_mixed_precision,
-)
+from shardeddp.plugins.mixed_precision import resolve_mixed_precision
 from shardeddp.plugins.offload import resolve_offload
 from shardeddp.plugins.placing import place_module
-from shardeddp.plugins.precision import ShardedPrecision, shard_precision
 from shardeddp.plugins.registry import introduction
-from shardeddp.plugins.uneven import UnevenBatches
+from shardeddp.plugins.uneven_training import UnevenBatches
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.optimizer_scope import Scope, check_stated
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
-from shardeddp.sharding.spec import UnitSpec
 from shardeddp.strategy.checkpoints import StateDictType, checkpoint_folders
+from shardeddp.strategy.companions import Companions
+from shardeddp.strategy.model import ModelStrategy
+from shardeddp.strategy.planning import plan_units
 from shardeddp.strategy.processes import StartMethod
-from shardeddp.strategy.uneven import UnevenStrategy
-from shardeddp.wrap import PolicyLike, build_units, resolve_policy
+from shardeddp.wrap import PolicyLike, resolve_policy
 
 _DEFAULTS = CheckpointOptions()  # an instance, so that the command line has a flag for each of its fields
 
 
-class ShardedDP(UnevenStrategy):
+class ShardedDP(ModelStrategy):
     """Trains an unmodified LightningModule with parameters, gradients and optimizer states sharded over ranks.
 
     Runs on CPU (gloo) exactly as on CUDA (NCCL), and gives the result that one process would give on the whole batch.
@@ -86,7 +86,8 @@ class ShardedDP(UnevenStrategy):
             gradients (less memory), False accumulates unsharded ones and reduces once per step (less communication).
             None: what the strategy says.
         uneven_batches: What training does when a rank has no batch left and others have: ``error``, on all ranks, with
-            the numbers; ``min``: each epoch ends with the first rank that has used up its batches.
+            the numbers; ``min``: each epoch ends with the first rank that has used up its batches; ``join``: with the
+            last, and ranks that have none left repeat their last batch with gradients of zero.
         uneven_units: True where ranks may use different units in a step (experts, modalities, random depth): they agree
             before each gather, and take part with zeros in what they do not use. Without it, ranks have to use the same
             ones once their first steps have been alike; where those differ, they agree by themselves.
@@ -143,8 +144,6 @@ class ShardedDP(UnevenStrategy):
                 offload.params,
                 optimizer_shard,
             ),
-            uneven_batches=uneven_batches,
-            uneven_units=uneven_units,
             state_dict_type=state_dict_type,
             checkpoint_options=checkpoint_options,
             process_group_backend=process_group_backend,
@@ -162,30 +161,13 @@ class ShardedDP(UnevenStrategy):
         self.offload = offload
         self.optimizer_scope = check_stated(optimizer_scope)
         self.prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
+        self.uneven_units = uneven_units
         self._deferred = DeferredInit()
-        self._runtime: Runtime | None = None
+        self._companions = Companions(uneven_batches)
 
     @override
     def __repr__(self) -> str:
         return introduction(self._sharding_strategy)
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return shard_precision(self._precision_plugin)
-
-    @precision_plugin.setter
-    @override
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # None has to stay None: the Trainer takes anything else as the user's choice, over its own precision argument.
-        self._precision_plugin = None if precision_plugin is None else shard_precision(precision_plugin)
-
-    @property
-    def runtime(self) -> Runtime:
-        """The engine of the model; exists from ``setup`` on."""
-        if self._runtime is None:
-            raise RuntimeError("ShardedDP has not sharded a model yet: the Trainer does so when it starts to run")
-        return self._runtime
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -227,6 +209,7 @@ class ShardedDP(UnevenStrategy):
         self._check_checkpoint_io()
         self._sweep([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._begin_run(trainer)
+        self._companions.meet(trainer, module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         runtime = runtime_of(module)
         if runtime is None:
@@ -244,8 +227,9 @@ class ShardedDP(UnevenStrategy):
             )
         self._runtime, self._mesh = runtime, runtime.mesh
         self._watch()
-        self._watch_batches(trainer, runtime)
-        self._shard_averages(trainer, module)
+        load = self._companions.join(trainer, module, runtime)
+        if load is not None:
+            self._load(load)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Tensors made under inference mode could not be used in a later training.
             loop.inference_mode = False
@@ -254,7 +238,10 @@ class ShardedDP(UnevenStrategy):
         self.setup_precision_plugin()
 
     def _shard(self, module: nn.Module) -> Runtime:
-        units = together("finding units", lambda: self._plan_units(module), self.mesh.control)
+        plan = partial(
+            plan_units, module, self.policy, self.precision_plugin, self.mixed_precision, self.activation_checkpointing
+        )
+        units = together("finding units", plan, self.mesh.control)
         load, self._pending_load = self._pending_load, None
         deferred = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         birth = self._deferred.birth_of(load if deferred else None)
@@ -269,16 +256,20 @@ class ShardedDP(UnevenStrategy):
         self._introduce(runtime)
         return runtime
 
-    def _plan_units(self, module: nn.Module) -> list[UnitSpec]:
-        units = build_units(module, self.policy)
-        plugin = self.precision_plugin
-        autocast = plugin.autocast if isinstance(plugin, ShardedPrecision) else None
-        dtypes = resolve_dtypes(self.mixed_precision, autocast)
-        units = assign_dtypes(module, units, dtypes)
-        cast_at_boundaries(module, units, dtypes)
-        if self.activation_checkpointing is not None:
-            checkpoint_activations(module, self.activation_checkpointing)
-        return units
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:
+            self._companions.averages.keep_in_place(module.trainer, module)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model's part of a checkpoint; what callbacks load after it waits for shards as well."""
+        super().load_model_state_dict(checkpoint, strict)
+        module = self.lightning_module
+        if module is not None:
+            self._companions.averages.await_shards(module.trainer, module, self.checkpoint_options.cast)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -291,15 +282,11 @@ class ShardedDP(UnevenStrategy):
         """Nothing: parameters reach the device as shards, the rest in :meth:`setup`."""
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._mesh is not None:
-            self._mesh.failures.explain(exception)
-
-    @override
     def teardown(self) -> None:
         """Let Lightning's parts go; shards and process group stay, so that saving and another run still work."""
         self._end_run()
+        if self.lightning_module is not None:
+            self._companions.leave(self.lightning_module.trainer, self.lightning_module)
         self._deferred.forget()
         self._environment.teardown()
         self.precision_plugin.teardown()
@@ -332,10 +319,16 @@ class ShardedDP(UnevenStrategy):
         return outputs[0]
 
     @override
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizable | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run a backward, of a loss that may count for nothing (see ``uneven_batches``)."""
+        return super().backward(self._companions.weigh(closure_loss), optimizer, *args, **kwargs)
+
+    @override
     def on_validation_start(self) -> None:
         self.runtime.sync_buffers()
-        self._averages.sync_buffers()
-        self._begin_evaluation()
+        self._companions.begin_evaluation(self._trainer_at_work())
 
     on_test_start = on_predict_start = on_validation_start
 

@@ -1,4 +1,4 @@
-"""ParameterStrategy: whole parameters for who asks for them, at any time of a run, and no rank left waiting."""
+"""ModelStrategy: what users ask of a sharded model at any time of a run, and no rank left waiting for an answer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,45 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.format.interop import lightning_meta
 from shardeddp.comm.attendance import note_that_runs_alone
-from shardeddp.lightning_api import Optimizable, rank_zero_only
+from shardeddp.lightning_api import Optimizable, rank_zero_info, rank_zero_only
+from shardeddp.monitor.units import describe_units, print_units
 from shardeddp.sharding.asked_gradients import with_unsharded
 from shardeddp.sharding.hooks import runtime_of
+from shardeddp.sharding.runtime import Runtime
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.summoning import summon
-from shardeddp.strategy.averaging import AveragingStrategy
+from shardeddp.strategy.continuing import ContinuingStrategy
 
 
-class ParameterStrategy(AveragingStrategy):
-    """Gives out whole parameters, and watches over operations that need all ranks.
+class ModelStrategy(ContinuingStrategy):
+    """Gives out whole parameters, describes units, and watches over operations that need all ranks.
 
     Args:
-        options: Of :class:`AveragingStrategy`.
+        options: Of :class:`ContinuingStrategy`.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._runtime: Runtime | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """The engine of the model; exists from ``setup`` on."""
+        if self._runtime is None:
+            raise RuntimeError("ShardedDP has not sharded a model yet: the Trainer does so when it starts to run")
+        return self._runtime
+
+    def _introduce(self, runtime: Runtime) -> None:
+        """Tell people once what has become of their model."""
+        if self.is_global_zero:
+            rank_zero_info(f"ShardedDP: {describe_units(self._sharding_strategy, runtime)}")
+
+    def print_units(self) -> None:
+        """Print what is gathered together, and what each rank stores of it; from ``on_fit_start`` on, on any rank."""
+        runtime = None if self.lightning_module is None else runtime_of(self.lightning_module)
+        if runtime is None:
+            raise RuntimeError("ShardedDP has no units yet: the Trainer shards the model when it starts to run")
+        print_units(self._sharding_strategy, runtime)
 
     def _watch(self) -> None:
         """To be called by ``setup``: from here on a rank that waits in vain for others is told so."""
@@ -35,8 +60,6 @@ class ParameterStrategy(AveragingStrategy):
             "what rank 0 saves of hyper-parameters and callbacks. Leave modules out of it, their parameters are saved "
             "as the model's: save_hyperparameters(ignore=[...])",
         )
-        self.mesh.attendance.watch()
-        self.mesh.assembly.watch()
 
     @contextmanager
     def summon_full_params(
@@ -61,7 +84,7 @@ class ParameterStrategy(AveragingStrategy):
         Args:
             module: The model, a part of it, or a deep copy of either; None: the LightningModule.
             writeback: False drops what was written.
-            rank0_only: Only rank 0 gets whole parameters, and pays for them.
+            rank0_only: Only rank 0 has whole parameters inside; the others hold one at a time while it is gathered.
             offload_to_cpu: Whole parameters are in host memory.
         """
         model = self.lightning_module

@@ -1,0 +1,75 @@
+"""Companions: what lets the callbacks and data loaders of one run work with a model that is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardeddp.lightning_api import LightningModule, Trainer, TrainerFn
+from shardeddp.plugins.refused import refuse_callbacks
+from shardeddp.plugins.summary import complete_summaries, restore_summaries
+from shardeddp.plugins.uneven_evaluation import UnevenEvaluation
+from shardeddp.plugins.uneven_training import EvenTraining, UnevenBatches, check_uneven_batches
+from shardeddp.sharding.runtime import Runtime
+from shardeddp.strategy.averages import Averages
+
+
+class Companions:
+    """Accompanies the runs of a Trainer: averages and summaries of callbacks, numbers of batches.
+
+    Args:
+        uneven_batches: What training does when a rank has no batch left and others have.
+
+    Raises:
+        ConfigurationError: There is no such choice.
+    """
+
+    def __init__(self, uneven_batches: str) -> None:
+        self.averages = Averages()
+        self.uneven_batches: UnevenBatches = check_uneven_batches(uneven_batches)
+        self._training: EvenTraining | None = None  # both: in a run of several ranks
+        self._evaluation: UnevenEvaluation | None = None
+
+    def meet(self, trainer: Trainer, module: LightningModule) -> None:
+        """The module of a run is about to be sharded.
+
+        Raises:
+            ConfigurationError: A callback cannot do its work on a sharded module.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_callbacks(trainer)
+        self.averages.meet_shards(module)
+
+    def join(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> Callable[[], None] | None:
+        """The module has been sharded; a collective of all ranks.
+
+        Returns:
+            What loads into it and its averages what callbacks had to wait with; None if there is nothing.
+        """
+        if runtime.mesh.world.size > 1:
+            self._training = EvenTraining(runtime.mesh, self.uneven_batches)
+            self._evaluation = UnevenEvaluation(runtime.mesh, runtime.visits)
+            self._training.attach(trainer)
+            self._evaluation.attach(trainer)
+        complete_summaries(trainer)
+        return self.averages.shard(trainer, module, runtime.mesh)
+
+    def begin_evaluation(self, trainer: Trainer) -> None:
+        """Validation, test or prediction starts."""
+        self.averages.sync_buffers()
+        if self._evaluation is not None:
+            self._evaluation.begin(trainer)
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss as it counts in training."""
+        return loss if self._training is None else self._training.weigh(loss)
+
+    def leave(self, trainer: Trainer, module: LightningModule) -> None:
+        """The run is over, or has failed."""
+        for callback in (self._training, self._evaluation):
+            if callback is not None:
+                callback.detach(trainer)
+        self._training = self._evaluation = None
+        restore_summaries(trainer)
+        self.averages.forget(module)
