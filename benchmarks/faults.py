@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+import shardeddp
 from shardeddp import ShardedDP
 
 TIMEOUT_S = 8.0
@@ -147,6 +149,7 @@ def train(fault: str, rank: int, folder: str) -> None:
     model = Model(said, rank, depth)
     sys.stdout.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\n")
     sys.stdout.flush()
+    _wait_for(lambda: _marks(Path(folder), "at", 1))  # ranks start up to seconds apart, which is no fault
     trainer.fit(model, DataLoader(Tokens(count, odd and fault == "exception in the data"), batch_size=2))
 
 
@@ -159,6 +162,7 @@ SIGNALS: dict[str, tuple[int, int]] = {
     "frozen (SIGSTOP), rank 1": (1, signal.SIGSTOP),
     "frozen (SIGSTOP), rank 0": (0, signal.SIGSTOP),
 }
+OTHER_CODE = "other code under the same version"
 FAULTS = [
     *SIGNALS,
     "exception in forward",
@@ -173,6 +177,7 @@ FAULTS = [
     "another model",
     "another strategy",
     "another prefetch",
+    OTHER_CODE,
 ]
 
 
@@ -232,7 +237,7 @@ def inject(fault: str, folder: Path) -> list[Seen]:
             process.wait()
 
 
-SETUP_FAULTS = ("another model", "another strategy", "another prefetch")
+SETUP_FAULTS = ("another model", "another strategy", "another prefetch", OTHER_CODE)
 
 
 def _start(fault: str, rank: int, port: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -247,9 +252,20 @@ def _start(fault: str, rank: int, port: str, folder: Path) -> subprocess.Popen[b
         "TORCHELASTIC_RUN_ID": "faults",
         "OMP_NUM_THREADS": "1",
     }
+    if fault == OTHER_CODE and rank == 1:
+        environment["PYTHONPATH"] = os.pathsep.join([str(_change_code(folder)), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-W", "ignore", __file__, "--run", fault, "--folder", str(folder)]
     with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
         return subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+
+
+def _change_code(folder: Path) -> Path:
+    """Where a copy of the package is that differs by a line."""
+    package = folder / "other" / "shardeddp"
+    shutil.copytree(Path(shardeddp.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (package / "__init__.py").open("a") as file:
+        file.write("# a line that other ranks do not have\n")
+    return package.parent
 
 
 def _marks(folder: Path, name: str, needed: int) -> float:

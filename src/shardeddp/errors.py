@@ -4,7 +4,7 @@ A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong mom
 limit a ``NotImplementedError``; the classes below refine those where a caller may want to catch one thing alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class ConfigurationError(ValueError):
@@ -36,19 +36,28 @@ class LostRankError(RuntimeError):
 
     Args:
         ranks: Those that have not said anything.
+        places: Where they are, if they run.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(ranks)  # what pickle calls the class with
+    def __init__(self, ranks: Sequence[int], places: Mapping[int, str] | None = None) -> None:
+        super().__init__(ranks, places)  # what pickle calls the class with
         self.ranks = list(ranks)
+        self.places = dict(places or {})
 
     def __str__(self) -> str:
         """Which ranks, and what may have happened to them."""
+        if self.places:
+            listed = ", ".join(f"rank {rank} (at {self.places[rank]})" for rank in self.ranks)
+            return (
+                f"{listed} runs, and does not come to what the others wait for: at something that takes longer than "
+                f"the timeout, or somewhere else in the program. ShardedDP(timeout=...) is how long ranks wait for "
+                f"each other"
+            )
         listed = ", ".join(map(str, self.ranks))
         return (
-            f"no word from rank {listed}: killed (out of memory, by a scheduler, with its machine), frozen, or still "
-            f"at something that takes longer than the timeout. Look at its output and at the system log of its "
-            f"machine; ShardedDP(timeout=...) is how long ranks wait for each other"
+            f"no word from rank {listed}: killed (out of memory, by a scheduler, with its machine) or frozen. Look at "
+            f"its output and at the system log of its machine; ShardedDP(timeout=...) is how long ranks wait for each "
+            f"other"
         )
 
 

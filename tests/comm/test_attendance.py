@@ -34,7 +34,6 @@ def for_one_rank(fn: Callable[[], Any]) -> Callable[[], Any]:
 @on_ranks(2)
 def test_ranks_that_come_late_are_waited_for() -> None:
     mesh = make_mesh()
-    mesh.attendance.watch()
     for late in range(2):
         if dist.get_rank() == late:
             time.sleep(1.5)  # longer than it takes until the other asks
@@ -72,7 +71,6 @@ def test_ranks_that_come_to_different_operations_are_told_of_both() -> None:
 
 def pass_by() -> str:
     mesh = make_mesh()
-    mesh.attendance.watch()
     if dist.get_rank() == 0:
         started = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
@@ -93,8 +91,7 @@ def test_a_rank_that_has_passed_by_is_found_where_it_is(world: Worlds) -> None:
 @on_ranks(2)
 def test_a_mesh_that_nobody_refers_to_is_not_kept_by_its_thread() -> None:
     mesh = make_mesh()
-    mesh.attendance.watch()
-    gone = weakref.ref(mesh.attendance)
+    gone = weakref.ref(mesh.lookout)
     dist.barrier()
     del mesh
     gc.collect()

@@ -1,46 +1,95 @@
 """The first rank that fails is heard by those whose transfers break because of it."""
 
+import atexit
+import gc
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardeddp.comm import Mesh
+from shardeddp.comm.failures import end_quickly
+from shardeddp.errors import LostRankError, RankError
 from shardeddp.plan.topology import Topology
-from world import Worlds
+from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def end_with_errors() -> str:
-    """Rank 1 fails by itself, then rank 0's transfer breaks; returns what is the cause of this rank's error."""
-    mesh = Mesh(Topology(world_size=2, shard_size=2), torch.device("cpu"), timedelta(seconds=20))
-    own = ValueError("no such token")
-    broken = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
-    if dist.get_rank() == 1:
-        mesh.failures.explain(own)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        mesh.failures.explain(broken)
-        return str(broken.__cause__)
-    return str(own.__cause__)
+def make_mesh() -> Mesh:
+    size = dist.get_world_size()
+    return Mesh(Topology(world_size=size, shard_size=size), torch.device("cpu"), timedelta(seconds=20))
 
 
-def break_without_a_reason() -> object:
-    """A transfer breaks and nobody has left an error."""
-    mesh = Mesh(Topology(world_size=1, shard_size=1), torch.device("cpu"), timedelta(seconds=20))
+def break_down(mesh: Mesh) -> BaseException | None:
+    """The cause of a transfer that broke."""
     broken = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
     mesh.failures.explain(broken)
     return broken.__cause__
 
 
-def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cause(world: Worlds) -> None:
-    heard, own = world(2).run(end_with_errors)
-    assert "training failed on rank 1" in heard
-    assert "ValueError: no such token" in heard
-    assert own == "None"
+@on_ranks(2)
+def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cause_in_this_run_only() -> None:
+    mesh, own = make_mesh(), ValueError("no such token")
+    if dist.get_rank() == 1:
+        mesh.failures.explain(own)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        cause = break_down(mesh)
+        assert isinstance(cause, RankError)
+        assert "training failed on rank 1" in str(cause) and "ValueError: no such token" in str(cause)
+    assert own.__cause__ is None
+    mesh.failures.begin_run()
+    if dist.get_rank() == 0:
+        assert not isinstance(break_down(mesh), RankError)
+    dist.barrier()
+
+
+@on_ranks(3)
+def test_only_a_rank_that_does_not_run_is_lost_and_where_there_is_none_others_are_said_to_run() -> None:
+    mesh = make_mesh()
+    if dist.get_rank() == 1:
+        mesh.lookout.stop()  # as if it were frozen; rank 2 is only late
+    dist.barrier()
+    if dist.get_rank() == 0:
+        cause = break_down(mesh)
+        assert isinstance(cause, LostRankError) and cause.ranks == [1]
+        assert "no word from rank 1:" in str(cause)
+    dist.barrier()
+    mesh = make_mesh()
+    if dist.get_rank() < 2:
+        cause = break_down(mesh)
+        assert isinstance(cause, LostRankError) and cause.ranks == [2]
+        assert "rank 2 (at " in str(cause) and "test_failures.py:" in str(cause)
+    dist.barrier()
+
+
+def break_without_a_reason() -> tuple[object, float]:
+    """A transfer breaks on all ranks and nobody has left an error."""
+    mesh = make_mesh()
+    began = time.monotonic()
+    return break_down(mesh), time.monotonic() - began
 
 
 def test_a_broken_transfer_without_an_origin_stays_as_it_is(world: Worlds) -> None:
-    assert world(1).run(break_without_a_reason) == [None]
+    for size in (1, 2):
+        for cause, seconds in world(size).run(break_without_a_reason):
+            assert cause is None and seconds < 0.8, "waited, though all ranks have said that they were not the first"
+
+
+def test_a_process_that_ends_with_an_error_leaves_its_garbage_to_the_system_but_no_text_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Callable[[], None]] = []
+    frozen: list[None] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(None))
+    end_quickly()
+    with (tmp_path / "log").open("w") as log:
+        log.write("the last line")
+        registered[0]()
+        assert (tmp_path / "log").read_text() == "the last line" and frozen == [None]

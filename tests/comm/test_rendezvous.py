@@ -76,7 +76,8 @@ def test_a_store_that_outlives_attempts_shows_none_of_them_to_the_next(monkeypat
     for attempt in range(3):
         # Ranks that came and were killed before anybody had answered them.
         left = dist.PrefixStore("shardeddp/rendezvous", agent)
-        left.set(f"arrival/{left.add('arrivals', 1)}", f"gone-{attempt}")
+        left.set(f"arrival/{left.add('arrival', 1)}", f"gone-{attempt}")
+        left.add("arrival", 1)  # by one who was killed before it could say its name
         store, other = (store for store, _ in all_meet(agent.port, [seat(0, 2, 1), seat(1, 2, 1)]))
         assert not store.check(["address"]), "what the attempt before has left"
         store.set("address", str(attempt))

@@ -14,6 +14,7 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.gradients import clip_grad_norm_
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.shard_tensor import ShardTensor
+from support.optimizers import stepped_on
 from training import RUNTIMES, Sharding, Trial, full, linears, sgd, square
 from world import on_ranks
 
@@ -62,8 +63,7 @@ def test_training_with_states_on_the_host_equals_one_process(strategy: str, make
 @on_ranks(2)
 def test_the_optimizer_steps_on_copies_with_the_fused_kernel() -> None:
     trial = offloaded(adam)
-    seen: list[torch.Tensor] = []
-    trial.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.extend(optimizer.param_groups[0]["params"]))
+    seen = stepped_on(trial.optimizer)
     trial.train(square, steps=2)
     shards = [parameter.to_local().data_ptr() for parameter in trial.model.parameters()]
     assert len(seen) == 2 * len(shards)

@@ -1,72 +1,23 @@
 """Optimizers that torch does not have: right without a word about them, and fast when their scope is stated."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 
-from shardeddp.errors import ConfigurationError, RankError
+from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.local_step import LocalStep
 from shardeddp.sharding.optimizer_scope import check_stated, scope_of
 from shardeddp.sharding.owned_step import OwnedStep
 from shardeddp.sharding.shard_tensor import ShardTensor
-from training import Chain, Sharding, Trial, full, linears, square
-from world import Worlds, on_ranks
+from support.optimizers import Closure, Lamb, Lion
+from training import Chain, Sharding, Trial, square
+from world import on_ranks
 
 pytestmark = pytest.mark.timeout(60)
-
-Closure = Callable[[], Any] | None
-
-
-class Lamb(optim.Optimizer):
-    """Looks at norms, as LAMB does (https://arxiv.org/abs/1904.00962); keeps states of every kind."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.01) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or not parameter.requires_grad:
-                    continue
-                state = self.state[parameter]
-                if "count" not in state:
-                    rows = parameter.grad.reshape(parameter.shape[0], -1) if parameter.dim() else parameter.grad[None]
-                    state.update(count=0, trust=torch.ones(1), moments=[torch.zeros_like(parameter)])
-                    state["rows"] = torch.zeros(rows.shape[0])
-                state["count"] += 1
-                moment = state["moments"][0].mul_(0.9).add_(parameter.grad, alpha=0.1)
-                state["rows"].mul_(0.9).add_(parameter.grad.reshape(len(state["rows"]), -1).pow(2).mean(1), alpha=0.1)
-                scale = state["rows"].add(1e-3).sqrt().view(-1, *[1] * (parameter.dim() - 1))
-                update = moment / (scale if parameter.dim() else scale[0]) / (1 - 0.9 ** state["count"])
-                ratio = parameter.norm().item() / max(update.norm().item(), 1e-6)
-                state["trust"].fill_(min(max(ratio, 0.1), 10.0))
-                parameter.add_(update, alpha=-group["lr"] * float(state["trust"]))
-
-
-class Lion(optim.Optimizer):
-    """Element-wise, with a state that is a number (https://arxiv.org/abs/2302.06675)."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.01) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or not parameter.requires_grad:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state.update(count=0, average=torch.zeros_like(parameter))
-                state["count"] += 1
-                update = (state["average"] * 0.9 + parameter.grad * 0.1).tanh() / state["count"]
-                state["average"].mul_(0.99).add_(parameter.grad, alpha=0.01)
-                parameter.add_(update, alpha=-group["lr"])
 
 
 class Lookahead(optim.Optimizer):
@@ -125,76 +76,6 @@ def test_stated_scopes_change_what_a_step_is_made_on_and_not_its_result() -> Non
             trial.train(square, steps=2)
 
 
-def train_from(steps: range, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Some steps with Lamb from a full state to a full state of model and optimizer."""
-    torch.manual_seed(0)
-    model = linears(2)
-    if state is not None:
-        model.load_state_dict(state[0])
-    trial = Trial(model, Sharding(units=("1",)), Lamb, {"Lamb": "parameter"})
-    if state is not None:
-        trial.optimizer.load_state_dict(state[1])
-    for step in steps:
-        with trial.runtime.step("training_step") as outputs:
-            outputs.append(square(trial.model, 0, step))  # the same data on all ranks
-        outputs[0].backward()
-        trial.step()
-    whole = torch.utils._pytree.tree_map_only(torch.Tensor, lambda it: full(it).clone(), trial.optimizer.state_dict())
-    return {name: full(parameter).clone() for name, parameter in trial.model.named_parameters()}, whole
-
-
-def test_states_of_every_kind_move_to_another_number_of_ranks(world: Worlds) -> None:
-    straight = world(1).run(train_from, range(6), None)[0]
-    half = world(2).run(train_from, range(3), None)
-    assert half[0][1]["state"][0].keys() == straight[1]["state"][0].keys()
-    assert all(each[1]["state"][1]["count"] == 3 for each in half)  # numbers are known everywhere
-    for weights, optimizer in world(3).run(train_from, range(3, 6), half[0]):
-        for name, expected in straight[0].items():
-            torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-6)
-        expected, found = dict(straight[1]["state"][2]), optimizer["state"][2]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-class Decaying(Lamb):
-    """Does something before and after its parent's step, whose hooks are called inside its own."""
-
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> None:
-        for factor in (0.9, 1.1):
-            for parameter in (it for group in self.param_groups for it in group["params"]):
-                parameter.mul_(factor)
-                self.state[parameter].setdefault("factors", []).append(factor)
-            if factor < 1:
-                super().step()
-
-
-@on_ranks(2)
-def test_a_step_inside_of_a_step_is_one_step() -> None:
-    Lamb([nn.Parameter(torch.ones(1))])  # from now on torch calls hooks around the step of this class
-    trial = Trial(linears(2), Sharding(), Decaying, {"Decaying": "parameter"})
-    trial.train(square, steps=2)
-    parameter = next(trial.model.parameters())
-    assert trial.optimizer.state[parameter]["factors"] == [0.9, 1.1] * 2
-
-
-class KeepsObjects(Lion):
-    """Has a state that no other rank could be told of."""
-
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> None:
-        super().step()
-        for state in self.state.values():
-            state["object"] = object()
-
-
-@on_ranks(2)
-def test_a_state_that_cannot_be_told_to_others_is_an_error_on_all_ranks() -> None:
-    trial = Trial(linears(2), Sharding(), KeepsObjects, {"KeepsObjects": "parameter"})
-    trial.backward(square)
-    with pytest.raises(RankError, match="KeepsObjects keeps a object as a state"):
-        trial.step()
-
-
 # -- what is known of a class
 
 
@@ -219,6 +100,10 @@ class Decorated(optim.SGD):
     step = torch.no_grad()(optim.SGD.step)
 
 
+class StepsLionOtherwise(Lion):
+    step = torch.no_grad()(Lion.step)
+
+
 def test_the_scope_of_a_class_is_known_from_what_it_changes() -> None:
     for kind in (OnlyMadeOtherwise, StepsOtherwise, InitialisesOtherwise, Decorated):
         before = scope_of(kind)
@@ -232,7 +117,7 @@ def test_scopes_are_stated_by_class_name_or_import_path() -> None:
     path = f"{Lion.__module__}.Lion"
     for stated in ({"Lion": "element"}, {path: "element"}, {Lion: "element"}):
         assert scope_of(Lion, check_stated(stated)) == "element"
-    assert scope_of(KeepsObjects, check_stated({"Lion": "element"})) is None  # it has a step of its own
+    assert scope_of(StepsLionOtherwise, check_stated({"Lion": "element"})) is None  # it has a step of its own
     assert scope_of(optim.SGD, check_stated({"torch.optim.sgd.SGD": "model"})) == "model"
     for wrong in ({"Lion": "elementwise"}, "Lion", ["Lion"]):
         with pytest.raises(ConfigurationError, match="expected"):

@@ -13,6 +13,7 @@ from shardeddp.comm import Mesh
 from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.shard_tensor import ShardTensor
+from support.optimizers import stepped_on
 from training import WIDTH, Sharding, Trial, full, linears, square
 from world import on_ranks
 
@@ -109,23 +110,13 @@ def test_the_other_strategies_step_as_in_one_process() -> None:
 # -- whole parameters, each on one rank
 
 
-def owned(trial: Trial) -> list[torch.Tensor]:
-    """The whole parameters that the optimizer of a trial holds during its step."""
-    seen: list[torch.Tensor] = []
-
-    def look(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        seen.extend(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-    trial.optimizer.register_step_pre_hook(look)
-    trial.train(square, steps=1)
-    return seen
-
-
 @pytest.mark.skipif("Muon" not in vars(optim), reason="this torch has no Muon")
 @on_ranks(2)
 def test_each_rank_steps_half_of_the_matrices_on_plain_whole_tensors() -> None:
     for strategy in ("full_shard", "shard_optimizer"):
-        seen = owned(Trial(linears(4), Sharding(strategy=strategy), make("Muon", {"lr": 0.002})))
+        trial = Trial(linears(4), Sharding(strategy=strategy), make("Muon", {"lr": 0.002}))
+        seen = stepped_on(trial.optimizer)
+        trial.train(square, steps=1)
         assert [tuple(it.shape) for it in seen] == [(WIDTH, WIDTH)] * 2
         assert not any(isinstance(it, ShardTensor) for it in seen)
         assert all(it.untyped_storage().nbytes() == 0 or it._is_view() for it in seen)  # released after the step

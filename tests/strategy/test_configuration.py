@@ -110,6 +110,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         },
         "process_group_backend": "gloo",
         "timeout": 30.0,
+        "debug": True,
         "start_method": "spawn",
         "cluster_environment": {"class_path": "lightning.pytorch.plugins.environments.LightningEnvironment"},
         "checkpoint_io": {"class_path": "lightning.pytorch.plugins.TorchCheckpointIO"},

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(90)
 
 SAMPLES, BATCH, WIDTH = 48, 4, 5
 EPOCHS = 4
-WARNED = "random states"
+WARNED = ("random states", "places of")
 
 
 class Dropped(Recorded):
@@ -144,6 +144,30 @@ class ShuffledByEpoch:
         yield from order[self.start : SAMPLES // 2]
 
 
+class InItsOwnOrder(Generated):
+    """Draws the order of its rank once, and is in another place than that of another rank."""
+
+    def __init__(self) -> None:
+        super().__init__(Noisy(), BATCH, sampler=Drawn())
+
+    def state_dict(self) -> dict[str, int]:
+        """With the order."""
+        return super().state_dict() | {"order": self.sampler.epoch}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """With the order."""
+        super().load_state_dict(state_dict)
+        self.sampler.epoch = state_dict["order"]  # type: ignore[attr-defined]
+
+
+class Drawn(ShuffledByEpoch):
+    def __init__(self) -> None:
+        self.epoch = int(np.random.default_rng().integers(1 << 30))
+
+    def set_epoch(self, epoch: int) -> None:
+        """One order for all epochs."""
+
+
 LOADERS: dict[str, Any] = {
     "plain": lambda: DataLoader(Noisy(), BATCH, shuffle=True),
     "plain stream": lambda: DataLoader(NoisyStream(), BATCH),
@@ -151,6 +175,7 @@ LOADERS: dict[str, Any] = {
     "eager": lambda: Eager(Noisy(), BATCH, sampler=ShuffledByEpoch()),
     "generated stream": lambda: Generated(NoisyStream(), BATCH),
     "eager stream": lambda: Eager(NoisyStream(), BATCH),
+    "own order": InItsOwnOrder,
 }
 SAVES: dict[str, dict[str, Any]] = {
     "epoch end": {"save_on_train_epoch_end": True},
@@ -171,13 +196,16 @@ def fit(
         ShardedDP(strategy, 1 if strategy == "hybrid_shard" else None, auto_wrap_policy=None, state_dict_type=kind),
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1, **SAVES[save])],
-        use_distributed_sampler=loader != "generated" and loader != "eager" and "own sampler" not in options,
+        use_distributed_sampler=loader not in ("generated", "eager", "own order") and "own sampler" not in options,
         **{"max_epochs": EPOCHS, **{name: value for name, value in options.items() if name != "own sampler"}},
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model, LOADERS[loader](), validation, ckpt_path=ckpt_path)
-    return {"losses": model.losses, "warned": [str(each.message) for each in caught if WARNED in str(each.message)]}
+    return {
+        "losses": model.losses,
+        "warned": [str(each.message) for each in caught if any(words in str(each.message) for words in WARNED)],
+    }
 
 
 def check(
@@ -209,7 +237,7 @@ def test_between_epochs_under_every_strategy(world: Worlds, tmp_path: Path, stra
     check(world, tmp_path, "plain", "epoch end", step=6, strategy=strategy, kind=kind)
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("loader", [loader for loader in LOADERS if loader != "own order"])
 @pytest.mark.parametrize("save", ["epoch end", "validation end"])
 def test_between_epochs_with_every_loader(world: Worlds, tmp_path: Path, loader: str, save: str) -> None:
     check(world, tmp_path, loader, save, step=6)
@@ -224,7 +252,7 @@ def test_of_a_run_that_counts_steps(world: Worlds, tmp_path: Path, save: str, st
     check(world, tmp_path, "eager", save, step=step, max_epochs=-1, max_steps=24)
 
 
-STATEFUL = ["generated", "eager", "generated stream", "eager stream"]
+STATEFUL = ["generated", "eager", "generated stream", "eager stream", "own order"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -269,3 +297,12 @@ def test_another_number_of_ranks_is_told_and_trains_on(world: Worlds, tmp_path: 
         assert [len(each["warned"]) for each in resumed] == [1] + [0] * (size - 1)
         assert f"random states of 2 ranks and this run has {size}" in resumed[0]["warned"][0]
         assert resumed[0]["losses"]
+
+
+def test_another_number_of_ranks_is_told_that_they_were_in_different_places(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(fit, "own order", "full_shard", "middle", str(tmp_path), None, "sharded", {"max_steps": 4})
+    path = str(tmp_path / "step=4.ckpt")
+    (alone,) = world(1).run(fit, "own order", "full_shard", "middle", str(tmp_path / "b"), path, "sharded", {})
+    (_, places) = alone["warned"]
+    assert "the places of 2 ranks in their data" in places
+    assert alone["losses"]

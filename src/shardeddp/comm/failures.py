@@ -1,24 +1,26 @@
 """Failures: the first rank that fails leaves its traceback where the others find it when their transfers break."""
 
+import atexit
+import contextlib
+import gc
+import io
 import json
-import threading
 import time
 import traceback
-from collections.abc import Callable
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from shardeddp.comm.lookout import Lookout
+from shardeddp.comm.notes import LostStoreError, Notes
 from shardeddp.errors import LostRankError, RankError
 
-_KEY = "first_failure"
-LOOKUP_S = 1.5
-"""How long a rank whose transfer broke waits for the explanation, and for others whose transfers broke too."""
+LOOKUP_S = 1.0
+"""How long a rank whose transfer broke waits for the explanation: long enough for every rank that runs to say so."""
 
-_ANSWER_S = 0.4
-"""How long the store may take to answer."""
-
-_POLL_S = 0.02
+_FIRST, _INTERRUPTED = "first failure", "interrupted"
+_POLL_S, _SLOWEST_POLL_S = 0.02, 0.2
+_NOBODY = json.dumps(None)
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 class Failures:
@@ -27,12 +29,18 @@ class Failures:
     Args:
         rank: This rank.
         world_size: Number of ranks.
+        lookout: Tells which of the others run.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, lookout: Lookout) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._store = dist.PrefixStore("shardeddp/failures", distributed_c10d._get_default_store())
+        self._lookout = lookout
+        self._notes = Notes("failures", rank)
+
+    def begin_run(self) -> None:
+        """Forget what ranks have left in an earlier run; all ranks call it when one begins."""
+        self._notes = Notes("failures", self._rank)
 
     def explain(self, error: BaseException) -> None:
         """Make known what happened: a rank's own error is left for the others; a broken transfer gets its origin.
@@ -42,42 +50,59 @@ class Failures:
                 first error that another rank has left, with that rank's traceback; or which ranks have not said
                 anything, because they were killed or do not run.
         """
-        if not is_transfer_error(error):
-            self._ask_store(lambda: self._report(error))
-        elif error.__cause__ is None:
-            error.__cause__ = self._ask_store(self._origin)
-
-    def _ask_store(self, question: Callable[[], Exception | None]) -> Exception | None:
-        """The answer; where there is none, because the rank that hosts the store does not run, what that means."""
-        answers: list[Exception | None] = []
-        # A thread of its own: what waits for the store cannot be interrupted, and never ends if its host is frozen.
-        asking = threading.Thread(target=lambda: answers.append(question()), name="shardeddp-failures", daemon=True)
-        asking.start()
-        asking.join(LOOKUP_S + _ANSWER_S)
-        return answers[0] if answers else LostRankError([0])
+        try:
+            if not is_transfer_error(error):
+                self._report(error)
+            elif error.__cause__ is None:
+                error.__cause__ = self._origin()
+        except LostStoreError:
+            # Rank 0 hosts the store, or it is on the machine of who does.
+            if is_transfer_error(error) and self._rank:
+                error.__cause__ = LostRankError([0])
 
     def _report(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        note = json.dumps({"rank": self._rank, "traceback": text})
-        try:
-            self._store.compare_set(_KEY, "", note)  # the first stays
-        except (RuntimeError, ValueError):
-            return  # the store went with the rank that hosts it: nobody is left to read
+        self._notes.claim(_FIRST, json.dumps({"rank": self._rank, "traceback": text}))
 
     def _origin(self) -> Exception | None:
-        try:
-            self._store.set(f"interrupted/{self._rank}", "1")
-            others = {rank: f"interrupted/{rank}" for rank in range(self._world_size) if rank != self._rank}
-            deadline = time.monotonic() + LOOKUP_S
-            while not self._store.check([_KEY]):
-                silent = [rank for rank, key in others.items() if not self._store.check([key])]
-                if not silent or time.monotonic() > deadline:
-                    return LostRankError(silent) if silent else None
-                time.sleep(_POLL_S)
-            note = json.loads(self._store.get(_KEY))
-        except (RuntimeError, ValueError):
-            return LostRankError([0]) if self._rank else None  # the store went with the rank that hosts it
-        return None if note["rank"] == self._rank else RankError("training", {note["rank"]: note["traceback"]})
+        self._notes.write(f"{_INTERRUPTED}/{self._rank}", "1")
+        if self._notes.count(_INTERRUPTED) == self._world_size:
+            self._notes.claim(_FIRST, _NOBODY)
+        question = self._lookout.ask()
+        if not self._is_known_soon():
+            return self._find_lost(question)
+        note = json.loads(self._notes.read(_FIRST) or _NOBODY)
+        if note is None or note["rank"] == self._rank:
+            return None
+        return RankError("training", {note["rank"]: note["traceback"]})
+
+    def _is_known_soon(self) -> bool:
+        """Whether anybody says who was first, or all ranks say that they were not. One call per look for all ranks."""
+        deadline, pause = time.monotonic() + LOOKUP_S, _POLL_S
+        while not self._notes.has([_FIRST]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, _SLOWEST_POLL_S)
+        return True
+
+    def _find_lost(self, question: int) -> LostRankError | None:
+        """Who neither was interrupted nor runs; where there is nobody, those that run and were not interrupted."""
+        silent = self._silent(range(self._world_size))
+        running = {rank: answer["where"] for rank, answer in self._lookout.answers(silent, question).items()}
+        lost = [rank for rank in silent if rank not in running]
+        if not silent:
+            return None
+        return LostRankError(lost) if lost else LostRankError(silent, running)
+
+    def _silent(self, ranks: range) -> list[int]:
+        """The ranks that have not said that they were interrupted: a few, so it asks for many ranks at once."""
+        if self._notes.has([f"{_INTERRUPTED}/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        half = len(ranks) // 2
+        return self._silent(ranks[:half]) + self._silent(ranks[half:])
 
 
 def is_transfer_error(error: BaseException) -> bool:
@@ -85,3 +110,20 @@ def is_transfer_error(error: BaseException) -> bool:
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "closed by peer"))
+
+
+def end_quickly() -> None:
+    """Spare this process, when it ends, the interpreter's last collections of garbage.
+
+    They take a second or two, in which others wait for what it holds open, for memory that goes with it anyway.
+    """
+    atexit.unregister(_leave_garbage)
+    atexit.register(_leave_garbage)
+
+
+def _leave_garbage() -> None:
+    for each in gc.get_objects():
+        if issubclass(type(each), _FILES):  # what is written to them would be lost
+            with contextlib.suppress(OSError, ValueError):
+                each.flush()
+    gc.freeze()

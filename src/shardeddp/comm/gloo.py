@@ -80,13 +80,15 @@ class GlooCollectives(Collectives):
         return works
 
     def _transfer(self, sent: torch.Tensor, target: int, received: torch.Tensor, source: int) -> list[Work]:
-        """Send to one group rank and receive from another; nothing travels where there is nothing."""
-        works: list[Work | None] = []
-        if received.numel():
-            works.append(dist.irecv(received, group=self._group, group_src=source))
-        if sent.numel():
-            works.append(dist.isend(sent, group=self._group, group_dst=target))
-        return [work for work in works if work is not None]
+        """Send to one group rank and receive from another."""
+        return [*self._receive(received, source), *self._send(sent, target)]
+
+    def _send(self, piece: torch.Tensor, target: int, tag: int = 0) -> list[Work]:
+        """Send to a group rank; nothing travels where there is nothing."""
+        return _works(dist.isend(piece, group=self._group, group_dst=target, tag=tag) if piece.numel() else None)
+
+    def _receive(self, piece: torch.Tensor, source: int, tag: int = 0) -> list[Work]:
+        return _works(dist.irecv(piece, group=self._group, group_src=source, tag=tag) if piece.numel() else None)
 
     def _scatter_mean(self, output: torch.Tensor, slices: Sequence[torch.Tensor]) -> Pending:
         """Average every rank's slice ``rank`` into ``output``, which may be that slice itself."""
@@ -95,21 +97,21 @@ class GlooCollectives(Collectives):
         works: list[Work] = []
         for row, (target, source) in zip(arrived.unbind(), self._peers(), strict=True):
             works += self._transfer(slices[target], target, row, source)
-        return Pending(works, lambda: _mean(output, own, arrived), keep=(*slices, arrived))
+        return Pending(works, lambda: scaled_sum(output, own, arrived, 1.0 / self.size), keep=(*slices, arrived))
 
 
-def _mean(output: torch.Tensor, own: torch.Tensor, others: torch.Tensor) -> None:
-    """Average 1D ``own`` and the rows of ``others`` into ``output``.
+def scaled_sum(output: torch.Tensor, own: torch.Tensor, others: torch.Tensor, scale: float) -> None:
+    """Add 1D ``own`` and the rows of ``others`` into ``output``, which may be one of the first two, times ``scale``.
 
-    In blocks that stay in the processor's cache, so that the sum and the division cost one pass over memory.
+    In blocks that stay in the processor's cache, so that the sum and the product cost one pass over memory.
     """
-    scale = 1.0 / (1 + len(others))
     for start in range(0, own.numel(), MEAN_BLOCK_NUMEL):
         block = slice(start, start + MEAN_BLOCK_NUMEL)
         total = torch.add(own[block], others[0, block], out=output[block])
         for row in others[1:]:
             total.add_(row[block])
-        total.mul_(scale)
+        if scale != 1.0:
+            total.mul_(scale)
 
 
 def _works(work: Work | None) -> list[Work]:

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardeddp.comm.attendance import Attendance
+from shardeddp.comm.attendance import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, Attendance
 from shardeddp.comm.collectives import Collectives, SoloCollectives
 from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.comm.lanes import Lane, make_lane
+from shardeddp.comm.linked import LinkedCollectives
+from shardeddp.comm.lookout import Lookout
 from shardeddp.comm.native import NativeCollectives
 from shardeddp.comm.traffic import Traffic
 from shardeddp.plan.topology import Topology
@@ -32,10 +34,17 @@ class Mesh:
         device: Where this rank computes.
         timeout: After how long a collective of these groups gives up.
         regather_size: Neighbouring ranks of a shard group that gather for the backward; None: all of it.
+        debug: Whether to compare what users communicate.
     """
 
     def __init__(
-        self, topology: Topology, device: torch.device, timeout: timedelta, regather_size: int | None = None
+        self,
+        topology: Topology,
+        device: torch.device,
+        timeout: timedelta,
+        regather_size: int | None = None,
+        *,
+        debug: bool = False,
     ) -> None:
         self.topology = topology
         self.device = device
@@ -73,17 +82,24 @@ class Mesh:
         """All ranks, on the host: agreement, never tensors of the model."""
         self.saving = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
         """The same for the saving of checkpoints, which may go on behind the back of training."""
-        self.failures = Failures(self.rank, topology.world_size)
+        self.lookout = Lookout(self.rank)
+        """Says where ranks are that others wait for."""
+        self.failures = Failures(self.rank, topology.world_size, self.lookout)
         """Where errors are left for the other ranks."""
         self.gather_lane: Lane = make_lane(device)
         self.reduce_lane: Lane = make_lane(device)
         self.meetings = 0
         """How often ranks have met on the host at their users' request."""
-        self.attendance = self._attendance(owner_groups, timeout)
+        self.attendance = self._attendance("owners", owner_groups, timeout)
         """Of the ranks that own all of the model together."""
         crossed = topology.replicate_size > 1 and topology.shard_size > 1 and len(owner_groups) > 1
-        self.assembly = self._attendance([range(topology.world_size)], timeout) if crossed else self.attendance
+        self.assembly = self._attendance("all", [range(topology.world_size)], timeout) if crossed else self.attendance
         """Of all ranks that gather or reduce in one order."""
+        everyone = [range(topology.world_size)]
+        self.comparison = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES) if debug else None
+        """Of all ranks, before what their users communicate; None: nobody looks."""
+        if topology.world_size > 1 and backend != "fake":
+            self.lookout.start()
         self.device_mesh = DeviceMesh.from_group(
             [replicate_group, gather_group],
             device.type,
@@ -110,7 +126,9 @@ class Mesh:
         """How much communication this rank has begun, apart from agreements; equal on all ranks at equal places."""
         return self.gather_lane.issued + self.reduce_lane.issued + self.meetings
 
-    def _attendance(self, groups: Sequence[Sequence[int]], timeout: timedelta) -> Attendance:
+    def _attendance(
+        self, name: str, groups: Sequence[Sequence[int]], timeout: timedelta, advice: str = ABOUT_PARAMETERS
+    ) -> Attendance:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         alone = len(ranks) == 1 or dist.get_backend() == "fake"
         group = None if alone else _own_group(groups, self.rank, timeout, backend="gloo")
@@ -120,7 +138,7 @@ class Mesh:
             alive = mesh()
             return 0 if alive is None else alive.begun()
 
-        return Attendance(group, ranks, self.rank, begun)
+        return Attendance(group, ranks, self.rank, begun, self.lookout, name, advice)
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)
@@ -131,6 +149,10 @@ class Mesh:
         if group is None or len(ranks) == 1:
             return SoloCollectives(ranks, 0, self.traffic)
         if self.device.type == "cpu":
+            nodes = self.topology.places_by_node(ranks)
+            counts = {len(places) for places in nodes}
+            if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
+                return LinkedCollectives(group, ranks, self.traffic, nodes)
             return GlooCollectives(group, ranks, self.traffic)
         return NativeCollectives(group, ranks, self.traffic)
 

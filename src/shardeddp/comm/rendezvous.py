@@ -62,7 +62,7 @@ def meet(address: str, port: int, seat: Seat, timeout: timedelta) -> tuple[dist.
     store = dist.PrefixStore("shardeddp/rendezvous", store)
     store.set_timeout(timeout)
     try:
-        return _hold_roll_call(store, seat, timeout)
+        return _take_seats(store, seat, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
             f"rank {seat.rank} has found the store at {address}:{port} but not rank 0 within "
@@ -139,7 +139,7 @@ def _bind(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _hold_roll_call(store: dist.Store, seat: Seat, timeout: timedelta) -> tuple[dist.Store, list[Seat]]:
+def _take_seats(store: dist.Store, seat: Seat, timeout: timedelta) -> tuple[dist.Store, list[Seat]]:
     """A store under names of this attempt, and all seats."""
     if seat.rank == 0:
         name = uuid.uuid4().hex
@@ -148,7 +148,7 @@ def _hold_roll_call(store: dist.Store, seat: Seat, timeout: timedelta) -> tuple[
         names.set("verdict", json.dumps(verdict))
     else:
         names = dist.PrefixStore(_ask_for_name(store), store)
-        names.set(f"seat/{names.add('seated', 1)}", json.dumps(asdict(seat)))
+        _Inbox(names, "seat").put(json.dumps(asdict(seat)))
         verdict = json.loads(names.get("verdict"))
     if "seats" not in verdict:
         _leave(names, seat.rank)
@@ -158,26 +158,46 @@ def _hold_roll_call(store: dist.Store, seat: Seat, timeout: timedelta) -> tuple[
 
 def _ask_for_name(store: dist.Store) -> str:
     own = uuid.uuid4().hex
-    store.set(f"arrival/{store.add('arrivals', 1)}", own)
+    _Inbox(store, "arrival").put(own)
     return store.get(f"answer/{own}").decode()
 
 
 def _gather(store: dist.Store, name: str, own: Seat, timeout: timedelta) -> tuple[list[Seat], bool]:
     """Answer everybody, those of earlier attempts too, until all ranks sit; who does, and whether some do not agree."""
-    names = dist.PrefixStore(name, store)
+    arrivals, sitting = _Inbox(store, "arrival"), _Inbox(dist.PrefixStore(name, store), "seat")
     deadline = time.monotonic() + timeout.total_seconds()
-    seats, answered, odd = [own], 0, False
+    seats, odd = [own], False
     while len(seats) < own.world_size and time.monotonic() < deadline:
-        if store.check([f"arrival/{answered + 1}"]):
-            answered += 1
-            store.set(f"answer/{store.get(f'arrival/{answered}').decode()}", name)
-        elif names.check([f"seat/{len(seats)}"]):
-            seats.append(Seat(**json.loads(names.get(f"seat/{len(seats)}"))))
-            if not odd and not seats[-1].agrees_with(own):
-                odd, deadline = True, time.monotonic() + _LATE_S
-        else:
+        arrived, seated = arrivals.collect(), [Seat(**json.loads(text)) for text in sitting.collect()]
+        for each in arrived:
+            store.set(f"answer/{each}", name)
+        seats += seated
+        if not odd and not all(seat.agrees_with(own) for seat in seated):
+            odd, deadline = True, time.monotonic() + _LATE_S
+        if not arrived and not seated:
             time.sleep(_POLL_S)
     return seats, odd
+
+
+class _Inbox:
+    """Texts from many ranks under numbers of one name. Who is killed between number and text holds up nobody else."""
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self._store, self._name = store, name
+        self._given = 0
+        self._open: list[int] = []  # numbers that were given and have no text yet
+
+    def put(self, text: str) -> None:
+        self._store.set(f"{self._name}/{self._store.add(self._name, 1)}", text)
+
+    def collect(self) -> list[str]:
+        """What has come since the last time."""
+        given = self._store.add(self._name, 0)
+        self._open += range(self._given + 1, given + 1)
+        self._given = given
+        here = [number for number in self._open if self._store.check([f"{self._name}/{number}"])]
+        self._open = [number for number in self._open if number not in here]
+        return [self._store.get(f"{self._name}/{number}").decode() for number in here]
 
 
 def _judge(seats: list[Seat], odd: bool, own: Seat, timeout: timedelta) -> dict[str, Any]:
@@ -201,5 +221,5 @@ def _leave(names: dist.Store, rank: int) -> None:
         names.add("left", 1)
         return
     deadline = time.monotonic() + _LATE_S
-    while names.add("left", 0) < names.add("seated", 0) and time.monotonic() < deadline:
+    while names.add("left", 0) < names.add("seat", 0) and time.monotonic() < deadline:
         time.sleep(_POLL_S)

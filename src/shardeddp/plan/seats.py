@@ -81,7 +81,8 @@ def check_runs(seats: Sequence[Seat]) -> None:
         raise ConfigurationError(
             f"the ranks do not run the same: rank 0 (on {first.host}) has {first.run}, rank {odd[0].rank} (on "
             f"{odd[0].host}) has {odd[0].run} (ranks that differ from rank 0: {[seat.rank for seat in odd]}). Start "
-            f"the same code with the same options and the same packages on every rank"
+            f"the same code with the same options and the same packages on every rank; where the installed code of "
+            f"shardeddp differs under one version, its files are not the same: install it anew"
         )
 
 

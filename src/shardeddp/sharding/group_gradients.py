@@ -9,13 +9,14 @@ from torch import nn
 
 from shardeddp.comm import Mesh
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.sharding.memory import allocate, empty_on_host, local_view, release
+from shardeddp.sharding.gradient_memory import GradientMemory
+from shardeddp.sharding.memory import local_view
 from shardeddp.sharding.reduction import Arrival, Reduction
-from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
+from shardeddp.sharding.shard_tensor import ShardTensor
 
 
 class GroupGradients:
-    """One gradient buffer, one gradient shard, and the views into them.
+    """What autograd leaves on the parameters of a flat group, until it is the parameters' ``.grad``.
 
     Args:
         layout: Where parameters lie in the buffer.
@@ -38,28 +39,23 @@ class GroupGradients:
         unsharded: Sequence[nn.Parameter],
         sharded: Sequence[ShardTensor],
     ) -> None:
-        self.layout = layout
-        self.mesh = mesh
-        self.shard: torch.Tensor | None = None
-        """1D, shard_numel; made at the first reduction, then kept."""
-
-        self._main_shard = main_shard
+        self._layout = layout
+        self._mesh = mesh
+        self._memory = GradientMemory(layout, mesh, main_shard, reduce_dtype)
+        self._main_dtype = main_shard.dtype
         self._param_dtype = param_dtype
         self._reduce_dtype = reduce_dtype
         self._unsharded = unsharded
         self._sharded = sharded
-        # A rank that owns the whole buffer can pack straight into its gradient shard.
-        self._packs_into_shard = (
-            layout.shard_size == 1 and reduce_dtype is main_shard.dtype and main_shard.device == mesh.device
-        )
         self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
-        self._buffer: torch.Tensor | None = None  # 1D, padded_numel; storage emptied between reductions
-        self._buffer_slots: list[torch.Tensor] = []  # views of it in the parameters' shapes, then its padding
-        self._shard_slots: list[torch.Tensor] = []  # the same of the gradient shard, where it is packed into
         self._packed = [False] * len(unsharded)  # whose gradient went into a reduction since the backward began
         self._reduced = False  # whether there was a reduction since the backward began
-        self._partial: torch.Tensor | None = None  # 1D, shard_numel; sums that replicas do not share yet
-        self._partly_used = [False] * len(unsharded)  # whose gradients are in those sums
+        self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
+
+    @property
+    def shard(self) -> torch.Tensor | None:
+        """1D, shard_numel; None before the first reduction."""
+        return self._memory.shard
 
     # -- what a backward leaves
 
@@ -70,7 +66,7 @@ class GroupGradients:
 
     def add_up(self) -> None:
         """Let autograd add up gradients in the dtype that they are reduced in, as it does without gathered copies."""
-        if self._param_dtype is self._reduce_dtype or self._param_dtype is self._main_shard.dtype:
+        if self._param_dtype is self._reduce_dtype or self._param_dtype is self._main_dtype:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for unsharded in self._unsharded:
@@ -109,16 +105,17 @@ class GroupGradients:
             across_replicas: Whether the sums of the shard groups are averaged now, or wait for a later micro-batch.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            shard = self._ensure_shard()
+            shard, shard_slots = self._memory.open_shard()
+            self._views = self._views or self._views_of(shard)
             kept = [
                 self._reduced or sharded.grad is mine for sharded, mine in zip(self._sharded, self._views, strict=True)
             ]
             self._reduced = True
             arrival = self._arrival(across_replicas)
-            direct = self._packs_into_shard and not any(kept) and arrival is not Arrival.IN_PARTIAL_SUMS
-            buffer, slots = (shard, self._shard_slots) if direct else self._open_buffer()
+            direct = self._memory.packs_into_shard and not any(kept) and arrival is not Arrival.IN_PARTIAL_SUMS
+            buffer, slots = (shard, shard_slots) if direct else self._memory.open_buffer()
             # A shard of one rank is shared as it was packed, so it can be packed as what the replicas' sum is made of.
-            replicate = self.mesh.replicate
+            replicate = self._mesh.replicate
             scales = direct and arrival is Arrival.SHARED and not replicate.averages and not self.partial
             # In a narrower dtype the product would be rounded to that, where a copy is exact.
             scaled = scales and self._param_dtype is self._reduce_dtype
@@ -129,64 +126,25 @@ class GroupGradients:
         waits = (
             any(kept)
             or arrival is Arrival.IN_PARTIAL_SUMS
-            or self.mesh.topology.split_replicas
+            or self._mesh.topology.split_replicas
             or shard.dtype is not buffer.dtype
             or shard.device != buffer.device
         )
-        output = buffer.view(self.mesh.reduce.size, -1)[self.mesh.shard_rank] if waits else shard
+        output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank] if waits else shard
         partial = self._take_partial() if arrival is Arrival.SHARED else None
-        return Reduction(self, buffer, output, arrival, kept, partial, "sum" if scaled else "mean")
+        return Reduction(self._memory, buffer, output, arrival, kept, partial, "sum" if scaled else "mean")
 
     def _take_partial(self) -> torch.Tensor | None:
         """What earlier micro-batches have left to share, which now counts as packed."""
-        partial = self._partial
+        partial = self._memory.partial
         self._packed = [any(flags) for flags in zip(self._packed, self._partly_used, strict=True)]
         self._forget_partial()
         return partial
 
     def _arrival(self, across_replicas: bool) -> Arrival:
-        if self.mesh.replicate.size == 1:
+        if self._mesh.replicate.size == 1:
             return Arrival.IN_SHARD
         return Arrival.SHARED if across_replicas else Arrival.IN_PARTIAL_SUMS
-
-    def keep_partial(self, output: torch.Tensor) -> None:
-        """Put what has been averaged in the shard group by for a later micro-batch to share."""
-        if self._partial is None:
-            self._partial = output.to(self._main_shard.dtype, copy=True)
-        else:
-            self._partial.add_(output)
-
-    def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
-        """Bring averaged gradients to the gradient shard.
-
-        Args:
-            output: 1D, shard_numel.
-            kept: By parameter, whether they are added to what is there.
-        """
-        shard = self._ensure_shard()
-        if output is shard:
-            return
-        if not any(kept):
-            shard.copy_(output, non_blocking=True)
-            return
-        total = shard.to(output.device, non_blocking=True)  # the shard itself, unless it lives on the host
-        if all(kept):
-            total.add_(output)
-        else:
-            for i, keep in enumerate(kept):
-                mine, arrived = (local_view(flat, self.layout, i, self.mesh.slice_rank) for flat in (total, output))
-                mine.add_(arrived) if keep else mine.copy_(arrived)
-        if total is not shard:
-            shard.copy_(total, non_blocking=True)
-
-    def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
-        """The same elements outside of the gradient buffer, so that it need not wait for the replicas."""
-        return output if output is self.shard else output.clone()
-
-    def close_buffer(self) -> None:
-        """Give the gradient buffer's memory back."""
-        if self._buffer is not None:
-            release(self._buffer)
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used; the others keep what they had."""
@@ -199,7 +157,7 @@ class GroupGradients:
                     if found is not None:
                         # The parameter was also used outside its unit; that part was averaged in backward.
                         mine = self._views[i].to_local()
-                        mine.add_(local_part(found, sharded.spec).to(mine.device))
+                        mine.add_(sharded.spec.localize(found).to(mine.device))
                     sharded.grad = self._views[i]
                 sharded.gradient_completes()
 
@@ -224,39 +182,11 @@ class GroupGradients:
             torch._foreach_copy_(targets, sources)
 
     def _forget_partial(self) -> None:
-        self._partial = None
+        self._memory.partial = None
         self._partly_used = [False] * len(self._unsharded)
 
-    def _ensure_shard(self) -> torch.Tensor:
-        if self.shard is None:
-            on_host = self._main_shard.device != self.mesh.device
-            self.shard = (
-                empty_on_host(self._main_shard, self.mesh.device) if on_host else torch.empty_like(self._main_shard)
-            )
-            self.shard.zero_()
-            self._views = [
-                ShardTensor(local_view(self.shard, self.layout, i, self.mesh.slice_rank), sharded.spec)
-                for i, sharded in enumerate(self._sharded)
-            ]
-            if self._packs_into_shard:
-                self._shard_slots = self._slot_views(self.shard)
-        return self.shard
-
-    def _open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        if self._buffer is None:
-            self._buffer = torch.empty(self.layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device)
-            self._buffer_slots = self._slot_views(self._buffer)
-        allocate(self._buffer)
-        return self._buffer, self._buffer_slots
-
-    def _slot_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of every parameter's slot in its shape, then of every stretch of padding."""
-        views = [flat[slot.interval.start : slot.interval.stop].view(slot.shape) for slot in self.layout.slots]
-        return views + [flat[gap.start : gap.stop] for gap in self.layout.padding_intervals]
-
-
-def local_part(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """This rank's elements of a gradient or state of a parameter, sharded or full."""
-    if isinstance(tensor, ShardTensor) and tensor.spec is spec:
-        return tensor.to_local()
-    return spec.localize(tensor)
+    def _views_of(self, shard: torch.Tensor) -> list[ShardTensor]:
+        return [
+            ShardTensor(local_view(shard, self._layout, i, self._mesh.slice_rank), sharded.spec)
+            for i, sharded in enumerate(self._sharded)
+        ]

@@ -1,6 +1,7 @@
 """LocalStep: an element-wise optimizer steps on this rank's elements, in plain 1D tensors.
 
-It does the same to every element whatever surrounds it, so that is the step on the whole parameters.
+It does the same to every element whatever surrounds it, so all ranks' steps together are the step on the parameters.
+What it steps on is called the *stand-in* of a sharded parameter: the local parameter, or a copy in host memory.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardeddp.sharding.group_gradients import local_part
-from shardeddp.sharding.optimizer_scope import ELEMENTWISE
+from shardeddp.sharding.optimizer_scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.stand_ins import HostCopies, StandIns
 from shardeddp.sharding.swapped_step import OutsideStates, State, SwappedStep
@@ -21,12 +21,9 @@ from shardeddp.sharding.swapped_step import OutsideStates, State, SwappedStep
 # Those with a fused kernel for the CPU, several times as fast as the others there.
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
 
-SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
-"""States that are one number per parameter, whatever the parameter's shape."""
-
 
 class LocalStep(SwappedStep):
-    """Lets an element-wise optimizer step on local parameters.
+    """Lets an element-wise optimizer step on stand-ins.
 
     Args:
         optimizer: An element-wise optimizer over (some) sharded parameters.
@@ -34,33 +31,35 @@ class LocalStep(SwappedStep):
         offload: Step in host memory, on copies of parameters and gradients, and keep the states there.
     """
 
-    _states: ShardedStates
+    _states: LocalStates
 
     def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None], offload: bool = False) -> None:
         self._offload = offload
         self._stand_ins = HostCopies() if offload else StandIns()
-        self._twins: list[_Twins] = []  # by parameter group
-        # torch's own do not ask a parameter whether it is trained; others may leave out one that says no.
-        self._asks = type(optimizer) not in ELEMENTWISE
+        self._groups: list[_GroupStandIns] = []
+        # torch's own do not ask whether a parameter requires a gradient; others may leave out one that does not.
+        self._marks_trained = type(optimizer) not in ELEMENTWISE
         super().__init__(optimizer, on_step)
 
     def _swap_in(self, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        if len(self._twins) != len(groups):
-            self._twins = [_Twins(self._stand_ins) for _ in groups]
+        if len(self._groups) != len(groups):
+            self._groups = [_GroupStandIns(self._stand_ins) for _ in groups]
             self._prefer_fused()
-        found = [twins.follow(group) for group, twins in zip(groups, self._twins, strict=True)]
+        found = [each.follow(parameters) for each, parameters in zip(self._groups, groups, strict=True)]
         self._stand_ins.arrive()
-        if self._asks:
+        if self._marks_trained:
             self._require_grad(groups, True)
         return found
 
     def _bring_back(self) -> None:
-        if self._asks:
-            self._require_grad([group["params"] for group in self._optimizer.param_groups], False)
         self._stand_ins.depart()
 
-    def _outside(self, optimizer: optim.Optimizer) -> ShardedStates:
-        return ShardedStates(optimizer, self._stand_ins)
+    def _let_go(self) -> None:
+        if self._marks_trained:
+            self._require_grad([group["params"] for group in self._optimizer.param_groups], False)
+
+    def _outside(self, optimizer: optim.Optimizer) -> LocalStates:
+        return LocalStates(optimizer, self._stand_ins)
 
     def _require_grad(self, groups: list[list[torch.Tensor]], required: bool) -> None:
         for parameter in (it for group in groups for it in group):
@@ -76,12 +75,12 @@ class LocalStep(SwappedStep):
                 group["fused"] = True
 
 
-class ShardedStates(OutsideStates):
-    """The states of an optimizer by sharded parameter, held by local parameter.
+class LocalStates(OutsideStates):
+    """The states of an optimizer by sharded parameter, held by stand-in.
 
     Args:
         optimizer: Whose parameters they belong to.
-        stand_ins: The local parameters.
+        stand_ins: Of those parameters.
     """
 
     def __init__(self, optimizer: optim.Optimizer, stand_ins: StandIns) -> None:
@@ -94,9 +93,7 @@ class ShardedStates(OutsideStates):
 
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         local = self._stand_ins.of(parameter)
-        self.inside[local] = {
-            name: localize_state(name, value, parameter, local.device) for name, value in state.items()
-        }
+        self.inside[local] = {name: _as_local(name, value, parameter, local.device) for name, value in state.items()}
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         del self.inside[self._stand_ins.of(parameter)]
@@ -118,14 +115,14 @@ class _StateView(dict[str, Any]):
     def __init__(self, state: Mapping[str, Any], parameter: torch.Tensor | None = None) -> None:
         self._state = state
         self._parameter = parameter
-        super().__init__({name: globalize_state(value, parameter) for name, value in state.items()})
+        super().__init__({name: _as_sharded(value, parameter) for name, value in state.items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
         if isinstance(self._state, dict):
             former = self._state.get(name)
             device = former.device if isinstance(former, torch.Tensor) else None
-            self._state[name] = localize_state(name, value, self._parameter, device)
+            self._state[name] = _as_local(name, value, self._parameter, device)
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
@@ -140,16 +137,16 @@ class _StateView(dict[str, Any]):
     update = MutableMapping.update  # type: ignore[assignment]
 
 
-def globalize_state(value: Any, parameter: torch.Tensor | None) -> Any:
-    """A state of a local parameter as a state of the sharded one."""
+def _as_sharded(value: Any, parameter: torch.Tensor | None) -> Any:
+    """A state of a stand-in as a state of the sharded parameter."""
     if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or isinstance(value, ShardTensor):
         return value
     is_local = value.dim() == 1 and value.numel() == parameter.spec.interval.numel
     return ShardTensor(value, parameter.spec) if is_local else value
 
 
-def localize_state(name: str, value: Any, parameter: torch.Tensor | None, device: torch.device | None = None) -> Any:
-    """A state of a sharded parameter, sharded itself or full, as a state of the local one.
+def _as_local(name: str, value: Any, parameter: torch.Tensor | None, device: torch.device | None = None) -> Any:
+    """A state of a sharded parameter, sharded itself or full, as a state of its stand-in.
 
     Args:
         name: Of the state.
@@ -162,12 +159,12 @@ def localize_state(name: str, value: Any, parameter: torch.Tensor | None, device
     if isinstance(value, ShardTensor):
         return value.to_local().to(device)
     if value.shape == parameter.shape:
-        return local_part(value, parameter.spec).to(device, copy=True)
+        return parameter.spec.localize(value).to(device, copy=True)
     return value
 
 
-class _Twins:
-    """The local parameters of one parameter group, with the gradients that the sharded ones have.
+class _GroupStandIns:
+    """The stand-ins of one parameter group, with the gradients that its sharded parameters have.
 
     What they were made from is remembered: in the steady state every gradient is the object that it was in the step
     before, and following a thousand parameters costs a thousand comparisons.
@@ -180,7 +177,7 @@ class _Twins:
         self._local: list[torch.Tensor] = []
 
     def follow(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The local parameters of a group, in order, in a list of their own."""
+        """The stand-ins of the group's parameters, in order, in a list of their own."""
         with torch._C.DisableTorchFunctionSubclass():
             gradients = [parameter.grad for parameter in parameters]
             if not _same_objects(parameters, self._parameters):
@@ -196,7 +193,7 @@ class _Twins:
     def _copy_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         for parameter, local, gradient in zip(self._parameters, self._local, gradients, strict=True):
             if isinstance(parameter, ShardTensor):
-                part = None if gradient is None else local_part(gradient, parameter.spec)
+                part = None if gradient is None else parameter.spec.localize(gradient)
                 local.grad = self._stand_ins.gradient_of(local, part)
         self._gradients = gradients
 

@@ -1,8 +1,11 @@
-"""Prepare optimizers for sharded parameters: what each steps on follows from its scope.
+"""Prepare optimizers for sharded parameters: what each steps on follows from its scope (`optimizer_scope.py`).
 
-An element-wise optimizer steps on this rank's elements (`local_step.py`). One that looks at a parameter as a whole
-steps on whole parameters, each on one rank (`owned_step.py`). Any other steps on the sharded tensors themselves, whose
-operations give global answers: right, and slow.
+- ``element``: :class:`LocalStep`, on this rank's elements (`local_step.py`).
+- ``parameter``: :class:`OwnedStep`, on whole parameters, each on one rank (`owned_step.py`).
+- ``model``, or unknown: :class:`GlobalStep`, on the sharded tensors themselves, whose operations give global answers:
+  right, and slow.
+
+The first two put plain tensors in the optimizer's hands while it steps, and take them back (`swapped_step.py`).
 """
 
 from __future__ import annotations

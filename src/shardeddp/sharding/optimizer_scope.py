@@ -28,6 +28,9 @@ ELEMENTWISE: set[type[optim.Optimizer]] = {
     optim.SGD,
 }
 
+SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+"""States of those that are one number per parameter, whatever the parameter's shape."""
+
 # By name: torch 2.11 is to be usable without those that are newer.
 _OTHERS: dict[str, Scope] = {"Adafactor": "parameter", "Muon": "parameter", "LBFGS": "model"}
 

@@ -1,7 +1,8 @@
 """OwnedStates: what owners keep of whole parameters, seen by every rank as sharded tensors that lie with one rank.
 
-Values never travel for that. What a rank has to know of another's states is how they are called, their shapes and
-dtypes, and what is a number; owners tell it after a step that has changed any of it.
+What a rank knows of another's states is their form: how they are called, their shapes and dtypes, and where there is a
+number. Owners tell it after a step that has changed it. Elements of tensors never travel for that, and numbers when all
+ranks ask for the states as a whole.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import optim
 from torch.utils import _pytree as pytree
 
-from shardeddp.comm import Mesh, agree_on_any, gather_results
+from shardeddp.comm import Mesh, agree_on_any, exchange, gather_results
 from shardeddp.plan.intervals import Interval
 from shardeddp.sharding.gathered import gather
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
+from shardeddp.sharding.state_forms import Number, NumberElsewhere, form_of, has_number, numbers_in
 from shardeddp.sharding.swapped_step import OutsideStates, State
-
-if TYPE_CHECKING:
-    from shardeddp.sharding.owned_step import Whole, Wholes
+from shardeddp.sharding.whole_parameters import WholeParameter, WholeParameters
 
 
 class OwnedStates(OutsideStates):
@@ -37,11 +37,13 @@ class OwnedStates(OutsideStates):
         mesh: Of the sharded parameters.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, wholes: Wholes, mesh: Mesh) -> None:
+    def __init__(self, optimizer: optim.Optimizer, wholes: WholeParameters, mesh: Mesh) -> None:
         super().__init__()
         self._optimizer, self._wholes, self._mesh = optimizer, wholes, mesh
         self._shown: dict[torch.Tensor, State] = {}
-        self._told: dict[torch.Tensor, Any] = {}  # by parameter, how its states were described
+        self._forms: dict[torch.Tensor, Any] = {}  # as told by owners; alike on all ranks
+        self._have_numbers = False  # states of those forms
+        self._numbers: dict[torch.Tensor, dict[str, Number]] | None = None  # by path; brought -> the next step
         self._specs: dict[tuple[torch.Tensor, str], ShardSpec] = {}
 
     # -- as others see them
@@ -62,10 +64,10 @@ class OwnedStates(OutsideStates):
     def __delitem__(self, parameter: torch.Tensor) -> None:
         if parameter not in self:
             raise KeyError(parameter)
-        place = self._wholes.of(parameter)
-        self.inside.pop(parameter if place is None else place.tensor, None)
+        whole = self._wholes.of(parameter)
+        self.inside.pop(parameter if whole is None else whole.tensor, None)
         self._shown.pop(parameter, None)
-        self._told.pop(parameter, None)
+        self._forms.pop(parameter, None)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (parameter for parameter in self._parameters() if parameter in self)
@@ -74,100 +76,137 @@ class OwnedStates(OutsideStates):
         return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
-        known = self._shown.keys() | self._told.keys() if isinstance(parameter, ShardTensor) else self.inside.keys()
+        known = self._shown.keys() | self._forms.keys() if isinstance(parameter, ShardTensor) else self.inside.keys()
         return parameter in known
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
+    def _owned(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """What this rank steps on: number of the parameter, the parameter, the whole one."""
+        for number, parameter in enumerate(self._parameters()):
+            whole = self._wholes.of(parameter)
+            if whole is not None and whole.tensor is not None:
+                yield number, parameter, whole.tensor
+
     # -- before and after a step
 
     def settle(self) -> None:
-        """Bring what has been assigned since the last step to the owners."""
+        """Bring what has been assigned since the last step to the owners; it stays shown until :meth:`tell`."""
         for parameter in [it for it in self._parameters() if it in self._shown]:
-            state, place = self._shown.pop(parameter), self._wholes.of(parameter)
-            if place is None:
+            whole = self._wholes.of(parameter)
+            if whole is None:
                 raise RuntimeError("states are settled for parameters that have an owner")
-            settled = pytree.tree_map_only(torch.Tensor, partial(_whole_of, place.owner), state)
-            if place.tensor is not None:
-                self.inside[place.tensor] = settled
+            settled = pytree.tree_map_only(torch.Tensor, partial(_whole_of, whole.owner), self._shown[parameter])
+            if whole.tensor is not None:
+                self.inside[whole.tensor] = settled
 
     def tell(self) -> None:
-        """Let all ranks know what owners have: an agreement of one byte on the host if nothing is new.
-
-        Shapes of tensors rarely are. A number that an optimizer counts in Python is new in every step.
-        """
+        """Let all ranks know the forms of what owners have: an agreement of one byte on the host if none is new."""
         parameters = self._parameters()
-        mine: list[tuple[int, Any]] = []
+        self._numbers = None
+        for parameter in parameters:
+            self._shown.pop(parameter, None)
+        mine: dict[int, Any] = {}
         failure: Exception | None = None
         try:
-            mine = list(self._describe(parameters))
+            mine = {number: self._form_of(whole) for number, _, whole in self._owned()}
         except TypeError as error:
             failure = error
-        changed = any(self._told.get(parameters[number]) != described for number, described in mine)
+        changed = any(self._forms.get(parameters[number]) != form for number, form in mine.items())
         if not agree_on_any([changed or failure is not None], self._mesh.control)[0]:
             return
 
         def answer() -> bytes:
             if failure is not None:
                 raise failure
-            return json.dumps(mine).encode()
+            return json.dumps(list(mine.items())).encode()
 
         answers = gather_results("describing the optimizer's states", answer, self._mesh.control)
-        for rank in self._mesh.owners.ranks:
-            for number, described in json.loads(answers[rank]):
-                self._told[parameters[number]] = described
-        self._told = {parameter: described for parameter, described in self._told.items() if described is not None}
+        told = {parameters[number]: form for number, form in self._from_owners(answers)}
+        self._forms = {parameter: form for parameter, form in {**self._forms, **told}.items() if form is not None}
+        self._have_numbers = any(map(has_number, self._forms.values()))
 
-    def _describe(self, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[int, Any]]:
-        """What this rank keeps, by number of the parameter; None where it keeps nothing."""
-        for number, parameter in enumerate(parameters):
-            place = self._wholes.of(parameter)
-            if place is not None and place.tensor is not None:
-                state = self.inside.get(place.tensor)
-                yield number, None if state is None else _describe(state, type(self._optimizer).__name__)
+    def _form_of(self, whole: torch.Tensor) -> Any:
+        """Of what this rank keeps of a parameter; None if that is nothing."""
+        state = self.inside.get(whole)
+        return None if state is None else form_of(state, type(self._optimizer).__name__)
+
+    def _from_owners(self, answers: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
+        for rank in self._mesh.owners.ranks:
+            yield from json.loads(answers[rank])
+
+    # -- numbers of others
+
+    def bring_numbers(self) -> None:
+        """Let all ranks know all numbers among the states: a collective, unless they do or there are none."""
+        if not self._have_numbers or self._numbers is not None or self._mesh.owners.size == 1:
+            return
+        self._mesh.assembly.call(f"state_dict of {type(self._optimizer).__name__}, which has states that are numbers,")
+        mine = [
+            (number, dict(numbers_in(self._shown.get(parameter) or self.inside.get(whole))))
+            for number, parameter, whole in self._owned()
+        ]
+        answers = exchange(json.dumps(mine).encode(), self._mesh.control)
+        parameters = self._parameters()
+        self._numbers = {parameters[number]: found for number, found in self._from_owners(answers)}
+        for parameter, state in self._shown.items():
+            brought = partial(_brought, self._numbers.get(parameter, {}))
+            state.update(pytree.tree_map_only(NumberElsewhere, brought, dict(state)))
+
+    # -- what is shown
 
     def _show(self, parameter: ShardTensor) -> State:
-        place = self._wholes.of(parameter)
-        described = self._told.get(parameter)
-        if place is None or described is None:
+        whole = self._wholes.of(parameter)
+        form = self._forms.get(parameter)
+        if whole is not None and whole.tensor is not None and self._form_of(whole.tensor) != form:
+            raise RuntimeError(
+                f"a step of {type(self._optimizer).__name__} has failed and left states of {parameter.spec.fqn} on "
+                f"this rank of which the others do not know: expected none to be read before a step has succeeded. "
+                f"Step again, or load the optimizer's state of before (load_state_dict)"
+            )
+        if whole is None or form is None:
             return {}
-        held = None if place.tensor is None else self.inside.get(place.tensor)
-        return self._build(described, held, place, "")
+        held = None if whole.tensor is None else self.inside.get(whole.tensor)
+        return self._build(form, held, whole, "")
 
-    def _build(self, described: Any, held: Any, place: Whole, path: str) -> Any:
-        kind, content = described
+    def _build(self, form: Any, held: Any, whole: WholeParameter, path: str) -> Any:
+        """A state as it is shown, from its form and, at the owner, from what is held there."""
+        kind, content = form
         if kind == "tensor":
-            return self._sharded(content, held, place, path)
+            return self._sharded(content, held, whole, path)
+        if kind == "number":
+            known = (self._numbers or {}).get(whole.parameter, {})
+            return _brought(known, NumberElsewhere(whole.parameter.spec.fqn, path)) if held is None else held
         if kind == "value":
             return content
         if kind == "dict":
             return {
-                key: self._build(item, None if held is None else held[key], place, f"{path}.{key}")
+                key: self._build(item, None if held is None else held[key], whole, f"{path}.{key}")
                 for key, item in content
             }
         items = [
-            self._build(item, None if held is None else held[index], place, f"{path}.{index}")
+            self._build(item, None if held is None else held[index], whole, f"{path}.{index}")
             for index, item in enumerate(content)
         ]
         return tuple(items) if kind == "tuple" else items
 
-    def _sharded(self, content: Sequence[Any], held: torch.Tensor | None, place: Whole, path: str) -> ShardTensor:
+    def _sharded(self, content: Sequence[Any], held: torch.Tensor | None, whole: WholeParameter, path: str) -> Any:
         shape, dtype, device = torch.Size(content[0]), _dtype(content[1]), content[2]
-        spec = self._specs.get((place.parameter, path))
+        spec = self._specs.get((whole.parameter, path))
         if spec is None or spec.shape != shape:
-            spec = self._specs[place.parameter, path] = self._spec(shape, place, path)
+            spec = self._specs[whole.parameter, path] = self._spec(shape, whole, path)
         local = torch.empty(0, dtype=dtype, device=device) if held is None else held.detach().reshape(-1)
         return ShardTensor(local, spec)
 
-    def _spec(self, shape: torch.Size, place: Whole, path: str) -> ShardSpec:
-        if place.at_home and shape == place.parameter.shape:
-            return place.parameter.spec
-        whole, nothing = Interval(0, shape.numel()), Interval(0, 0)
+    def _spec(self, shape: torch.Size, whole: WholeParameter, path: str) -> ShardSpec:
+        if whole.at_home and shape == whole.parameter.shape:
+            return whole.parameter.spec
+        everything, nothing = Interval(0, shape.numel()), Interval(0, 0)
         return ShardSpec(
-            fqn=f"{place.parameter.spec.fqn}{path}",
+            fqn=f"{whole.parameter.spec.fqn}{path}",
             shape=shape,
-            intervals=tuple(whole if rank == place.owner else nothing for rank in range(self._mesh.owners.size)),
+            intervals=tuple(everything if rank == whole.owner else nothing for rank in range(self._mesh.owners.size)),
             mesh=self._mesh,
         )
 
@@ -182,21 +221,8 @@ def _whole_of(owner: int, value: torch.Tensor) -> torch.Tensor | None:
     return gather(value)
 
 
-def _describe(value: Any, optimizer: str) -> Any:
-    """A state as JSON, with shapes and dtypes in place of tensors."""
-    if isinstance(value, torch.Tensor):
-        return ["tensor", [list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type]]
-    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        return ["dict", [[key, _describe(item, optimizer)] for key, item in value.items()]]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [_describe(item, optimizer) for item in value]]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ["value", value]
-    raise TypeError(
-        f"{optimizer} keeps a {type(value).__name__} as a state of a parameter: expected numbers, text, tensors and "
-        f"lists, tuples and dicts (by text or number) of them, which other ranks can be told of. Say "
-        f"ShardedDP(optimizer_scope={{'{optimizer}': 'model'}}) to have it step on all ranks"
-    )
+def _brought(numbers: Mapping[str, Number], elsewhere: NumberElsewhere) -> Number | NumberElsewhere:
+    return numbers.get(elsewhere.path, elsewhere)
 
 
 def _dtype(name: str) -> torch.dtype:

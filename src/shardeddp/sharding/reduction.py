@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardeddp.comm import Pending, Ticket
 from shardeddp.comm.collectives import ReduceKind
-
-if TYPE_CHECKING:
-    from shardeddp.sharding.group_gradients import GroupGradients
+from shardeddp.sharding.gradient_memory import GradientMemory
 
 
 class Arrival(Enum):
@@ -32,7 +29,7 @@ class Reduction:
     """A gradient reduction that has been issued: in the shard group first, then across replicas.
 
     Args:
-        gradients: Whose.
+        memory: Where they lie.
         buffer: 1D, padded_numel; their packed gradients.
         output: 1D, shard_numel; where averages arrive: the gradient shard, or a slice of the buffer.
         arrival: Where they go from there.
@@ -43,7 +40,7 @@ class Reduction:
 
     def __init__(
         self,
-        gradients: GroupGradients,
+        memory: GradientMemory,
         buffer: torch.Tensor,
         output: torch.Tensor,
         arrival: Arrival,
@@ -53,12 +50,12 @@ class Reduction:
     ) -> None:
         self._partial = partial
         self._kind: ReduceKind = kind
-        self._gradients, self._output, self._arrival, self._kept = gradients, output, arrival, kept
+        self._memory, self._output, self._arrival, self._kept = memory, output, arrival, kept
         # A gradient that autograd leaves on a parameter used outside its unit may be added to the shard at any time.
         # On compute's stream that is in order with what is added here, on the lane it would not be.
         self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
         self._in_buffer = True
-        mesh = gradients.mesh
+        mesh = memory.mesh
 
         def action() -> Pending:
             return mesh.reduce.reduce_scatter(output, buffer).then(self._arrived)
@@ -69,11 +66,11 @@ class Reduction:
         """Wait for the collective under way and issue the next; True when the gradient shard is complete."""
         more = self._ticket.advance()
         if not more and self._adds:
-            self._gradients.absorb(self._output, self._kept)
+            self._memory.absorb(self._output, self._kept)
         if self._in_buffer:
             # Only the first collective needed it, and another reduction may have opened it since.
             self._in_buffer = False
-            self._gradients.close_buffer()
+            self._memory.close_buffer()
         return not more
 
     def finish(self) -> None:
@@ -82,21 +79,21 @@ class Reduction:
             pass
 
     def _arrived(self) -> Pending:
-        gradients = self._gradients
+        memory = self._memory
         if self._arrival is Arrival.IN_PARTIAL_SUMS:
-            gradients.keep_partial(self._output)
+            memory.keep_partial(self._output)
         elif self._arrival is Arrival.SHARED:
             if self._partial is not None:
                 self._output.add_(self._partial)
                 self._partial = None
-            self._output = gradients.leave_buffer(self._output)
+            self._output = memory.leave_buffer(self._output)
             return self._share().then(self._shared)
         elif not self._adds:
-            gradients.absorb(self._output, self._kept)
+            memory.absorb(self._output, self._kept)
         return Pending()
 
     def _share(self) -> Pending:
-        mesh, shared = self._gradients.mesh, self._output
+        mesh, shared = self._memory.mesh, self._output
         if not mesh.topology.split_replicas:
             return mesh.replicate.all_reduce_(shared, self._kind)
         self._output = shared.view(mesh.replicate.size, -1)[mesh.replicate.rank]
@@ -104,5 +101,5 @@ class Reduction:
 
     def _shared(self) -> Pending:
         if not self._adds:
-            self._gradients.absorb(self._output, self._kept)
+            self._memory.absorb(self._output, self._kept)
         return Pending(keep=(self._output,))

@@ -45,8 +45,7 @@ Dispatch = Callable[..., Any]
 class ShardSpec:
     """What all tensors that are sharded like one parameter have in common; compared by identity.
 
-    Gradients and optimizer states share the spec of their parameter, which is how operations know that their intervals
-    coincide.
+    Gradients and optimizer states share their parameter's spec, by which operations know that intervals coincide.
     """
 
     fqn: str
@@ -75,9 +74,11 @@ class ShardSpec:
         """The device that a tensor over these elements shows: where it computes."""
         return self.mesh.device if self.offloaded and local.device.type == "cpu" else local.device
 
-    def localize(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's interval of a tensor of the parameter's shape; a view where ``full`` is contiguous."""
-        return full.reshape(-1)[self.interval.start : self.interval.stop]
+    def localize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's interval of a tensor of the parameter's shape, full or sharded; a view if it can be one."""
+        if isinstance(tensor, ShardTensor) and tensor.spec is self:
+            return tensor.to_local()
+        return tensor.reshape(-1)[self.interval.start : self.interval.stop]
 
 
 class ShardTensor(Chunked, torch.Tensor):
@@ -214,11 +215,10 @@ class ShardTensor(Chunked, torch.Tensor):
         return gather(self, "full_tensor of")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        interval = self._spec.interval
+        spec, interval = self._spec, self._spec.interval
         return (
-            f"ShardTensor({self._spec.fqn}, shape={tuple(self._spec.shape)}, dtype={self._local.dtype}, "
-            f"elements {interval.start}..{interval.stop} of {self._spec.numel} on rank "
-            f"{self._spec.mesh.rank}, local={self._local!r})"
+            f"ShardTensor({spec.fqn}, shape={tuple(spec.shape)}, dtype={self._local.dtype}, elements "
+            f"{interval.start}..{interval.stop} of {spec.numel} on rank {spec.mesh.rank}, local={self._local!r})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, MutableMapping
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import optim
+
+from shardeddp.sharding.shard_tensor import ShardTensor
 
 State = dict[str, Any]
 
@@ -22,6 +26,9 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
 
     def __init__(self) -> None:
         self.inside = defaultdict(dict)
+
+    def tell(self) -> None:
+        """A step has ended, on all ranks: let them know of each other's states what they have to."""
 
 
 class SwappedStep(ABC):
@@ -37,11 +44,15 @@ class SwappedStep(ABC):
         self._on_step = on_step
         self._sharded: list[list[torch.Tensor]] | None = None  # the groups' own lists while plain ones are in place
         self._adopt_state(optimizer)
-        optimizer.register_step_pre_hook(self._before_step)
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        # Before those of users, who are to see the sharded parameters.
+        others = dict(optimizer._optimizer_step_post_hooks)
+        optimizer._optimizer_step_post_hooks.clear()
         optimizer.register_step_post_hook(self._after_step)
-        optimizer.register_state_dict_pre_hook(lambda _: self._leave())  # a step may have failed half-way
+        optimizer._optimizer_step_post_hooks.update(others)
         optimizer.register_state_dict_post_hook(_plain_state_dict)
         optimizer.register_load_state_dict_post_hook(self._adopt_state)
+        self._surround_step(optimizer)
 
     @abstractmethod
     def _swap_in(self, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
@@ -50,6 +61,10 @@ class SwappedStep(ABC):
     @abstractmethod
     def _bring_back(self) -> None:
         """Give the sharded parameters what the step has made of the plain tensors."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Give back what the step was lent; also after one that failed at any point, perhaps on this rank alone."""
 
     @abstractmethod
     def _outside(self, optimizer: optim.Optimizer) -> OutsideStates:
@@ -74,10 +89,37 @@ class SwappedStep(ABC):
             return
         self._leave()
         self._bring_back()
+        self._let_go()
         self._on_step()
+        self._states.tell()
+
+    def _surround_step(self, optimizer: optim.Optimizer) -> None:
+        """Swap behind the hooks that users have set by now, and undo it where a step fails: no hook is told of that."""
+        step: Any = optimizer.step
+
+        @functools.wraps(step.__func__ if isinstance(step, MethodType) else step)
+        def surrounded(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            hooks = optimizer._optimizer_step_pre_hooks
+            hooks[self._hook.id] = hooks.pop(self._hook.id)
+            try:
+                return step(*args, **kwargs)
+            except BaseException:
+                self._give_up()
+                raise
+
+        optimizer.step = MethodType(surrounded, optimizer)  # type: ignore[method-assign]
+
+    def _give_up(self) -> None:
+        """Leave a step that has failed: what it wrote to shards stays, as without sharding; what to copies is lost."""
+        if self._sharded is not None:
+            self._leave()
+            # On all ranks alike, whichever of them have written to theirs: what was gathered is gathered anew.
+            held = [it for group in self._optimizer.param_groups for it in group["params"]]
+            torch.autograd.graph.increment_version([it.to_local() for it in held if isinstance(it, ShardTensor)])
+        self._let_go()
 
     def _enter(self) -> None:
-        self._leave()  # an earlier step may have failed half-way
+        self._give_up()  # an earlier step may have failed that was not called as a method of the optimizer
         if self._optimizer.state is not self._states:
             self._adopt_state(self._optimizer)  # somebody has assigned another mapping
         groups = [group["params"] for group in self._optimizer.param_groups]

@@ -156,12 +156,11 @@ class CheckpointStrategy(ProcessStrategy):
 
     def _checkpoint_root(self, filepath: str | Path) -> Path:
         """The directory of a callback that keeps checkpoints around a path, else the run's own."""
-        module = self.lightning_module
-        if module is None:
+        if self.trainer is None:
             raise RuntimeError("ShardedDP knows where its checkpoints are only while a Trainer runs")
         path = Path(os.path.realpath(os.path.dirname(filepath)))
-        inside = [root for root in checkpoint_folders(module.trainer) if path.is_relative_to(os.path.realpath(root))]
-        return Path(inside[0] if inside else module.trainer.default_root_dir)
+        inside = [root for root in checkpoint_folders(self.trainer) if path.is_relative_to(os.path.realpath(root))]
+        return Path(inside[0] if inside else self.trainer.default_root_dir)
 
     def _sweep(self, folders: Iterable[str | Path]) -> None:
         """Clear away what killed runs have left in directories of checkpoints."""
@@ -287,8 +286,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     @property
     def _fitting(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from typing_extensions import override
 
+from shardeddp.checkpoint.loader_states import gather_loader_states, take_loader_state
 from shardeddp.checkpoint.random_state import ResumeRandomness, gather_random_states
 from shardeddp.comm import exchange
 from shardeddp.comm.failures import end_quickly
@@ -19,7 +20,8 @@ from shardeddp.plugins.preemption import Preemption
 from shardeddp.strategy.checkpoints import CheckpointStrategy
 
 KEY = "shardeddp"
-"""Where a checkpoint has what Lightning does not know of: ``{"random_states": [one per rank]}``."""
+"""Where a checkpoint has what Lightning does not know of: ``{"random_states": [one per rank], "loader_states": ...}``,
+the latter where ranks are in different places of their data."""
 
 
 class ContinuingStrategy(CheckpointStrategy):
@@ -68,14 +70,12 @@ class ContinuingStrategy(CheckpointStrategy):
         self._randomness.began()
 
     def _trainer_at_work(self) -> Trainer:
-        if self.lightning_module is None:
+        if self.trainer is None:
             raise RuntimeError("ShardedDP has no module yet: the Trainer connects it when it starts to run")
-        return self.lightning_module.trainer
+        return self.trainer
 
     def _is_running(self) -> bool:
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer  # none where ranks were spawned
-        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        return self.trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
 
     def _find_launcher(self) -> int | None:
         """The process of this machine's first rank, if that one has started this one."""
@@ -113,6 +113,8 @@ class ContinuingStrategy(CheckpointStrategy):
         if self._mesh is not None:
             states = gather_random_states(self._randomness.capture(self.root_device), self._mesh.control)
             checkpoint[KEY] = {"random_states": states}
+            if loader_states := gather_loader_states(checkpoint, self._mesh.control):
+                checkpoint[KEY]["loader_states"] = loader_states
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._preemption.requeues or not self._is_running():
             self.wait_for_checkpoint()  # nobody else is going to
@@ -122,8 +124,11 @@ class ContinuingStrategy(CheckpointStrategy):
         """Read a checkpoint; its random states come into force when training starts."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._mesh is not None and self._fitting:
-            states = checkpoint.get(KEY, {}).get("random_states")
-            self._randomness.hold(states, self._mesh.rank, self._mesh.topology.world_size)
+            own = checkpoint.get(KEY, {})
+            rank, size = self._mesh.rank, self._mesh.topology.world_size
+            self._randomness.hold(own.get("random_states"), rank, size)
+            if "loader_states" in own:
+                take_loader_state(checkpoint, own["loader_states"], rank, size)
         return checkpoint
 
     # -- errors of one rank
@@ -146,7 +151,6 @@ class ContinuingStrategy(CheckpointStrategy):
 
     def _alone(self) -> bool:
         """Whether this rank handles an exception that others do not have, so that nothing may wait for them."""
-        module = self.lightning_module
-        if self._interruption is None or module is None or module._trainer is None:
+        if self._interruption is None or self.trainer is None:
             return False
-        return self._interruption.alone(module.trainer)
+        return self._interruption.alone(self.trainer)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from shardeddp.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
     Precision,
+    Trainer,
     all_gather_ddp_if_available,
     default_backend_for_device,
     init_dist_connection,
@@ -36,6 +38,7 @@ from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
 from shardeddp.plugins.precision import shard_precision
 from shardeddp.plugins.timeout import collective_timeout
 from shardeddp.sharding.hooks import runtime_of
+from shardeddp.strategy.release import describe_release
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -48,6 +51,7 @@ class ProcessStrategy(AcceptsCompiled):
         process_group_backend: Of the default process group; None: the device's own.
         timeout: After how long a collective gives up.
         start_method: How ranks are started where the cluster environment does not.
+        debug: Whether what users communicate is compared over ranks before it happens.
         accelerator: Set by the Trainer, as all that follow may be.
         parallel_devices: One per rank of this machine.
         cluster_environment: Where ranks and addresses come from.
@@ -62,6 +66,7 @@ class ProcessStrategy(AcceptsCompiled):
         process_group_backend: str | None,
         timeout: float | timedelta,
         start_method: StartMethod,
+        debug: bool,
         accelerator: Accelerator | None,
         parallel_devices: list[torch.device] | None,
         cluster_environment: ClusterEnvironment | None,
@@ -73,9 +78,16 @@ class ProcessStrategy(AcceptsCompiled):
         self._process_group_backend = _check_backend(process_group_backend)
         self.timeout = collective_timeout(timeout)
         self._start_method: StartMethod = start_method
+        self.debug = debug
         self.num_nodes = 1  # set by the Trainer
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
         self._mesh: Mesh | None = None
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """Whose runs these are; None before it has connected a module, and in a process that has spawned the ranks."""
+        module = self.lightning_module
+        return None if module is None else module._trainer
 
     @property
     def is_distributed(self) -> bool:
@@ -150,6 +162,7 @@ class ProcessStrategy(AcceptsCompiled):
             sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
             topology = self.placement.topology(self.num_nodes, self.num_processes, self._order)
             self._mesh = self._make_mesh(topology) if sharded is None else sharded.mesh
+        self._mesh.failures.begin_run()
         if self.world_size == 1:
             # Said wherever a process group exists; Lightning itself leaves the synchronisation of one rank out.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
@@ -171,20 +184,22 @@ class ProcessStrategy(AcceptsCompiled):
         store, seats = meet(environment.main_address, environment.main_port, seat, self.timeout)
         check_runs(seats)
         self._order = node_order(seats)
-        init_dist_connection(
-            environment,
-            self._process_group_backend or default_backend_for_device(device),
-            timeout=self.timeout,
-            device_id=None if device.type == "cpu" else device,
-            store=store,
-        )
+        with torch_compares() if self.debug else nullcontext():
+            init_dist_connection(
+                environment,
+                self._process_group_backend or default_backend_for_device(device),
+                timeout=self.timeout,
+                device_id=None if device.type == "cpu" else device,
+                store=store,
+            )
 
     def _describe_run(self) -> str:
         """What has to be the same on all ranks for them to find each other."""
-        return f"shardeddp {_version()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}, {self.placement}"
+        versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
+        return f"{versions}, {self.placement}, debug={self.debug}"
 
     def _make_mesh(self, topology: Topology) -> Mesh:
-        return Mesh(topology, self.root_device, self.timeout, self.placement.regather_size)
+        return Mesh(topology, self.root_device, self.timeout, self.placement.regather_size, debug=self.debug)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""
@@ -194,14 +209,23 @@ class ProcessStrategy(AcceptsCompiled):
 
     # -- communication for users
 
+    def _compare(self, operation: str) -> None:
+        """With ``debug``: raise on every rank if one of them has come to another operation."""
+        if self._mesh is not None and self._mesh.comparison is not None:
+            self._mesh.comparison.call(operation)
+
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._mesh is not None:
+            self._compare(f"barrier({name or ''})")
             barrier(self._mesh)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._mesh is None else broadcast_object(self._mesh, obj, src)
+        if self._mesh is None:
+            return obj
+        self._compare(f"broadcast(src={src})")
+        return broadcast_object(self._mesh, obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -209,11 +233,32 @@ class ProcessStrategy(AcceptsCompiled):
             return tensor
         if group is not None and group is not torch.distributed.group.WORLD:
             raise NotImplementedError("reduce() is over all ranks; for other groups use torch.distributed")
-        return reduce_tensor(self._mesh, whole(tensor), "sum" if reduce_op is None else reduce_op)
+        kind = "sum" if reduce_op is None else reduce_op
+        self._compare(f"reduce({_describe(tensor)}, {kind})")
+        return reduce_tensor(self._mesh, whole(tensor), kind)
 
     @override
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        self._compare(f"all_gather({_describe(tensor)})")
         return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
+
+
+@contextmanager
+def torch_compares() -> Generator[None]:
+    """Let the process group that is made inside compare what is asked of it by calling torch, with torch's own means.
+
+    See ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which does that for all groups.
+    """
+    level = torch.distributed.get_debug_level()
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        torch.distributed.set_debug_level(level)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 def _check_backend(name: str | None) -> str | None:
@@ -225,10 +270,3 @@ def _check_backend(name: str | None) -> str | None:
             f"(cpu:gloo,cuda:nccl); a backend of a package of its own is known once that package is imported"
         )
     return name
-
-
-def _version() -> str:
-    try:
-        return version("shardeddp")
-    except PackageNotFoundError:
-        return "that is not installed"

@@ -96,6 +96,8 @@ class ShardedDP(ModelStrategy):
         checkpoint_options: More about sharded checkpoints: asynchronous saves, durability, foreign formats.
         process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
         timeout: After how long a collective gives up: seconds, or a duration (a timedelta; ``0:10:00`` in YAML).
+        debug: True compares what your code communicates over ranks before it happens: an error names both lines where
+            ranks do different things, instead of a hang. Each such call then waits for a message on the host.
         start_method: How this strategy starts ranks where the cluster environment does not: ``popen`` runs the script
             again, ``spawn`` and ``fork`` start functions (notebooks, tests).
         accelerator: Set by the Trainer.
@@ -126,6 +128,7 @@ class ShardedDP(ModelStrategy):
         checkpoint_options: CheckpointOptions = _DEFAULTS,
         process_group_backend: str | None = None,
         timeout: float | timedelta = 600.0,
+        debug: bool = False,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -148,6 +151,7 @@ class ShardedDP(ModelStrategy):
             checkpoint_options=checkpoint_options,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            debug=debug,
             start_method=start_method,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -188,8 +192,7 @@ class ShardedDP(ModelStrategy):
         return self.offload.optimizer and not self.offload.params and self.root_device.type != "cpu"
 
     def _accumulates(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module.trainer.accumulate_grad_batches > 1
+        return self.trainer is not None and self.trainer.accumulate_grad_batches > 1
 
     # -- setup and teardown
 
@@ -259,17 +262,15 @@ class ShardedDP(ModelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        module = self.lightning_module
-        if module is not None and module._trainer is not None:
-            self._companions.averages.keep_in_place(module.trainer, module)
+        if self.trainer is not None:
+            self._companions.averages.keep_in_place(self.trainer, self.trainer.lightning_module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model's part of a checkpoint; what callbacks load after it waits for shards as well."""
         super().load_model_state_dict(checkpoint, strict)
-        module = self.lightning_module
-        if module is not None:
-            self._companions.averages.await_shards(module.trainer, module, self.checkpoint_options.cast)
+        trainer = self._trainer_at_work()
+        self._companions.averages.await_shards(trainer, trainer.lightning_module, self.checkpoint_options.cast)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -285,8 +286,8 @@ class ShardedDP(ModelStrategy):
     def teardown(self) -> None:
         """Let Lightning's parts go; shards and process group stay, so that saving and another run still work."""
         self._end_run()
-        if self.lightning_module is not None:
-            self._companions.leave(self.lightning_module.trainer, self.lightning_module)
+        if self.trainer is not None:
+            self._companions.leave(self.trainer, self.trainer.lightning_module)
         self._deferred.forget()
         self._environment.teardown()
         self.precision_plugin.teardown()

@@ -10,8 +10,7 @@ from torch import nn, optim
 
 from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.errors import CheckpointError
-from shardeddp.sharding.local_step import SCALAR_STATES
-from shardeddp.sharding.optimizer_scope import ELEMENTWISE
+from shardeddp.sharding.optimizer_scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 
 _SHOWN = 20

@@ -1,0 +1,117 @@
+"""Lookout: a thread that says for a rank where its main thread is, when another rank waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from shardeddp.comm.notes import LostStoreError, Notes, SilentStoreError
+
+PERIOD_S = 0.5
+"""How often it looks whether somebody asks."""
+
+_ENGINE = ("shardeddp", "torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
+
+
+class Lookout:
+    """Asks where other ranks are, and answers for this one; the thread ends with what it answers for.
+
+    Args:
+        rank: This rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._notes = Notes("lookout", rank)
+        self._reports: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
+        self._answered = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Answer from now on."""
+        if self._thread is None:
+            over = self._over
+            alive = weakref.ref(self, lambda _: over.set())
+            self._thread = threading.Thread(target=_look_out, args=(alive, over), name="shardeddp-lookout", daemon=True)
+            self._thread.start()
+            _STARTED.add(self)
+
+    def stop(self) -> None:
+        """End the thread, before the interpreter ends under its feet."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def add_report(self, name: str, report: Callable[[], Any]) -> None:
+        """Let answers say more.
+
+        Args:
+            name: Of what is said.
+            report: A method, called on the thread, that gives what JSON can hold. Its object is not kept alive.
+        """
+        self._reports[name] = weakref.WeakMethod(report)
+
+    def ask(self) -> int:
+        """Ask all ranks; the number of the question. Who runs answers within the period."""
+        return self._notes.count("question")
+
+    def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:
+        """What ranks have answered last, to this question or a later one: ``where`` each is, and what it reports."""
+        texts = {rank: self._notes.read(f"answer/{rank}") for rank in ranks}
+        found = {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+        return {rank: answer for rank, answer in found.items() if answer["question"] >= question}
+
+    def look_out(self) -> None:
+        """Answer, if somebody has asked since the last time."""
+        question = self._notes.count("question", 0)
+        if question > self._answered:
+            self._answered = question
+            reports = {name: report() for name, method in self._reports.items() if (report := method()) is not None}
+            where = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+            self._notes.write(
+                f"answer/{self._rank}", json.dumps({"question": question, "where": where, "reports": reports})
+            )
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost line of the user's own code, or of what is there instead."""
+    innermost = frame
+    foreign = tuple(place for name in _ENGINE if name in sys.modules for place in sys.modules[name].__path__)
+    standard = os.path.dirname(threading.__file__)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(foreign) and ("site-packages" in file or not file.startswith(standard)):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+
+
+def _look_out(alive: weakref.ref[Lookout], over: threading.Event) -> None:
+    while not over.wait(PERIOD_S):
+        lookout = alive()
+        if lookout is None:
+            return
+        try:
+            lookout.look_out()
+        except SilentStoreError:
+            pass  # its host may go on
+        except LostStoreError:
+            return
+        del lookout
+
+
+_STARTED: weakref.WeakSet[Lookout] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for lookout in list(_STARTED):
+        lookout.stop()
