@@ -55,6 +55,14 @@ class Dropped(Recorded):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
+class KnowsItsEnd(Dropped):
+    """Asks for the number of steps, and so for the loaders, before it is known where these are to go on."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches == EPOCHS * SAMPLES // BATCH // 2
+        return super().configure_optimizers()
+
+
 def noisy(index: int) -> Tensor:
     """One sample, with noise from all three generators."""
     return torch.full((WIDTH,), float(index % 7)) + torch.randn(WIDTH) + random.random() + float(np.random.rand())
@@ -189,9 +197,9 @@ def fit(
 ) -> dict[str, Any]:
     """Train; losses of this rank, the checkpoints that were saved, and warnings about random states."""
     seed_everything(3, verbose=False)
-    model = Dropped()
+    model = KnowsItsEnd() if "knows its end" in options else Dropped()
     validation = DataLoader(torch.zeros(4, WIDTH), 2) if save == "validation end" or "val" in options else None
-    options = {name: value for name, value in options.items() if name != "val"}
+    options = {name: value for name, value in options.items() if name not in ("val", "knows its end")}
     trainer = make_trainer(
         ShardedDP(strategy, 1 if strategy == "hybrid_shard" else None, auto_wrap_policy=None, state_dict_type=kind),
         enable_checkpointing=True,
@@ -266,6 +274,10 @@ def test_in_the_middle_of_an_epoch_with_every_stateful_loader(
     world: Worlds, tmp_path: Path, loader: str, step: int
 ) -> None:
     check(world, tmp_path, loader, "middle", step=step)
+
+
+def test_in_the_middle_of_an_epoch_by_a_model_that_asks_for_the_number_of_steps(world: Worlds, tmp_path: Path) -> None:
+    check(world, tmp_path, "own order", "middle", step=4, kind="sharded", **{"knows its end": True})
 
 
 @pytest.mark.parametrize("loader", STATEFUL)

@@ -21,6 +21,9 @@ EXPECTED_WARNINGS = (
     ("You defined a `validation_step` but have no `val_dataloader`", UserWarning),
     ("The `srun` command is available", UserWarning),
     ("GPU available but not used", UserWarning),
+    ("Your `IterableDataset` has `__len__` defined", UserWarning),
+    ("Length of IterableDataset .* was reported to be", UserWarning),
+    ("The dirpath has changed from", UserWarning),
     ("Checkpoint directory .* exists and is not empty", UserWarning),
     ("nothing is known about the optimizer support.tasks.NormalizedDescent", UserWarning),
     ("the checkpoint has the random states of . ranks", UserWarning),  # resuming in another world

@@ -29,11 +29,53 @@ class Stream(IterableDataset[Tensor]):
         yield from sequences(dist.get_rank(), self.count)
 
 
-def loader(counts: tuple[int, int], known: bool) -> DataLoader[Tensor]:
-    """As many batches of two on each rank as ``counts`` has."""
+class Told(Stream):
+    """A stream that says how many sequences it has."""
+
+    def __init__(self, count: int, told: int) -> None:
+        super().__init__(count)
+        self.told = told
+
+    def __len__(self) -> int:
+        """Which need not be true."""
+        return self.told
+
+
+class Resumable(DataLoader[Tensor]):
+    """Goes on where it was, also where that was its end."""
+
+    position = 0
+    resume_at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Batches from there on."""
+        start, self.resume_at = self.resume_at, 0
+        for index, batch in enumerate(super().__iter__()):
+            if index >= start:
+                self.position = index + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """How many batches it has given."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Leave out as many."""
+        self.resume_at = state_dict["position"]
+
+
+def loader(counts: tuple[int, int], known: bool | str) -> DataLoader[Tensor]:
+    """As many batches of two on each rank as ``counts`` has.
+
+    Args:
+        counts: By rank.
+        known: True; False: not by the loader; "told": by what is streamed, "falsely": as one batch more.
+    """
     rank = dist.get_rank()
-    data: Any = sequences(rank, 2 * counts[rank]) if known else Stream(2 * counts[rank])
-    return DataLoader(data, batch_size=2)
+    count = 2 * counts[rank]
+    told = {"told": count, "falsely": count + 2}
+    data: Any = sequences(rank, count) if known is True else Stream(count)
+    return DataLoader(Told(count, told[known]) if isinstance(known, str) else data, batch_size=2)
 
 
 def trainer_of(strategy: str, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.attendance import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, Attendance
 from shardeddp.comm.collectives import Collectives, SoloCollectives
+from shardeddp.comm.ending import end_quietly
 from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.comm.lanes import Lane, make_lane
@@ -46,6 +47,7 @@ class Mesh:
         *,
         debug: bool = False,
     ) -> None:
+        end_quietly()
         self.topology = topology
         self.device = device
         self.rank = dist.get_rank()

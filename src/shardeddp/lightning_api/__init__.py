@@ -28,6 +28,7 @@ if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.pytorch.callbacks import (
         Callback,
         Checkpoint,
+        GradientAccumulationScheduler,
         ModelCheckpoint,
         ModelPruning,
         ModelSummary,
@@ -73,6 +74,7 @@ else:
     from pytorch_lightning.callbacks import (
         Callback,
         Checkpoint,
+        GradientAccumulationScheduler,
         ModelCheckpoint,
         ModelPruning,
         ModelSummary,
@@ -115,6 +117,7 @@ __all__ = [
     "DoublePrecision",
     "EvaluationLoop",
     "GradClipAlgorithmType",
+    "GradientAccumulationScheduler",
     "HalfPrecision",
     "LightningModule",
     "LightningModuleSummary",

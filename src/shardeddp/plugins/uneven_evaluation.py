@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-
-from typing_extensions import override
+from typing import Any
 
 from shardeddp.comm import Mesh, exchange
-from shardeddp.lightning_api import Callback, EvaluationLoop, LightningModule, Trainer, callbacks_of
-from shardeddp.plugins.uneven_training import UNKNOWN, number_of_batches
+from shardeddp.lightning_api import Trainer, has_iterable_dataset, sized_len
 from shardeddp.sharding.visits import Visits
 
+_AT_END = ("_store_dataloader_outputs", "_on_predict_epoch_end")
+"""What loops do when they are through with a loader, or with all: before any hook that says that metrics are going to
+be reduced, or that predictions are there."""
 
-class UnevenEvaluation(Callback):
+
+class UnevenEvaluation:
     """Lets a rank that has no batch left take part in what others gather, in one run of a Trainer.
 
     Args:
@@ -23,50 +25,39 @@ class UnevenEvaluation(Callback):
     """
 
     def __init__(self, mesh: Mesh, visits: Visits) -> None:
-        super().__init__()
         self._mesh, self._visits = mesh, visits
+        self._waiting: list[tuple[Any, str]] = []  # loops, and what they do only when all ranks have come to it
 
     def begin(self, trainer: Trainer) -> None:
         """Let each rank have as many batches as it has, if their numbers differ, or are not known."""
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         if loop._combined_loader is None or not self._visits.gathers:
             return
-        loaders = zip(loop._combined_loader.flattened, loop.max_batches, strict=True)
-        texts = exchange(
-            json.dumps([number_of_batches(loader, [loader], limit) for loader, limit in loaders]).encode(),
-            self._mesh.control,
-        )
-        if len(set(texts)) == 1 and UNKNOWN not in json.loads(texts[0]):
+        lengths = [*_lengths(loop)]
+        texts = exchange(json.dumps(lengths).encode(), self._mesh.control)
+        if len(set(texts)) == 1 and None not in lengths:
             return
         self._visits.open()
-        if isinstance(loop, EvaluationLoop):
-            # Where metrics are reduced, once for each loader: before any hook that says that they are going to be.
-            vars(loop)["_store_dataloader_outputs"] = partial(
-                self._wait, partial(EvaluationLoop._store_dataloader_outputs, loop)
-            )
+        for name in _AT_END:
+            then = getattr(type(loop), name, None)
+            if then is not None:
+                vars(loop)[name] = partial(self._wait, partial(then, loop))
+                self._waiting.append((loop, name))
 
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for ranks that have more batches."""
-        self._visits.wait()
+    def end(self) -> None:
+        """The evaluation is over, or has failed."""
         self._visits.close()
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
-            vars(loop).pop("_store_dataloader_outputs", None)
+        for loop, name in self._waiting:
+            vars(loop).pop(name, None)
+        self._waiting = []
 
-    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
-
-    def attach(self, trainer: Trainer) -> None:
-        """Hear of everything before other callbacks do."""
-        callbacks_of(trainer).insert(0, self)
-
-    def detach(self, trainer: Trainer) -> None:
-        """Leave a run that is over, or has failed."""
-        self._visits.close()
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
-            vars(loop).pop("_store_dataloader_outputs", None)
-        if self in callbacks_of(trainer):
-            callbacks_of(trainer).remove(self)
-
-    def _wait(self, then: Callable[[], None]) -> None:
+    def _wait(self, then: Callable[[], Any]) -> Any:
         self._visits.wait()
-        then()
+        return then()
+
+
+def _lengths(loop: Any) -> Iterator[int | None]:
+    """Batches of each loader; None where it cannot tell, or is made of what it iterates over."""
+    for loader, limit in zip(loop._combined_loader.flattened, loop.max_batches, strict=True):
+        length = sized_len(loader)
+        yield None if length is None or has_iterable_dataset(loader) else int(min(length, limit))

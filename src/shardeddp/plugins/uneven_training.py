@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -12,8 +13,7 @@ from typing_extensions import override
 from shardeddp.comm import Mesh, agree_on_any, exchange
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning_api import (
-    Callback,
-    LightningModule,
+    GradientAccumulationScheduler,
     PrefetchDataFetcher,
     Trainer,
     callbacks_of,
@@ -25,9 +25,6 @@ from shardeddp.lightning_api import (
 UnevenBatches = Literal["error", "min", "join"]
 """What training does when a rank has no batch left and others have: raise on all ranks, or end the epoch on all, or go
 on with that rank's last batch at no weight."""
-
-UNKNOWN = -1
-"""Number of batches of a loader that cannot tell."""
 
 
 def check_uneven_batches(value: str) -> UnevenBatches:
@@ -44,10 +41,10 @@ def check_uneven_batches(value: str) -> UnevenBatches:
     return cast(UnevenBatches, value)
 
 
-class EvenTraining(Callback):
+class EvenTraining:
     """Keeps ranks together whose training loaders have different numbers of batches, in one run of a Trainer.
 
-    Numbers that are known are compared when training starts. Where a loader does not know its own, ranks tell each
+    Numbers that loaders know are compared when they are there. Where a loader does not know its own, ranks tell each
     other before each batch whether it is their last, and wait for the answer: what Lightning does next depends on it.
 
     A rank that joins others with no batch of its own goes through all that a batch does, with the last that it had:
@@ -59,37 +56,77 @@ class EvenTraining(Callback):
     """
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
-        super().__init__()
         self._mesh, self._choice = mesh, choice
-        self._asks = False  # before each batch, as lengths are not known
-        self._repeats = False  # the batch that is trained on, which has been trained on before
-        self._source: Repeating | None = None
+        self._own: float = inf  # batches of this rank; those of a loader that cannot tell are infinite
+        self._differ = False  # those of ranks
+        self._asks = False  # before each batch, as not all ranks know theirs
+        self._repeats = False  # the batch at work has been trained on before, or belongs to no epoch
+        self._over: bool | None = None  # what ranks have agreed on already of the batch that comes
 
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare what is known."""
-        self._compare(trainer)
+    def align(self, trainer: Trainer) -> bool:
+        """Compare how many batches ranks have, and let all of them count with the same number; a collective.
 
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare again what loaders that were made anew know."""
-        if reloads_dataloaders(trainer):
-            self._compare(trainer)
+        Args:
+            trainer: Whose training loaders are there.
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Find out whether this batch is some rank's last."""
-        self._repeats = self._source is not None and self._source.repeats
+        Returns:
+            Whether they differ.
+
+        Raises:
+            ConfigurationError: They do, and that is not wanted.
+        """
+        loop = trainer.fit_loop
+        loader = loop._combined_loader
+        length = None if loader is None else sized_len(loader)
+        asks = length is None or any(map(has_iterable_dataset, loader.flattened if loader is not None else ()))
+        answers = exchange(json.dumps([length, asks]).encode(), self._mesh.control)
+        told: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
+        counts = [inf if count is None else count for count, _ in told]
+        self._own = inf if asks else counts[self._mesh.rank]
+        self._asks = any(asks for _, asks in told)
+        self._differ = len(set(counts)) > 1 and (self._asks or not _ends_before(trainer, min(counts)))
+        if not self._differ:
+            return False
+        self._refuse([f"{count:g}" if count < inf else "an unknown number" for count in counts])
+        loop.max_batches = max(counts) if self._choice == "join" else min(counts)
+        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+            batches = loop.max_batches * trainer.val_check_interval
+            trainer.val_check_batch = max(1, int(batches)) if batches < inf else inf
+        return True
+
+    def begin(self, trainer: Trainer) -> None:
+        """Training begins, or an epoch whose loaders were made anew."""
+        self.align(trainer)
+        fetcher = trainer.fit_loop._data_fetcher
+        if isinstance(fetcher, PrefetchDataFetcher):
+            if (self._asks or self._differ) and not isinstance(fetcher, WatchedFetcher):
+                trainer.fit_loop._data_fetcher = WatchedFetcher(
+                    fetcher, lambda: self._goes_on_without(trainer), self._mesh.rank
+                )
+        elif self._choice == "join" and (self._asks or self._differ):
+            raise ConfigurationError(
+                "uneven_batches='join' cannot give a batch again to a training_step(self, dataloader_iter), which "
+                "takes its batches itself: write training_step(self, batch, batch_idx), or use 'min'"
+            )
+
+    def begin_batch(self, trainer: Trainer) -> None:
+        """Find out whether the batch at work is the last of the epoch."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        if not self._asks:
-            over = progress.current.ready >= trainer.num_training_batches  # also where the loader has more
-            over |= progress.is_last_batch and self._choice != "join"
-        elif agree_on_any([progress.is_last_batch], self._mesh.control)[0]:
-            over = self._is_over(progress.is_last_batch, progress.current.ready)
+        ready = progress.current.ready
+        if ready == 1 and reloads_dataloaders(trainer):
+            self.begin(trainer)
+        fetcher = trainer.fit_loop._data_fetcher
+        watched = fetcher if isinstance(fetcher, WatchedFetcher) else None
+        self._repeats = self._differ and (ready > self._own or (watched is not None and watched.repeats))
+        if self._over is not None:
+            over, self._over = self._over, None
+        elif self._asks:
+            over = self._agree("last" if progress.is_last_batch else "more", ready) is not False
         else:
-            return
-        if progress.is_last_batch and not over and self._source is not None:
-            self._source.repeat()
+            over = progress.is_last_batch and self._choice != "join"
+        over |= ready >= trainer.num_training_batches  # also where the loader has more
+        if progress.is_last_batch and not over and watched is not None:
+            watched.repeat()
         progress.is_last_batch = over
 
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
@@ -98,95 +135,89 @@ class EvenTraining(Callback):
             loss.register_hook(torch.zeros_like)
         return loss
 
-    def attach(self, trainer: Trainer) -> None:
-        """Hear of everything before other callbacks do."""
-        callbacks_of(trainer).insert(0, self)
+    def _goes_on_without(self, trainer: Trainer) -> bool:
+        """Whether this rank, which has no batch, is to go on with one that it has had."""
+        if self._asks:
+            self._over = self._agree("none", trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1)
+            if self._over is None:
+                return False
+        return self._choice == "join"
 
-    def detach(self, trainer: Trainer) -> None:
-        """Leave a run that is over, or has failed."""
-        self._repeats, self._source = False, None
-        if self in callbacks_of(trainer):
-            callbacks_of(trainer).remove(self)
+    def _agree(self, mine: str, ready: int) -> bool | None:
+        """Whether the epoch ends with a batch; None if no rank has one.
 
-    def _compare(self, trainer: Trainer) -> None:
-        loop = trainer.fit_loop
-        loader = loop._combined_loader
-        mine = UNKNOWN if loader is None else number_of_batches(loader, loader.flattened)
-        counts = [json.loads(text) for text in exchange(json.dumps(mine).encode(), self._mesh.control)]
-        self._asks = UNKNOWN in counts
-        if self._choice == "join":
-            self._source = loop._data_fetcher = self._repeating(loop._data_fetcher)
-        if self._asks or len(set(counts)) == 1 or _ends_before(trainer, min(counts)):
-            return
-        self._refuse([str(count) for count in counts])
-        loop.max_batches = max(counts) if self._choice == "join" else min(counts)
-        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
-            trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+        Args:
+            mine: What this rank has of it: ``more`` batches after it, none (it is the ``last``), or not even this one.
+            ready: Its number, from 1.
+        """
+        if not agree_on_any([mine != "more"], self._mesh.control)[0]:
+            return False
+        told = [json.loads(text) for text in exchange(json.dumps(mine).encode(), self._mesh.control)]
+        if set(told) == {"none"}:
+            return None
+        if len(set(told)) > 1:
+            self._differ = True
+            had = {"more": f"more than {ready}", "last": f"{ready}", "none": f"{ready - 1}"}
+            self._refuse([had[each] for each in told], too_late="none" in told)
+        return self._choice != "join" or "more" not in told
 
-    def _repeating(self, fetcher: object) -> Repeating:
-        if not isinstance(fetcher, PrefetchDataFetcher):
-            raise ConfigurationError(
-                "uneven_batches='join' cannot give a batch again to a training_step(self, dataloader_iter), which "
-                "takes its batches itself: write training_step(self, batch, batch_idx), or use 'min'"
-            )
-        return Repeating(fetcher, self._mesh.rank)
-
-    def _is_over(self, is_last: bool, ready: int) -> bool:
-        """Whether the epoch ends with this batch, which is the last of some ranks."""
-        left = [json.loads(text) for text in exchange(json.dumps(is_last).encode(), self._mesh.control)]
-        if not all(left):
-            self._refuse([f"{ready}" if last else f"more than {ready}" for last in left])
-        return all(left) or self._choice != "join"
-
-    def _refuse(self, counts: Sequence[str]) -> None:
-        if self._choice != "error":
+    def _refuse(self, counts: Sequence[str], *, too_late: bool = False) -> None:
+        """Raise where different numbers are not wanted, or nobody can stop any more before the batch that some lack."""
+        if self._choice == "join" or (self._choice == "min" and not too_late):
             return
         listed = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
+        reason = ", and a loader that has ended has not said so before" if too_late else ""
         raise ConfigurationError(
-            f"ranks have different numbers of batches to train on: {listed}. A step takes all ranks, so "
+            f"ranks have different numbers of batches to train on: {listed}{reason}. A step takes all ranks, so "
             f"training cannot go on when one has no batch left. Give every rank the same number (a DistributedSampler "
             f"with drop_last=True, or limit_train_batches), or set ShardedDP(uneven_batches='min') to end each epoch "
             f"on all ranks with the first that has none left, or 'join' to end it with the last"
         )
 
 
-class Repeating(PrefetchDataFetcher):
-    """Gives the batches that another fetcher gives, and the last of them again when told so.
+class WatchedFetcher(PrefetchDataFetcher):
+    """Gives the batches that another fetcher gives, and others in their place where there are none.
 
     Args:
         fetcher: In whose place it comes, with all that it has fetched.
+        goes_on: Asked where there is no batch: whether to give one all the same.
         rank: This rank.
     """
 
-    def __init__(self, fetcher: PrefetchDataFetcher, rank: int) -> None:
+    def __init__(self, fetcher: PrefetchDataFetcher, goes_on: Callable[[], bool], rank: int) -> None:
         vars(self).update(vars(fetcher))
-        self._rank = rank
+        self._goes_on, self._rank = goes_on, rank
         self._last: Any = None
         self._told = False
         self.repeats = False
-        """Whether what was given last had been given before."""
+        """Whether what was given last is not the next batch of the loader."""
 
     def repeat(self) -> None:
-        """Give the last batch once more."""
+        """Give the last batch once more, if training goes on then."""
         self._told = True
 
     @override
     def __next__(self) -> Any:
-        self.repeats, self._told = self._told, False
-        if not self.repeats:
-            self._last = self._next()
-        return self._last
-
-    def _next(self) -> Any:
+        ended, self._told, self.repeats = self._told, False, False
         try:
-            return super().__next__()
+            if not ended:
+                self._last = super().__next__()
         except StopIteration:
-            if self._last is not None:
-                raise
+            ended = True
+        if not ended:
+            return self._last
+        if not self._goes_on():
+            raise StopIteration
+        self.repeats = True
+        if self._last is None:
+            # Nothing yet: the run was resumed where this rank had none left.
+            self._last = next(iter(self.combined_loader), None)
+        if self._last is None:
             raise RuntimeError(
                 f"rank {self._rank} has no batch at all in this epoch, and uneven_batches='join' repeats a rank's last "
                 f"one: give every rank one batch at least, or use 'min'"
-            ) from None
+            )
+        return self._last
 
     @override
     def reset(self) -> None:
@@ -194,21 +225,10 @@ class Repeating(PrefetchDataFetcher):
         self._last, self._told = None, False
 
 
-def number_of_batches(loader: Any, parts: Sequence[Any], limit: int | float = float("inf")) -> int:
-    """How many batches a loader gives; what a data set that is iterated over says of itself is not relied on.
-
-    Args:
-        loader: The loader.
-        parts: The loaders that it is made of.
-        limit: Of the Trainer.
-    """
-    length = sized_len(loader)
-    if length is None or any(has_iterable_dataset(part) for part in parts):
-        return UNKNOWN
-    return int(min(length, limit))
-
-
-def _ends_before(trainer: Trainer, count: int) -> bool:
-    """Whether training ends by its number of steps before any rank has used up a number of batches."""
+def _ends_before(trainer: Trainer, count: float) -> bool:
+    """Whether training is known to end by its number of steps before any rank has used up a number of batches."""
+    accumulates = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
+    if trainer.max_steps < 0 or accumulates or not trainer.lightning_module.automatic_optimization:
+        return False
     steps = trainer.max_steps - trainer.global_step
-    return trainer.max_steps >= 0 and steps * trainer.accumulate_grad_batches <= count
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready + steps * trainer.accumulate_grad_batches <= count

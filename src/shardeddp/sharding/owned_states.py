@@ -76,8 +76,9 @@ class OwnedStates(OutsideStates):
         return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
-        known = self._shown.keys() | self._forms.keys() if isinstance(parameter, ShardTensor) else self.inside.keys()
-        return parameter in known
+        if isinstance(parameter, ShardTensor):
+            return parameter in self._shown or parameter in self._forms
+        return parameter in self.inside
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

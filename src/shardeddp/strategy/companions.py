@@ -50,10 +50,26 @@ class Companions:
         if runtime.mesh.world.size > 1:
             self._training = EvenTraining(runtime.mesh, self.uneven_batches)
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.visits)
-            self._training.attach(trainer)
-            self._evaluation.attach(trainer)
         complete_summaries(trainer)
         return self.averages.shard(trainer, module, runtime.mesh)
+
+    def meet_loaders(self, trainer: Trainer) -> bool:
+        """Training loaders are there before training starts, for who has asked how many steps there are going to be.
+
+        Returns:
+            Whether the answer was wrong: ranks have different numbers of batches.
+        """
+        return self._training is not None and self._training.align(trainer)
+
+    def begin_training(self, trainer: Trainer) -> None:
+        """Training starts."""
+        if self._training is not None:
+            self._training.begin(trainer)
+
+    def begin_batch(self, trainer: Trainer) -> None:
+        """A batch is about to be trained on."""
+        if self._training is not None:
+            self._training.begin_batch(trainer)
 
     def begin_evaluation(self, trainer: Trainer) -> None:
         """Validation, test or prediction starts."""
@@ -61,15 +77,18 @@ class Companions:
         if self._evaluation is not None:
             self._evaluation.begin(trainer)
 
+    def end_evaluation(self) -> None:
+        """It ends."""
+        if self._evaluation is not None:
+            self._evaluation.end()
+
     def weigh(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss as it counts in training."""
         return loss if self._training is None else self._training.weigh(loss)
 
     def leave(self, trainer: Trainer, module: LightningModule) -> None:
         """The run is over, or has failed."""
-        for callback in (self._training, self._evaluation):
-            if callback is not None:
-                callback.detach(trainer)
+        self.end_evaluation()
         self._training = self._evaluation = None
         restore_summaries(trainer)
         self.averages.forget(module)

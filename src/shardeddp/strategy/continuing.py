@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.checkpoint.loader_states import gather_loader_states, take_loader_state
 from shardeddp.checkpoint.random_state import ResumeRandomness, gather_random_states
 from shardeddp.comm import exchange
-from shardeddp.comm.failures import end_quickly
 from shardeddp.comm.muster import Muster
 from shardeddp.lightning_api import PrefetchDataFetcher, ProcessedTracker, Trainer, TrainerFn, TrainerStatus
 from shardeddp.plugins.interruption import Interruption
@@ -134,9 +134,13 @@ class ContinuingStrategy(CheckpointStrategy):
     # -- errors of one rank
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What a checkpoint has of an optimizer; nothing if not all ranks are there to tell theirs."""
+        return {} if self._alone() else super().optimizer_state(optimizer)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        end_quickly()
         if self._mesh is not None:
             self._mesh.failures.explain(exception)
 

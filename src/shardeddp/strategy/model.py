@@ -12,11 +12,13 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.format.interop import lightning_meta
 from shardeddp.comm.attendance import note_that_runs_alone
+from shardeddp.config import CPUOffload
 from shardeddp.lightning_api import Optimizable, rank_zero_info, rank_zero_only
 from shardeddp.monitor.units import describe_units, print_units
+from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.sharding.asked_gradients import with_unsharded
 from shardeddp.sharding.hooks import runtime_of
-from shardeddp.sharding.runtime import Runtime
+from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.summoning import summon
 from shardeddp.strategy.continuing import ContinuingStrategy
@@ -26,11 +28,16 @@ class ModelStrategy(ContinuingStrategy):
     """Gives out whole parameters, describes units, and watches over operations that need all ranks.
 
     Args:
+        arguments: Of :class:`ContinuingStrategy`.
+        offload: What lives in host memory.
+        prefetch: How far ahead units are gathered.
         options: Of :class:`ContinuingStrategy`.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, offload: CPUOffload, prefetch: Prefetch, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.offload = offload
+        self.prefetch = prefetch
         self._runtime: Runtime | None = None
 
     @property
@@ -39,6 +46,27 @@ class ModelStrategy(ContinuingStrategy):
         if self._runtime is None:
             raise RuntimeError("ShardedDP has not sharded a model yet: the Trainer does so when it starts to run")
         return self._runtime
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """Predicted bytes of this rank, without activations, for an optimizer with two states per element."""
+        units = [track.unit.costs() for track in self.runtime.tracks]
+        return plan_memory(
+            units,
+            self.placement,
+            prefetch=self.prefetch.backward,
+            staged=self.root_device.type == "cpu",
+            accumulates=self._accumulates(),
+            offload_optimizer=self._offloads_optimizer,
+        )
+
+    @property
+    def _offloads_optimizer(self) -> bool:
+        # Where the host is the device, its states are there already.
+        return self.offload.optimizer and not self.offload.params and self.root_device.type != "cpu"
+
+    def _accumulates(self) -> bool:
+        return self.trainer is not None and self.trainer.accumulate_grad_batches > 1
 
     def _introduce(self, runtime: Runtime) -> None:
         """Tell people once what has become of their model."""

@@ -24,7 +24,6 @@ from shardeddp.lightning_api import (
     Trainer,
     TrainerFn,
 )
-from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.placement import OptimizerShard, choose_placement
 from shardeddp.plugins.activation_checkpointing import ActivationCheckpointingLike, resolve_activation_checkpointing
 from shardeddp.plugins.batch_norm import synchronize_on_host
@@ -147,6 +146,8 @@ class ShardedDP(ModelStrategy):
                 offload.params,
                 optimizer_shard,
             ),
+            offload=offload,
+            prefetch=Prefetch(forward=forward_prefetch, backward=backward_prefetch),
             state_dict_type=state_dict_type,
             checkpoint_options=checkpoint_options,
             process_group_backend=process_group_backend,
@@ -162,9 +163,7 @@ class ShardedDP(ModelStrategy):
         self.policy = resolve_policy(auto_wrap_policy)
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
         self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
-        self.offload = offload
         self.optimizer_scope = check_stated(optimizer_scope)
-        self.prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
         self.uneven_units = uneven_units
         self._deferred = DeferredInit()
         self._companions = Companions(uneven_batches)
@@ -172,27 +171,6 @@ class ShardedDP(ModelStrategy):
     @override
     def __repr__(self) -> str:
         return introduction(self._sharding_strategy)
-
-    @property
-    def memory_plan(self) -> MemoryPlan:
-        """Predicted bytes of this rank, without activations, for an optimizer with two states per element."""
-        units = [track.unit.costs() for track in self.runtime.tracks]
-        return plan_memory(
-            units,
-            self.placement,
-            prefetch=self.prefetch.backward,
-            staged=self.root_device.type == "cpu",
-            accumulates=self._accumulates(),
-            offload_optimizer=self._offloads_optimizer,
-        )
-
-    @property
-    def _offloads_optimizer(self) -> bool:
-        # Where the host is the device, its states are there already.
-        return self.offload.optimizer and not self.offload.params and self.root_device.type != "cpu"
-
-    def _accumulates(self) -> bool:
-        return self.trainer is not None and self.trainer.accumulate_grad_batches > 1
 
     # -- setup and teardown
 
@@ -275,6 +253,12 @@ class ShardedDP(ModelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        if trainer.fit_loop._combined_loader is not None:  # asked for by `trainer.estimated_stepping_batches`
+            if self._companions.meet_loaders(trainer):
+                super().setup_optimizers(trainer)
+            if trainer.ckpt_path is not None:
+                # Lightning has not read yet where the loaders are to go on, and would not look at it any more.
+                trainer.fit_loop._combined_loader = None
         for optimizer in () if self.runtime.idle else self.optimizers:
             attach_optimizer(optimizer, self.runtime.parameters_changed, self._offloads_optimizer, self.optimizer_scope)
 
@@ -332,6 +316,22 @@ class ShardedDP(ModelStrategy):
         self._companions.begin_evaluation(self._trainer_at_work())
 
     on_test_start = on_predict_start = on_validation_start
+
+    @override
+    def on_validation_end(self) -> None:
+        self._companions.end_evaluation()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._companions.begin_training(self._trainer_at_work())
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._companions.begin_batch(self._trainer_at_work())
 
     @contextmanager
     @override
