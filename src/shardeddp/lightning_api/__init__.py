@@ -54,7 +54,7 @@ if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint as migrate_checkpoint
     from lightning.pytorch.utilities.model_summary import ModelSummary as LightningModuleSummary
     from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 else:
     from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning_fabric.plugins.environments import SLURMEnvironment
@@ -100,7 +100,7 @@ else:
     from pytorch_lightning.utilities.migration.utils import _pl_migrate_checkpoint as migrate_checkpoint
     from pytorch_lightning.utilities.model_summary import ModelSummary as LightningModuleSummary
     from pytorch_lightning.utilities.model_summary.model_summary import get_human_readable_count
-    from pytorch_lightning.utilities.rank_zero import rank_zero_info
+    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 __all__ = [
     "LIGHTNING_VERSION",
@@ -155,6 +155,7 @@ __all__ = [
     "migrate_checkpoint",
     "rank_zero_info",
     "rank_zero_only",
+    "rank_zero_warn",
     "reloads_dataloaders",
     "reset_seed",
     "sized_len",

@@ -27,6 +27,7 @@ from shardeddp.lightning_api import (
     default_backend_for_device,
     init_dist_connection,
     rank_zero_only,
+    rank_zero_warn,
     reset_seed,
 )
 from shardeddp.plan.placement import Placement
@@ -162,6 +163,11 @@ class ProcessStrategy(AcceptsCompiled):
             sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
             topology = self.placement.topology(self.num_nodes, self.num_processes, self._order)
             self._mesh = self._make_mesh(topology) if sharded is None else sharded.mesh
+        if self.debug and self._mesh.comparison is None:
+            raise ConfigurationError(
+                "debug=True comes too late for this module: it was sharded without it, and keeps its communicators. "
+                "Build it anew, or start a new process"
+            )
         self._mesh.failures.begin_run()
         if self.world_size == 1:
             # Said wherever a process group exists; Lightning itself leaves the synchronisation of one rank out.
@@ -169,6 +175,11 @@ class ProcessStrategy(AcceptsCompiled):
 
     def _make_process_group(self) -> None:
         if torch.distributed.is_initialized():
+            if self.debug:
+                rank_zero_warn(
+                    "debug=True: what Lightning is asked for is compared over ranks; what torch.distributed itself is "
+                    "asked for is not, as the process group was made before, without that. Start a new process for it"
+                )
             return
         environment, device = self._environment, self.root_device
         seat = Seat(
