@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from rich.console import Console
@@ -42,6 +43,11 @@ WIDTH = 16
 STEPS = 400
 AT = 4
 """The step of the fault."""
+
+FIRST_FAILS = "exception in forward, rank 0"
+OTHER_GATHER = "another shape in self.all_gather, with debug"
+OTHER_COLLECTIVE = "another collective of torch.distributed, with debug"
+OTHER_CODE = "other code under the same version"
 
 LIMIT_S = 60.0
 """After how long a process counts as hung."""
@@ -67,10 +73,10 @@ class Tokens(IterableDataset[Tensor]):
 class Model(LightningModule):
     """Blocks that are units; it does to itself what the fault says."""
 
-    def __init__(self, fault: str, rank: int, depth: int = 3) -> None:
+    def __init__(self, fault: str, odd: bool, depth: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)) for _ in range(depth))
-        self.fault, self.odd = fault, rank == 1
+        self.fault, self.odd = fault, odd
 
     def now(self, fault: str, step: int = AT) -> bool:
         """Whether this is the rank and the step of a fault."""
@@ -82,11 +88,15 @@ class Model(LightningModule):
             sys.stdout.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\n")
             sys.stdout.flush()
             time.sleep(0.5 if self.fault in SIGNALS else 0.0)
+        if self.global_step == AT and self.fault == OTHER_GATHER:
+            self.all_gather(torch.zeros(2 + self.odd))
+        if self.global_step == AT and self.fault == OTHER_COLLECTIVE:
+            dist.all_reduce(torch.zeros(2)) if self.odd else dist.broadcast(torch.zeros(2), 0)
         for index, block in enumerate(self.blocks):
             if not (self.now("unit skipped by one rank") and index == 1):
                 batch = batch + block(batch)
             if index == 1 and self.now("exception in forward"):
-                raise LookupError("rank 1 lost its data")
+                raise LookupError(f"rank {dist.get_rank()} lost its data")
         if self.now("out of memory"):
             raise MemoryError("rank 1 cannot allocate 16 GiB")
         if self.now("exception in backward"):
@@ -121,7 +131,7 @@ class FailsInCallback(Callback):
 def train(fault: str, rank: int, folder: str) -> None:
     """Run until the fault, or to the end."""
     seed_everything(1, verbose=False)
-    odd = rank == 1
+    odd = rank == (0 if fault == FIRST_FAILS else 1)
     name = "no_shard" if fault == "another strategy" and odd else "full_shard"
     depth = 4 if fault == "another model" and odd else 3
     count = 2 * (AT + 2) if fault == "fewer batches" and odd else 2 * STEPS
@@ -135,6 +145,7 @@ def train(fault: str, rank: int, folder: str) -> None:
             name,
             auto_wrap_policy={nn.Sequential},
             timeout=TIMEOUT_S,
+            debug=fault in (OTHER_GATHER, OTHER_COLLECTIVE),
             forward_prefetch=2 if fault == "another prefetch" and odd else 1,
         ),
         max_steps=STEPS,
@@ -145,8 +156,8 @@ def train(fault: str, rank: int, folder: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    said = {"exception, and a checkpoint on exceptions": "exception in forward"}.get(fault, fault)
-    model = Model(said, rank, depth)
+    said = "exception in forward" if fault in (FIRST_FAILS, "exception, and a checkpoint on exceptions") else fault
+    model = Model(said, odd, depth)
     sys.stdout.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\n")
     sys.stdout.flush()
     _wait_for(lambda: _marks(Path(folder), "at", 1))  # ranks start up to seconds apart, which is no fault
@@ -162,10 +173,10 @@ SIGNALS: dict[str, tuple[int, int]] = {
     "frozen (SIGSTOP), rank 1": (1, signal.SIGSTOP),
     "frozen (SIGSTOP), rank 0": (0, signal.SIGSTOP),
 }
-OTHER_CODE = "other code under the same version"
 FAULTS = [
     *SIGNALS,
     "exception in forward",
+    FIRST_FAILS,
     "exception in backward",
     "exception in a callback",
     "exception in the data",
@@ -174,6 +185,8 @@ FAULTS = [
     "NaN in the loss",
     "fewer batches",
     "unit skipped by one rank",
+    OTHER_GATHER,
+    OTHER_COLLECTIVE,
     "another model",
     "another strategy",
     "another prefetch",

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.fsdp import MixedPrecision as FSDP1Precision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from llama import Block, Llama, LlamaConfig
 from shardeddp.comm import Mesh
@@ -206,7 +206,7 @@ def world(size: int, device: torch.device) -> Iterator[None]:
         )
         yield
     else:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
         with patch.object(dist, "new_group", _fake_group(dist.new_group)):
             yield
     dist.destroy_process_group()

@@ -37,23 +37,30 @@ class LostRankError(RuntimeError):
     Args:
         ranks: Those that have not said anything.
         places: Where they are, if they run.
+        ended: Whether they have certainly ended, with the store in which they would have said why.
     """
 
-    def __init__(self, ranks: Sequence[int], places: Mapping[int, str] | None = None) -> None:
-        super().__init__(ranks, places)  # what pickle calls the class with
+    def __init__(self, ranks: Sequence[int], places: Mapping[int, str] | None = None, ended: bool = False) -> None:
+        super().__init__(ranks, places, ended)  # what pickle calls the class with
         self.ranks = list(ranks)
         self.places = dict(places or {})
+        self.ended = ended
 
     def __str__(self) -> str:
         """Which ranks, and what may have happened to them."""
+        listed = ", ".join(map(str, self.ranks))
         if self.places:
             listed = ", ".join(f"rank {rank} (at {self.places[rank]})" for rank in self.ranks)
             return (
-                f"{listed} runs, and does not come to what the others wait for: at something that takes longer than "
-                f"the timeout, or somewhere else in the program. ShardedDP(timeout=...) is how long ranks wait for "
-                f"each other"
+                f"these run and have not been interrupted as the others have: {listed}. They do not come to what the "
+                f"others wait for: they are at something that takes longer than the timeout, or somewhere else in the "
+                f"program. ShardedDP(timeout=...) is how long ranks wait for each other"
             )
-        listed = ", ".join(map(str, self.ranks))
+        if self.ended:
+            return (
+                f"no word from rank {listed}: the process that hosts the store in which ranks leave their errors (rank "
+                f"0, or torchrun on its machine) has ended or was killed. The output of rank 0 says why"
+            )
         return (
             f"no word from rank {listed}: killed (out of memory, by a scheduler, with its machine) or frozen. Look at "
             f"its output and at the system log of its machine; ShardedDP(timeout=...) is how long ranks wait for each "

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pytest import MonkeyPatch
 from torch import nn, optim
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from shardeddp.comm import Mesh
 from shardeddp.config import CPUOffload, MixedPrecision
@@ -182,7 +182,7 @@ def without_peers(size: int) -> Iterator[None]:
         return lambda *args, backend=None, **options: new_group(*args, **options)
 
     with MonkeyPatch.context() as patch:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
         patch.setattr(dist, "new_group", fake_group(dist.new_group))
         yield
         dist.destroy_process_group()

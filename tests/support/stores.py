@@ -1,4 +1,4 @@
-"""Stores in memory that count what they are asked, and that can be slow or frozen."""
+"""Stores in memory that count what they are asked, and that can be slow, frozen or gone."""
 
 import threading
 import time
@@ -21,11 +21,16 @@ class MemoryStore(dist.Store):
         self.delay_s = delay_s
         self.runs = threading.Event()
         self.runs.set()
+        self.gone = False
+        self.asked_by: set[threading.Thread] = set()
 
     def _take_note(self) -> None:
         self.calls += 1
         time.sleep(self.delay_s)
         self.runs.wait()
+        self.asked_by.add(threading.current_thread())
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set one."""
@@ -36,6 +41,15 @@ class MemoryStore(dist.Store):
         """What is there."""
         self._take_note()
         return self.values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """What is there."""
+        self._take_note()
+        return [self.values[key] for key in keys]
+
+    def clone(self) -> "MemoryStore":
+        """Itself: nobody can keep it busy."""
+        return self
 
     def add(self, key: str, value: int) -> int:
         """Add to a number."""

@@ -59,6 +59,7 @@ class Attendance:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
+        *,
         ranks: Sequence[int],
         rank: int,
         begun: Callable[[], int],
@@ -102,7 +103,8 @@ class Attendance:
 
     def report(self) -> dict[str, int]:
         """How far this rank is, for those that wait for it."""
-        return {"calls": self._calls, "begun": self._begun()}
+        begun = self._begun()  # first: a rank that comes to a call in between has not passed it by
+        return {"begun": begun, "calls": self._calls}
 
     def _wait(self, work: dist.Work, operation: str) -> None:
         begun, started, warned = self._begun(), time.monotonic(), False

@@ -5,22 +5,32 @@ import contextlib
 import gc
 import io
 import json
+import threading
 import time
 import traceback
+from queue import SimpleQueue
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from shardeddp.comm.lookout import Lookout
-from shardeddp.comm.notes import LostStoreError, Notes
+from shardeddp.comm.lookout import Lookout, place_of
+from shardeddp.comm.notes import LostStoreError, Notes, SilentStoreError
+from shardeddp.comm.relay import disconnect
+from shardeddp.comm.rendezvous import has_agent_store
 from shardeddp.errors import LostRankError, RankError
 
 LOOKUP_S = 1.0
 """How long a rank whose transfer broke waits for the explanation: long enough for every rank that runs to say so."""
 
-_FIRST, _INTERRUPTED = "first failure", "interrupted"
+_MISMATCH = "Detected mismatch between collectives on ranks"
+"""What torch says where it compares collectives (see ``ShardedDP(debug=True)``)."""
+
+_FIRST, _INTERRUPTED, _EXPLAINED = "first failure", "interrupted", "explained"
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.2
 _NOBODY = json.dumps(None)
+_FLUSH_S = 0.5
 _FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+_File = io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom
 
 
 class Failures:
@@ -41,28 +51,55 @@ class Failures:
     def begin_run(self) -> None:
         """Forget what ranks have left in an earlier run; all ranks call it when one begins."""
         self._notes = Notes("failures", self._rank)
+        _forget_end()
 
     def explain(self, error: BaseException) -> None:
         """Make known what happened: a rank's own error is left for the others; a broken transfer gets its origin.
+
+        If the process ends without another run, that is seen by the others at once, and rank 0, where it hosts the
+        store, stays until they have read in it.
 
         Args:
             error: What this rank is about to end with. If it only says that a transfer broke, its cause becomes the
                 first error that another rank has left, with that rank's traceback; or which ranks have not said
                 anything, because they were killed or do not run.
         """
+        if self._world_size == 1:
+            return
+        broken = is_transfer_error(error)
         try:
-            if not is_transfer_error(error):
+            if _MISMATCH in str(error) and error.__cause__ is None:
+                error.__cause__ = self._find_places(error)
+            if not broken:
                 self._report(error)
             elif error.__cause__ is None:
                 error.__cause__ = self._origin()
-        except LostStoreError:
+            self._notes.count(_EXPLAINED)
+        except LostStoreError as lost:
             # Rank 0 hosts the store, or it is on the machine of who does.
-            if is_transfer_error(error) and self._rank:
-                error.__cause__ = LostRankError([0])
+            if broken and self._rank:
+                error.__cause__ = LostRankError([0], ended=not isinstance(lost, SilentStoreError))
+        _forget_end()
+        if broken:
+            _plan_to_leave_garbage()
+        lost_ranks = error.__cause__.ranks if isinstance(error.__cause__, LostRankError) else []
+        hosts = self._rank == 0 and not has_agent_store()
+        atexit.register(_leave, self._notes, self._world_size - len(lost_ranks) if hosts else 0)
 
     def _report(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         self._notes.claim(_FIRST, json.dumps({"rank": self._rank, "traceback": text}))
+
+    def _find_places(self, error: BaseException) -> Exception:
+        """Where each rank has asked torch for what differs between them."""
+        name = "mismatch/{}".format
+        self._notes.write(name(self._rank), _place_of_error(error))
+        names = [name(rank) for rank in range(self._world_size)]
+        deadline = time.monotonic() + LOOKUP_S
+        while not self._notes.has(names) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        places = [self._notes.read(each) or "an unknown line" for each in names]
+        return RuntimeError(", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places)))
 
     def _origin(self) -> Exception | None:
         self._notes.write(f"{_INTERRUPTED}/{self._rank}", "1")
@@ -88,42 +125,62 @@ class Failures:
 
     def _find_lost(self, question: int) -> LostRankError | None:
         """Who neither was interrupted nor runs; where there is nobody, those that run and were not interrupted."""
-        silent = self._silent(range(self._world_size))
+        names = {f"{_INTERRUPTED}/{rank}": rank for rank in range(self._world_size)}
+        silent = [names[name] for name in self._notes.missing(list(names))]
         running = {rank: answer["where"] for rank, answer in self._lookout.answers(silent, question).items()}
         lost = [rank for rank in silent if rank not in running]
         if not silent:
             return None
         return LostRankError(lost) if lost else LostRankError(silent, running)
 
-    def _silent(self, ranks: range) -> list[int]:
-        """The ranks that have not said that they were interrupted: a few, so it asks for many ranks at once."""
-        if self._notes.has([f"{_INTERRUPTED}/{rank}" for rank in ranks]):
-            return []
-        if len(ranks) == 1:
-            return list(ranks)
-        half = len(ranks) // 2
-        return self._silent(ranks[:half]) + self._silent(ranks[half:])
-
 
 def is_transfer_error(error: BaseException) -> bool:
     """Whether an error is what a collective raises when another rank is gone, and not a rank's own."""
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, LostStoreError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "closed by peer"))
 
 
-def end_quickly() -> None:
-    """Spare this process, when it ends, the interpreter's last collections of garbage.
+def _place_of_error(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return place_of(frames[-1] if frames else None)
 
-    They take a second or two, in which others wait for what it holds open, for memory that goes with it anyway.
-    """
+
+def _forget_end() -> None:
+    atexit.unregister(_leave)
     atexit.unregister(_leave_garbage)
-    atexit.register(_leave_garbage)
 
 
-def _leave_garbage() -> None:
-    for each in gc.get_objects():
-        if issubclass(type(each), _FILES):  # what is written to them would be lost
-            with contextlib.suppress(OSError, ValueError):
-                each.flush()
+def _leave(notes: Notes, readers: int) -> None:
+    """Let the others see that this rank ends, and this many of them read why."""
+    for group in list(distributed_c10d._world.pg_map):
+        disconnect(group)
+    deadline = time.monotonic() + LOOKUP_S
+    with contextlib.suppress(LostStoreError):
+        while readers and notes.count(_EXPLAINED, 0) < readers and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def _plan_to_leave_garbage() -> None:
+    """Spare this process, when it ends, the interpreter's last collections, of memory that goes with it anyway.
+
+    They take a second or two, in which a user waits who has waited for the timeout already. What is written to open
+    files is flushed, if nobody else holds them; other objects that are in circles and have work to do when they are
+    collected (an open ``zipfile.ZipFile``) do not get to do it.
+    """
+    files: SimpleQueue[list[_File]] = SimpleQueue()
+    flush = threading.Thread(target=_flush, args=(files,), name="shardeddp-flush", daemon=True)
+    flush.start()  # here, because none can be started when the process ends
+    atexit.register(_leave_garbage, files, flush)
+
+
+def _leave_garbage(files: SimpleQueue[list[_File]], flush: threading.Thread) -> None:
+    files.put([each for each in gc.get_objects() if issubclass(type(each), _FILES)])
+    flush.join(_FLUSH_S)
     gc.freeze()
+
+
+def _flush(files: SimpleQueue[list[_File]]) -> None:
+    for each in files.get():
+        with contextlib.suppress(OSError, ValueError):
+            each.flush()

@@ -31,7 +31,7 @@ class Lookout:
         self._rank = rank
         self._notes = Notes("lookout", rank)
         self._reports: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
-        self._answered = 0
+        self._answered = -1  # so that all soon have an answer that can be read at once
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -65,20 +65,20 @@ class Lookout:
 
     def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:
         """What ranks have answered last, to this question or a later one: ``where`` each is, and what it reports."""
-        texts = {rank: self._notes.read(f"answer/{rank}") for rank in ranks}
-        found = {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+        names = {f"answer/{rank}": rank for rank in ranks}
+        found = {names[name]: json.loads(text) for name, text in self._notes.read_all(list(names)).items()}
         return {rank: answer for rank, answer in found.items() if answer["question"] >= question}
 
     def look_out(self) -> None:
         """Answer, if somebody has asked since the last time."""
         question = self._notes.count("question", 0)
         if question > self._answered:
-            self._answered = question
             reports = {name: report() for name, method in self._reports.items() if (report := method()) is not None}
             where = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
             self._notes.write(
                 f"answer/{self._rank}", json.dumps({"question": question, "where": where, "reports": reports})
             )
+            self._answered = question
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -140,7 +140,9 @@ class Mesh:
             alive = mesh()
             return 0 if alive is None else alive.begun()
 
-        return Attendance(group, ranks, self.rank, begun, self.lookout, name, advice)
+        return Attendance(
+            group, ranks=ranks, rank=self.rank, begun=begun, lookout=self.lookout, name=name, advice=advice
+        )
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)

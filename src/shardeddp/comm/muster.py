@@ -3,7 +3,7 @@
 import json
 import time
 
-from shardeddp.comm.notes import LostStoreError, Notes
+from shardeddp.comm.notes import ANSWER_S, LostStoreError, Notes, SilentStoreError
 
 PATIENCE_S = 5.0
 """How long a rank waits for the others."""
@@ -13,7 +13,7 @@ _ALL, _SOME = "all", "some"
 
 
 class Muster:
-    """A count in the store of the process group; whatever is decided first holds for all ranks.
+    """Names in the store of the process group; whatever is decided first holds for all ranks.
 
     Args:
         rank: This rank.
@@ -21,31 +21,40 @@ class Muster:
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._world_size = world_size
+        self._rank, self._world_size = rank, world_size
         self._calls = 0
         self._notes = Notes("muster", rank)
 
     def all_here(self, place: str, patience_s: float = PATIENCE_S) -> bool:
         """Whether every rank calls this within the time, from one place; the answer is the same on all that do.
 
-        A rank that comes later, or finds the store gone or silent, gets False.
+        A rank that comes later, or finds the store gone, gets False; one that finds it silent asks on, since others may
+        have had their answer.
 
         Args:
             place: Where this rank is; ranks in different places are not together.
             patience_s: How long to wait for the others.
         """
         self._calls += 1
-        try:
-            return self._decide(f"{self._calls}/decision", json.dumps(place), patience_s) == _ALL
-        except LostStoreError:
-            return False
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._decide(json.dumps(place), deadline) == _ALL
+            except SilentStoreError:
+                if time.monotonic() > deadline + ANSWER_S:
+                    return False
+                time.sleep(_POLL_S)
+            except LostStoreError:
+                return False
 
-    def _decide(self, decision: str, place: str, patience_s: float) -> str:
+    def _decide(self, place: str, deadline: float) -> str:
+        """What is decided; it may be asked again, which changes nothing."""
+        decision, here = f"{self._calls}/decision", f"{self._calls}/here/{{}}".format
         if self._notes.claim(f"{self._calls}/place", place) != place:
             return self._notes.claim(decision, _SOME)
-        if self._notes.count(f"{self._calls}/here") == self._world_size:
+        self._notes.write(here(self._rank), "1")
+        if self._notes.has([here(rank) for rank in range(self._world_size)]):
             return self._notes.claim(decision, _ALL)
-        deadline = time.monotonic() + patience_s
         while not self._notes.has([decision]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return self._notes.claim(decision, _SOME)

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
+Question = tuple[Callable[[], Any], "Future[Any]"]  # and where its answer goes
 
 ANSWER_S = 1.0
 """How long the store may take to answer a question, which it does in a thousandth of that."""
+
+_END_S = 0.2
+
+
+class DefaultStore(Protocol):
+    """What every store of a process group has besides what its type says."""
+
+    timeout: timedelta
+    clone: Callable[[], dist.Store]
+    """Another connection."""
 
 
 class LostStoreError(RuntimeError):
@@ -26,7 +42,8 @@ class SilentStoreError(LostStoreError):
 class Notes:
     """Texts under names that are new; every call ends soon, whatever has become of the store.
 
-    All ranks make those of a topic equally often: what one makes as its third are the third of every rank.
+    All ranks make those of a topic equally often: what one makes as its third are the third of every rank. Making them
+    waits as long as the store itself does, since nothing goes on without.
 
     Args:
         topic: What they are about.
@@ -34,61 +51,114 @@ class Notes:
     """
 
     def __init__(self, topic: str, rank: int) -> None:
-        store = dist.PrefixStore(f"shardeddp/{topic}", distributed_c10d._get_default_store())
-        made = _ask(lambda: store.add(f"made/{rank}", 1))  # counted there: the store outlives who makes them
+        default = distributed_c10d._get_default_store()
+        self._desk = _DESKS.get(default) or _Desk(default)
+        _DESKS[default] = self._desk
+        store = dist.PrefixStore(f"shardeddp/{topic}", self._desk.store)
+        # Counted there: the store outlives who makes them.
+        made = self._desk.ask(lambda: store.add(f"made/{rank}", 1), patiently=True)
         self._store: dist.Store = dist.PrefixStore(str(made), store)
 
     def write(self, name: str, text: str) -> None:
         """Leave a text, over what was there."""
-        _ask(lambda: self._store.set(name, text))
+        self._desk.ask(lambda: self._store.set(name, text))
 
     def claim(self, name: str, text: str) -> str:
         """Leave a text where there is none yet; the one that stands there now. It must not be empty."""
-        return _ask(lambda: self._store.compare_set(name, "", text)).decode()
+        return self._desk.ask(lambda: self._store.compare_set(name, "", text)).decode()
 
     def read(self, name: str) -> str | None:
         """The text; None: there is none."""
-        return _ask(lambda: self._store.get(name).decode() if self._store.check([name]) else None)
+        return self.read_all([name]).get(name)
+
+    def read_all(self, names: Sequence[str]) -> dict[str, str]:
+        """The texts that are there, by name: two calls where all are, a few more for each that is not."""
+        missing = set(self.missing(names))
+        found = [name for name in names if name not in missing]
+        texts = self._desk.ask(lambda: self._store.multi_get(found)) if found else []
+        return {name: text.decode() for name, text in zip(found, texts, strict=True)}
 
     def has(self, names: Sequence[str]) -> bool:
         """Whether there is a text under every one of these names."""
-        return _ask(lambda: self._store.check(list(names)))
+        return self._desk.ask(lambda: self._store.check(list(names)))
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """The names without a text; where they are few, it asks for many at once."""
+        if not names or self.has(names):
+            return []
+        if len(names) == 1:
+            return list(names)
+        half = len(names) // 2
+        return self.missing(names[:half]) + self.missing(names[half:])
 
     def count(self, name: str, more: int = 1) -> int:
         """Add to a number, which begins with 0; what it is now."""
-        return _ask(lambda: self._store.add(name, more))
+        return self._desk.ask(lambda: self._store.add(name, more))
 
 
-_overdue: list[threading.Thread] = []  # those that still wait for the store
+class _Desk:
+    """Where this process asks: a connection to the store that nobody else keeps busy, and a thread that waits there.
 
+    What waits for the store cannot be interrupted, and never ends if its host is frozen.
 
-def _ask(question: Callable[[], T]) -> T:
-    """What the store answers.
-
-    Raises:
-        LostStoreError: It is gone, or silent. Who asks while an earlier question waits is not kept waiting as well.
+    Args:
+        default: The store of the process group.
     """
-    answers: list[T] = []
-    errors: list[Exception] = []
 
-    def ask() -> None:
+    def __init__(self, default: dist.Store) -> None:
+        described = cast(DefaultStore, default)
+        self._patience_s = described.timeout.total_seconds()
+        self._questions: SimpleQueue[Question | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._questions,), name="shardeddp-notes", daemon=True)
+        self._overdue: Future[Any] | None = None  # nobody waits for it any more, and it may be on its way still
+        self._thread.start()
+        weakref.finalize(self, self._questions.put, None).atexit = False
+        self.store = self.ask(described.clone, patiently=True)
+
+    def ask(self, question: Callable[[], T], *, patiently: bool = False) -> T:
+        """What the store answers, soon; or as late as the store itself allows.
+
+        Raises:
+            LostStoreError: It is gone, or silent. Who asks while an earlier question waits is not kept waiting as well.
+        """
+        if not self._thread.is_alive():
+            raise LostStoreError("this process is about to end")
+        answer: Future[T] = Future()
+        patience_s = self._patience_s if patiently else ANSWER_S
+        if patiently or self._overdue is None or self._overdue.done():
+            self._questions.put((question, answer))
+            wait([answer], patience_s)
+        if not answer.done():
+            if not answer.cancel():
+                self._overdue = answer
+            raise SilentStoreError(f"the store of the process group has not answered within {patience_s:g} s")
         try:
-            answers.append(question())
+            return answer.result()
         except (RuntimeError, ValueError) as error:
-            errors.append(error)
+            raise LostStoreError(f"the store of the process group is gone ({error})") from error
 
-    _overdue[:] = [thread for thread in _overdue if thread.is_alive()]
-    if not _overdue:
-        # A thread of its own: what waits for the store cannot be interrupted, and never ends if its host is frozen.
-        thread = threading.Thread(target=ask, name="shardeddp-notes", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise LostStoreError("this process is about to end") from error
-        thread.join(ANSWER_S)
-        if answers:
-            return answers[0]
-        if errors:
-            raise LostStoreError(f"the store of the process group is gone ({errors[0]})") from errors[0]
-        _overdue.append(thread)
-    raise SilentStoreError(f"the store of the process group has not answered within {ANSWER_S:g} s")
+    def end(self) -> None:
+        """Let the thread end before the interpreter does, unless it waits for what may never come."""
+        self._questions.put(None)
+        self._thread.join(_END_S)
+
+
+def _serve(questions: SimpleQueue[Question | None]) -> None:
+    while (asked := questions.get()) is not None:
+        question, answer = asked
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(question())
+            except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
+                answer.set_exception(error)
+        del asked, question, answer  # and with them whose notes these are
+
+
+_DESKS: weakref.WeakKeyDictionary[dist.Store, _Desk] = weakref.WeakKeyDictionary()
+"""By the store of the process group: one connection and one thread for all notes of a process."""
+
+
+@atexit.register
+def _end_all() -> None:
+    for desk in list(_DESKS.values()):
+        desk.end()

@@ -52,7 +52,7 @@ class Relayed:
         except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
             self._error = error
             give_up()
-        self._arriving, self._begin = (), list[Work]  # and with them the buffers
+        self._arriving, self._begin = (), list[Work]  # and with them the buffers, before anybody takes it as done
         self.begun.set()
 
     def wait(self) -> None:
@@ -90,7 +90,7 @@ class Relay(threading.Thread):
 
     def run(self) -> None:  # noqa: D102
         while (relayed := self._queue.get()) is not None:
-            relayed.run(partial(_disconnect, self._group))
+            relayed.run(partial(disconnect, self._group))
             del relayed  # and its error, which holds the frames in which it was raised
 
     def end(self) -> None:
@@ -99,7 +99,7 @@ class Relay(threading.Thread):
             return
         self._queue.put(None)
         if not self._last.is_set():
-            _disconnect(self._group)
+            disconnect(self._group)
         if threading.current_thread() is not self:  # a garbage collector may run on any thread
             self.join(END_S)
             if not self.is_alive():
@@ -112,7 +112,7 @@ class Relay(threading.Thread):
         self.end()
 
 
-def _disconnect(group: dist.ProcessGroup) -> None:
+def disconnect(group: dist.ProcessGroup) -> None:
     """Fail all transfers of this rank in a gloo group, and with them those of ranks that wait for it.
 
     A time-out is what makes gloo do that. Ranks that get from this one what another sends would else learn of the

@@ -54,7 +54,7 @@ def meet(address: str, port: int, seat: Seat, timeout: timedelta) -> tuple[dist.
     """
     if seat.num_nodes == 1:
         stay_on_loopback()
-    if os.environ.get(_AGENT_VARIABLE) == str(True):
+    if has_agent_store():
         store = _join(address, port, min(timeout, _AGENT_TIMEOUT))  # it was there before any rank was started
     else:
         address = LOOPBACK if seat.num_nodes == 1 else address
@@ -69,6 +69,11 @@ def meet(address: str, port: int, seat: Seat, timeout: timedelta) -> tuple[dist.
             f"{timeout.total_seconds():g} s ({error}). Rank 0 has not started or has ended: look at its output"
             f"{_advice()}"
         ) from error
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun's agent hosts the store, and not rank 0."""
+    return os.environ.get(_AGENT_VARIABLE) == str(True)
 
 
 def stay_on_loopback() -> None:
@@ -90,7 +95,7 @@ def _join(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def _advice() -> str:
-    if os.environ.get(_AGENT_VARIABLE) != str(True):
+    if not has_agent_store():
         return ""
     return (
         ". When torchrun has replaced the machine of rank 0, agents that stay may still send their ranks to its old "
