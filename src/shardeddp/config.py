@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -129,6 +130,8 @@ class CheckpointOptions:
         foreign: Also load directories that other tools wrote (FSDP, FSDP2, plain ``torch.distributed.checkpoint``):
             their indexes are pickles, which are read by a reader that knows a few harmless types only.
         trust_pickle: Unpickle foreign indexes as they are: whoever wrote them can run code here. With ``foreign``.
+        timeout: After how many seconds a rank that has written its part stops waiting for the others; longer than the
+            slowest disk needs. None: the strategy's own ``timeout``.
     """
 
     asynchronous: bool = False
@@ -138,8 +141,11 @@ class CheckpointOptions:
     cast: bool = False
     foreign: bool = False
     trust_pickle: bool = False
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
+        if self.timeout is not None and not 0 < self.timeout < inf:
+            raise ConfigurationError(f"timeout={self.timeout!r}: expected a positive number of seconds, or None")
         for name, known in (("durability", ("disk", "process")), ("permissions", ("private", "umask"))):
             if getattr(self, name) not in known:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")

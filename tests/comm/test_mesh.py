@@ -1,12 +1,13 @@
 """The mesh of a rank: which ranks its groups hold, that they work, and what they count."""
 
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm import Mesh
+from shardeddp.comm import Mesh, agree_on_any
 from shardeddp.comm.collectives import SoloCollectives
 from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.comm.linked import LinkedCollectives
@@ -105,3 +106,25 @@ def test_a_lane_of_a_cpu_run_issues_at_once_and_waits_when_asked() -> None:
     ticket.wait()
     ticket.wait()
     assert tensor.item() == 3.0
+
+
+def wait_in_a_save() -> tuple[str, float]:
+    """What the first rank ends with that waits for the second, and when; other groups wait on."""
+    topology = Topology(world_size=2, shard_size=2)
+    mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=20), saving_timeout=timedelta(seconds=1))
+    said, started = "", time.monotonic()
+    if mesh.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            agree_on_any([True], mesh.saving)
+        said = str(caught.value)
+    else:
+        time.sleep(2.5)
+    passed = time.monotonic() - started
+    agree_on_any([True], mesh.control)
+    return said, passed
+
+
+def test_a_save_has_a_time_limit_of_its_own(world: Worlds) -> None:
+    (said, passed), _ = world(2).run(wait_in_a_save)
+    assert "imed out" in said
+    assert 1.0 <= passed < 15.0

@@ -35,6 +35,7 @@ class Mesh:
         device: Where this rank computes.
         timeout: After how long a collective of these groups gives up.
         regather_size: Neighbouring ranks of a shard group that gather for the backward; None: all of it.
+        saving_timeout: The same while checkpoints are saved; None: ``timeout``.
         debug: Whether to compare what users communicate.
     """
 
@@ -45,6 +46,7 @@ class Mesh:
         timeout: timedelta,
         regather_size: int | None = None,
         *,
+        saving_timeout: timedelta | None = None,
         debug: bool = False,
     ) -> None:
         end_quietly()
@@ -82,7 +84,7 @@ class Mesh:
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         self.control = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
         """All ranks, on the host: agreement, never tensors of the model."""
-        self.saving = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
+        self.saving = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=saving_timeout or timeout))
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.lookout = Lookout(self.rank)
         """Says where ranks are that others wait for."""

@@ -8,6 +8,7 @@ import uuid
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -83,6 +84,12 @@ class CheckpointStrategy(ProcessStrategy):
         self._replaced: Replaced | None = None  # from loading a model until the optimizers have taken their states
 
     # -- saving
+
+    @property
+    @override
+    def _saving_timeout(self) -> timedelta:
+        seconds = self.checkpoint_options.timeout
+        return super()._saving_timeout if seconds is None else timedelta(seconds=seconds)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

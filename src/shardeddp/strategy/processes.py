@@ -210,7 +210,19 @@ class ProcessStrategy(AcceptsCompiled):
         return f"{versions}, {self.placement}, debug={self.debug}"
 
     def _make_mesh(self, topology: Topology) -> Mesh:
-        return Mesh(topology, self.root_device, self.timeout, self.placement.regather_size, debug=self.debug)
+        return Mesh(
+            topology,
+            self.root_device,
+            self.timeout,
+            self.placement.regather_size,
+            saving_timeout=self._saving_timeout,
+            debug=self.debug,
+        )
+
+    @property
+    def _saving_timeout(self) -> timedelta:
+        """How long a rank waits for others that are still writing."""
+        return self.timeout
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""
