@@ -175,7 +175,7 @@ def distance(found: State, expected: State) -> float:
 
 
 WORLDS = list(itertools.product(STRATEGIES, (1, 2, 3, 4)))
-SHORT_DRAW = [*((strategy, 2) for strategy in STRATEGIES), *(("full_shard", size) for size in (1, 3, 4))]
+SHORT_DRAW = [*((strategy, 2) for strategy in STRATEGIES), *(("full_shard", size) for size in (1, 3))]
 SHORT_DRAW += [("hybrid_shard", 4)]
 
 
@@ -204,7 +204,10 @@ def test_the_trainings_that_are_compared_clip_gradients_and_round_differently(ex
     assert RELATIVE_TOLERANCE < distance(rounded, exact) < 0.05
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("full_shard", 3), ("shard_optimizer", 3), ("hybrid_shard", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [pytest.param("full_shard", 3, marks=pytest.mark.torture), ("shard_optimizer", 3), ("hybrid_shard", 4)],
+)
 def test_two_runs_on_the_same_ranks_are_bit_identical_on_all_ranks(world: Worlds, strategy: str, size: int) -> None:
     results = world(size).run(train_twice, sharding_of(strategy, size))
     first = results[0][0]

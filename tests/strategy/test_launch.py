@@ -160,7 +160,7 @@ def test_forked_and_spawned_ranks_bring_the_full_weights_back(
     assert_equal(weights(tmp_path / f"{options[0]}.ckpt"), by_script[1])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.torture)])
 def test_an_exception_on_one_rank_ends_the_script_on_all(tmp_path: Path, rank: int) -> None:
     finished = run_script(str(tmp_path), "sharded_dp", "--fail-on", str(rank), timeout_s=60)
     assert finished.code != 0
