@@ -25,7 +25,6 @@ WARNING_S = 10.0
 _OTHERS_S = 10.0
 """How long ranks that have come to different operations wait to hear of each other's."""
 
-_POLL_S = 0.02
 _ALONE: dict[CodeType, str] = {}  # what runs on one rank only -> how to say so
 
 
@@ -145,17 +144,13 @@ class Attendance:
         return ", ".join(passed)
 
     def _find_others(self, operation: str) -> str:
-        texts: dict[int, str] = {}
+        names = {rank: f"{self._calls}/{rank}" for rank in self._others}
         try:
             self._notes.write(f"{self._calls}/{self._rank}", f"{operation} at {place_of(sys._getframe())}")
-            names = [f"{self._calls}/{rank}" for rank in self._others]
-            deadline = time.monotonic() + _OTHERS_S
-            while not self._notes.has(names) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            texts = {rank: self._notes.read(f"{self._calls}/{rank}") or "?" for rank in self._others}
+            texts = self._notes.wait_for([*names.values()], _OTHERS_S)
         except LostStoreError:
-            pass  # it goes without saying to what
-        return ", ".join(f"rank {rank} to {text}" for rank, text in texts.items())
+            return ""  # it goes without saying to what
+        return ", ".join(f"rank {rank} to {texts.get(name, '?')}" for rank, name in names.items())
 
     def _describe(self, operation: str) -> str:
         where = place_of(sys._getframe())

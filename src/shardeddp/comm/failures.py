@@ -92,14 +92,11 @@ class Failures:
 
     def _find_places(self, error: BaseException) -> Exception:
         """Where each rank has asked torch for what differs between them."""
-        name = "mismatch/{}".format
-        self._notes.write(name(self._rank), _place_of_error(error))
-        names = [name(rank) for rank in range(self._world_size)]
-        deadline = time.monotonic() + LOOKUP_S
-        while not self._notes.has(names) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        places = [self._notes.read(each) or "an unknown line" for each in names]
-        return RuntimeError(", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places)))
+        names = [f"mismatch/{rank}" for rank in range(self._world_size)]
+        self._notes.write(names[self._rank], _place_of_error(error))
+        places = self._notes.wait_for(names, LOOKUP_S)
+        found = [places.get(name, "an unknown line") for name in names]
+        return RuntimeError(", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(found)))
 
     def _origin(self) -> Exception | None:
         self._notes.write(f"{_INTERRUPTED}/{self._rank}", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -21,6 +22,7 @@ ANSWER_S = 1.0
 """How long the store may take to answer a question, which it does in a thousandth of that."""
 
 _END_S = 0.2
+_POLL_S = 0.02
 
 
 class DefaultStore(Protocol):
@@ -81,6 +83,13 @@ class Notes:
     def has(self, names: Sequence[str]) -> bool:
         """Whether there is a text under every one of these names."""
         return self._desk.ask(lambda: self._store.check(list(names)))
+
+    def wait_for(self, names: Sequence[str], within_s: float) -> dict[str, str]:
+        """The texts under these names, as soon as all are there; after a time, those that are."""
+        deadline = time.monotonic() + within_s
+        while not self.has(names) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.read_all(names)
 
     def missing(self, names: Sequence[str]) -> list[str]:
         """The names without a text; where they are few, it asks for many at once."""
