@@ -7,7 +7,6 @@ from shardeddp.errors import (
     DamagedCheckpointError,
     LayoutMismatchError,
     RankError,
-    ReleasedParameterError,
 )
 from shardeddp.plugins.registry import register_names
 from shardeddp.sharding.gradients import clip_grad_norm_, clip_grad_value_
@@ -33,7 +32,6 @@ __all__ = [
     "Policy",
     "PredicatePolicy",
     "RankError",
-    "ReleasedParameterError",
     "ShardTensor",
     "ShardedDP",
     "SizePolicy",

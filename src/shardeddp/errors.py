@@ -68,10 +68,6 @@ class LostRankError(RuntimeError):
         )
 
 
-class ReleasedParameterError(RuntimeError):
-    """An unsharded parameter was used after its unit was resharded."""
-
-
 class LayoutMismatchError(ConfigurationError):
     """The ranks built different models or asked for different shardings."""
 

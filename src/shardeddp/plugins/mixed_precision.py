@@ -13,6 +13,7 @@ from torch import nn
 
 from shardeddp.config import MixedPrecision
 from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.autocast_copies import compute_with_copies
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec
 from shardeddp.wrap import ClassPolicy
 from shardeddp.wrap.tree import has_forward, unit_children
@@ -104,9 +105,36 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
     def assigned(spec: ParameterSpec) -> ParameterSpec:
         if not spec.dtype.is_floating_point:
             return spec
-        return replace(spec, compute_in=_compute_dtype(spec, dtypes, kept), reduce_in=dtypes.reduce_dtype)
+        compute_in = _compute_dtype(spec, dtypes, kept)
+        by_autocast = compute_in is not None and dtypes.param_dtype is None
+        return replace(spec, compute_in=compute_in, is_autocast_copy=by_autocast, reduce_in=dtypes.reduce_dtype)
 
-    return [replace(unit, parameters=tuple(map(assigned, unit.parameters))) for unit in units]
+    units = [replace(unit, parameters=_alike(tuple(map(assigned, unit.parameters)))) for unit in units]
+    _prepare_copies(root, [spec for unit in units for spec in unit.parameters if spec.is_autocast_copy])
+    return units
+
+
+def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec]) -> None:
+    """Let the forwards of modules compute with what is gathered for them in autocast's dtype."""
+    names: dict[int, list[str]] = {}
+    for owner, name in (place for spec in specs for place in spec.owners):
+        names.setdefault(id(owner), []).append(name)
+    for module in reversed([*root.modules()]):  # inner ones first
+        # It reads the parameters of this child, and does not call it.
+        inner = {"out_proj": module.out_proj} if isinstance(module, nn.MultiheadAttention) else {}
+        if id(module) in names:
+            compute_with_copies(module, tuple(names[id(module)]), inner)
+
+
+def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
+    """The same with one dtype for what shares memory: its own, where autocast would cast only some of it."""
+    dtypes: dict[int, set[torch.dtype]] = {}
+    for spec in specs:
+        dtypes.setdefault(spec.memory, set()).add(spec.param_dtype)
+    return tuple(
+        spec if len(dtypes[spec.memory]) == 1 else replace(spec, compute_in=None, is_autocast_copy=False)
+        for spec in specs
+    )
 
 
 def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> None:
@@ -151,10 +179,10 @@ def _compute_dtype(spec: ParameterSpec, dtypes: Dtypes, kept: Mapping[int, nn.Mo
 
 
 def _is_cast_by_autocast(owner: nn.Module, name: str) -> bool:
-    # A subclass may do anything with its weight before it computes, and that would be in the lower dtype.
+    # A subclass, or a forward of the user's, may do anything with its weight, and that would be in the lower dtype.
     kind = type(owner)
     names = _CAST_BY_AUTOCAST.get(kind) or _CAST_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}", ())
-    return name in names
+    return name in names and "forward" not in vars(owner)
 
 
 def _kept_modules(root: nn.Module, dtypes: Dtypes) -> dict[int, nn.Module]:

@@ -80,7 +80,7 @@ class Recomputation:
             return True  # the compiler finds out by itself, and would guard on every parameter for this question
         if any(parameter.requires_grad for parameter in self._module.parameters()):
             return True
-        return any(tensor.requires_grad for tensor in find_tensors((args, kwargs)).tensors)
+        return any(tensor.requires_grad for tensor in find_tensors((args, kwargs)))
 
     def _offloaded(self, args: Any, kwargs: Any) -> Any:
         """Recompute from inputs that have been to host memory.

@@ -41,6 +41,8 @@ def asked_gradients(
         both = [*inputs, *(unsharded for _, unsharded in leaves)]
         results: list[torch.Tensor | None] = [*torch.autograd.grad(outputs, both, **options)]
     for (place, _), gradient in zip(leaves, results[len(inputs) :], strict=True):
+        if gradient is not None:
+            gradient = gradient.to(inputs[place].dtype)  # what autocast's copy got
         outside = results[place]
         results[place] = gradient if outside is None else outside if gradient is None else outside + gradient
     for place, x in enumerate(inputs):

@@ -70,7 +70,7 @@ def run(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Run one ATen operation that has at least one ``ShardTensor`` among its arguments."""
     name = func.overloadpacket.__name__
     if func in _ALIASES:
-        return cls(args[0].to_local(), args[0].spec)
+        return args[0].alias()
     if func in _CREATIONS:
         return func(args[0].to_local(), *args[1:], **kwargs)
     if func is aten.fill_.Tensor and isinstance(args[0], cls):

@@ -7,33 +7,42 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
 from shardeddp.comm import Mesh, Pending, Ticket
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.placement import Placement, Reshard
+from shardeddp.sharding.gathered_buffer import GatheredBuffer
 from shardeddp.sharding.gradient_hooks import take_hooks
 from shardeddp.sharding.group_gradients import GroupGradients
 from shardeddp.sharding.identity import swap_bodies
-from shardeddp.sharding.memory import allocate, empty_on_host, local_view, release
-from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
+from shardeddp.sharding.memory import empty_on_host, local_view
+from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor, sharded_class
 from shardeddp.sharding.spec import ParameterSpec
-from shardeddp.sharding.unsharded import ReleasedParameter, UnshardedParameter
 
 
 class FlatGroup:
-    """One main shard and one gathered flat buffer, the views into them, and what holds their gradients.
+    """One main shard and one gathered buffer, the parameters that are views of them, and what holds their gradients.
 
     Args:
         specs: The parameters, in layout order; each becomes a ``ShardTensor`` in place.
         layout: Where they lie.
         mesh: Through which they are gathered and reduced.
         placement: Where main shards live, and whether gathered buffers keep their memory when the unit is resharded.
+        lender: The group of one parameter whose memory the only parameter of this one has. They have gradients and
+            optimizer states of their own.
     """
 
-    def __init__(self, specs: Sequence[ParameterSpec], layout: FlatLayout, mesh: Mesh, placement: Placement) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        layout: FlatLayout,
+        mesh: Mesh,
+        placement: Placement,
+        lender: FlatGroup | None = None,
+    ) -> None:
         self.layout = layout
+        self._lender = lender
         self._mesh = mesh
         dtype, param_dtype, reduce_dtype = specs[0].dtype, specs[0].param_dtype, specs[0].reduce_dtype
         on_host = placement.offload_params and mesh.device.type != "cpu"
@@ -41,29 +50,25 @@ class FlatGroup:
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = self._resident or placement.reshard is Reshard.NEVER
 
-        empty = torch.empty(layout.shard_numel, dtype=dtype, device="meta" if on_host else mesh.device)
-        self.main_shard = (empty_on_host(empty, mesh.device) if on_host else empty).zero_()
+        self.main_shard = lender.main_shard if lender else _zeros(layout.shard_numel, dtype, mesh.device, on_host)
         """1D, shard_numel; lives as long as the model."""
-        self._gathered = (
-            self.main_shard
-            if self._resident
-            else torch.empty(layout.padded_numel, dtype=param_dtype, device=mesh.device)
+        memory = self.main_shard if self._resident else None
+        self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory)
+        """Whole parameters; with memory while the unit is unsharded, or always."""
+        self.unsharded = self.buffer.parameters
+        self._part = (
+            torch.empty(layout.padded_numel // mesh.gather.size, dtype=param_dtype, device=mesh.device)
+            if mesh.topology.split_replicas
+            else None
         )
-        self._own_slice = self._gathered.view(mesh.gather.size, -1)[mesh.shard_rank]
-        split = mesh.topology.split_replicas
-        self._part = torch.empty_like(self._own_slice) if split else None
         """1D; where replicas split the main shard, all of it in the dtype that travels. Filled when it has changed."""
         self._kept_part: torch.Tensor | None = None  # 1D; this rank's part of the gathered buffer, forward -> backward
-        self.unsharded = [
-            self._view_parameter(spec, slot.offset) for spec, slot in zip(specs, layout.slots, strict=True)
-        ]
-        self.local = [local_view(self.main_shard, layout, i, mesh.slice_rank) for i in range(len(specs))]  # each 1D
+        self.local = self._local_parameters() if lender is None else [local.detach() for local in lender.local]
+        """By parameter, this rank's elements; 1D."""
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
-        self._gathered_version = -1
+        self._gathered_versions: list[int] = []  # of the local parameters when they were gathered; none: gather anew
+        self._known_versions = self._versions()  # of those that the versions of unsharded parameters account for
         self._seen_writes = self._writes()
-        self._kept_writes = 0  # versions of the main shard that only brought it up to what was known
-        if not self._resident:
-            self._release_memory()
         self.gradients = GroupGradients(
             layout,
             mesh,
@@ -78,17 +83,12 @@ class FlatGroup:
     @property
     def stale(self) -> bool:
         """Whether the main shard has changed since it was last gathered."""
-        return self.main_shard._version != self._gathered_version
+        return self._versions() != self._gathered_versions
 
     @property
     def gathers(self) -> bool:
         """Whether unsharding it takes other ranks: its buffer does not hold the values already."""
-        return not (self._resident or (self._retain and not self.stale))
-
-    @property
-    def version(self) -> int:
-        """Grows with every change of the parameters that is not the engine's own."""
-        return self.main_shard._version + self._writes() - self._kept_writes
+        return not (self._resident or self._lender or (self._retain and not self.stale))
 
     @property
     def trainable(self) -> bool:
@@ -102,7 +102,7 @@ class FlatGroup:
             layout=self.layout,
             trainable=self.trainable,
             main_itemsize=self.main_shard.itemsize,
-            param_itemsize=self._gathered.itemsize,
+            param_itemsize=self.buffer.dtype.itemsize,
             reduce_itemsize=self._reduce_dtype.itemsize,
             split=self._mesh.collect.size,
         )
@@ -118,54 +118,55 @@ class FlatGroup:
             ticket = self._mesh.gather_lane.issue(self._gather_parts)
         else:
             ticket = self._mesh.gather_lane.issue(self._gather_shards)
-        self._gathered_version = self.main_shard._version
+        self._note_gather()
         return ticket
 
     def forget(self) -> None:
         """Let the next :meth:`unshard` gather all of it, as it does on ranks that hold nothing of it."""
         self._keep_writes()
-        self._gathered_version = -1
+        self._gathered_versions = []
         self._kept_part = None
 
     def _gather_shards(self) -> Pending:
-        # Storage and copy belong to the lane: its allocator stream, and behind compute's last use of the buffer.
-        allocate(self._gathered)
+        # Memory and copy belong to the lane: its allocator stream, and behind compute's last use of the buffer.
+        flat, own = self.buffer.allocate(), self._own_slice()
         main = self.main_shard.to(self._mesh.device, non_blocking=True)
         if self._part is None:
-            self._own_slice.copy_(main)
-            return self._mesh.gather.all_gather_(self._gathered)
+            own.copy_(main)
+            return self._mesh.gather.all_gather_(flat)
         if not self.stale:
             return self._gather_split(self._part)
         self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank].copy_(main)
         return self._mesh.collect.all_gather_(self._part).then(partial(self._gather_split, self._part))
 
     def _gather_split(self, part: torch.Tensor) -> Pending:
-        self._own_slice.copy_(part)
-        return self._mesh.gather.all_gather_(self._gathered)
+        self._own_slice().copy_(part)
+        return self._mesh.gather.all_gather_(self.buffer.allocate())
 
     def _gather_parts(self) -> Pending:
         part = self._kept_part
         if part is None:
             raise RuntimeError(f"no part of {self.layout.slots[0].fqn} was kept for its backward")
-        allocate(self._gathered)
+        flat = self.buffer.allocate()
         self._part_of_gathered().copy_(part)
-        return self._mesh.regather.all_gather_(self._gathered)
+        return self._mesh.regather.all_gather_(flat)
 
     def _part_of_gathered(self) -> torch.Tensor:
-        regather = self._mesh.regather
-        return self._gathered.view(regather.size, -1)[regather.rank]
+        return self.buffer.slice_of(self._mesh.regather.rank, self._mesh.regather.size)
+
+    def _own_slice(self) -> torch.Tensor:
+        return self.buffer.slice_of(self._mesh.shard_rank, self._mesh.gather.size)
 
     def activate(self) -> None:
         """Make the unsharded parameters usable."""
-        for unsharded in self.unsharded:
-            unsharded.__class__ = UnshardedParameter
-
-    def retain(self) -> None:
-        """Keep the gathered buffer's memory and content from now on when the unit is resharded."""
-        self._retain = True
+        if self._resident:
+            return
+        if self._lender is not None:
+            self.buffer.flat = self._lender.buffer.flat
+        self.buffer.bind()
 
     def release(self, before_backward: bool) -> None:
-        """Give the gathered buffer's memory back; the unsharded parameters raise from here on.
+        """Drop the gathered buffer's memory; the unsharded parameters raise from here on.
 
         Args:
             before_backward: They are needed once more, before they change: a part stays, if the mesh has smaller groups
@@ -177,48 +178,68 @@ class FlatGroup:
             return
         keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
         self._kept_part = self._part_of_gathered().clone() if keep else None
-        self._release_memory()
+        self.buffer.release()
 
-    def _release_memory(self) -> None:
-        release(self._gathered)
-        for unsharded in self.unsharded:
-            unsharded.__class__ = ReleasedParameter
+    def renew_views(self) -> None:
+        """Bring views that have outlived their gather up to date; the buffer has just been gathered."""
+        if self.buffer.flat is not None:
+            for former in self.buffer.outlived():
+                former.copy_(self.buffer.flat)
 
-    # -- writes by others
+    # -- versions, and writes by others
 
-    def renew(self) -> None:
-        """Note that the gathered values have changed: a graph that needs the former ones must fail, as always."""
-        torch.autograd.graph.increment_version(self.unsharded)
-        self._seen_writes = self._writes()
+    def _versions(self) -> list[int]:
+        return [local._version for local in self.local]
 
-    def invalidate(self) -> None:
-        """Note that something wrote to the main shard that does not bump version counters (fused optimizers)."""
-        torch.autograd.graph.increment_version(self.main_shard)
+    def _note_gather(self) -> None:
+        """Note what has been gathered: graphs that need former values must fail, as without sharding."""
+        versions = self._versions()
+        changed = [index for index, version in enumerate(versions) if version != self._known_versions[index]]
+        if changed:
+            torch.autograd.graph.increment_version([self.unsharded[index] for index in changed])
+            self._seen_writes = self._writes()
+        self._gathered_versions = self._known_versions = versions
 
-    def _writes(self) -> int:
+    def _writes(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
-            return sum(unsharded._version for unsharded in self.unsharded)
+            return [unsharded._version for unsharded in self.unsharded]
 
     @torch.no_grad()
     def _keep_writes(self) -> None:
-        """Bring what was written in place to unsharded parameters, in a forward or a step, to the main shard."""
+        """Bring what was written in place to unsharded parameters, or to views of them, to the main shard."""
         writes = self._writes()
         if writes == self._seen_writes:
             return
-        if not self._resident:
-            if self.stale:
-                raise RuntimeError(
-                    f"parameters around {self.layout.slots[0].fqn} were written to in place inside a step, and their "
-                    f"shards were changed in the same step (by an optimizer): one of the two would be lost. Write to "
-                    f"parameters before the forward or after the optimizer's step"
-                )
-            before = self.main_shard._version
-            main = self.main_shard.to(self._mesh.device)
-            # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
-            written = self._own_slice != main.to(self._own_slice.dtype)
-            self.main_shard.copy_(torch.where(written, self._own_slice.to(main.dtype), main))
-            self._kept_writes += self.main_shard._version - before
+        written = [i for i, (now, seen) in enumerate(zip(writes, self._seen_writes, strict=True)) if now != seen]
         self._seen_writes = writes
+        if self._resident:
+            return
+        fqns = ", ".join(self.layout.slots[i].fqn for i in written)
+        if any(self.local[i]._version != self._known_versions[i] for i in written):
+            raise RuntimeError(
+                f"{fqns}: written to in place inside a step, and their shards were changed in the same step (by an "
+                f"optimizer): one of the two would be lost. Write to parameters before the forward or after the "
+                f"optimizer's step"
+            )
+        memory = self.buffer.outlived() if self.buffer.flat is None else [self.buffer.flat]
+        if not memory:
+            raise RuntimeError(
+                f"{fqns}: written to through a view that was made inside of their unit's forward, after the unit was "
+                f"resharded, and the view is gone, with what was written. Write to the parameters themselves"
+            )
+        for index in written:
+            self._keep_write(index, memory)
+            self._known_versions[index] = self.local[index]._version  # graphs know of it by the parameter's version
+
+    def _keep_write(self, index: int, memory: Sequence[torch.Tensor]) -> None:
+        slot, local = self.layout.slots[index], self.local[index]
+        elements = self.layout.parameter_interval(slot, self._mesh.slice_rank).shift(slot.offset)
+        known = local.to(self._mesh.device)
+        for flat in memory:
+            found = flat[elements.start : elements.stop]
+            # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
+            known = torch.where(found != known.to(found.dtype), found.to(known.dtype), known)
+        local.copy_(known)
 
     def _keep_requires_grad(self) -> None:
         """Freeze or unfreeze sharded parameters whose unsharded ones were frozen or unfrozen inside a step."""
@@ -229,14 +250,10 @@ class FlatGroup:
 
     # -- making the parameters
 
-    def _view_parameter(self, spec: ParameterSpec, offset: int) -> nn.Parameter:
-        shape = spec.parameter.shape
-        stride = torch.empty(shape, device="meta").stride()
-        # set_ and not a slice: each parameter has a version counter of its own, as in an unsharded model.
-        view = self._gathered.new_empty(0).set_(self._gathered.untyped_storage(), offset, shape, stride)
-        unsharded = UnshardedParameter(view, requires_grad=spec.parameter.requires_grad)
-        vars(unsharded).update(spec.parameter.__dict__, fqn=spec.fqn, sharded_dtype=spec.dtype)
-        return unsharded
+    def _local_parameters(self) -> list[torch.Tensor]:
+        count = range(len(self.layout.slots))
+        # .data: each has a version counter of its own, as in an unsharded model.
+        return [local_view(self.main_shard, self.layout, index, self._mesh.slice_rank).data for index in count]
 
     def _shard(self, spec: ParameterSpec, index: int) -> ShardTensor:
         """Turn the user's parameter into a ``ShardTensor`` over its part of the main shard."""
@@ -255,10 +272,9 @@ class FlatGroup:
             local.copy_(shard_spec.localize(parameter.detach()))
         gradient, parameter.grad = parameter.grad, None
         hooks = take_hooks(parameter)
-        sharded = ShardTensor(local, shard_spec, parameter.requires_grad)
-        vars(sharded).update(
-            parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True
-        )  # isinstance(p, nn.Parameter) holds
+        sharded = sharded_class(type(parameter))(local, shard_spec, parameter.requires_grad)
+        # isinstance(p, nn.Parameter) holds
+        vars(sharded).update(parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True)
         try:
             swap_bodies(parameter, sharded)
             sharded = parameter
@@ -268,8 +284,16 @@ class FlatGroup:
                 f"were taken before, other than its module's, are to a copy that is not trained",
                 stacklevel=2,
             )
+        vars(self.unsharded[index])["sharded"] = sharded
         if any(hooks):
             sharded.adopt_hooks(*hooks)  # type: ignore[attr-defined]
         if gradient is not None:
             sharded.grad = ShardTensor(shard_spec.localize(gradient).to(local.device, copy=True), shard_spec)
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
+
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> torch.Tensor:
+    if not on_host:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return empty_on_host(torch.empty(numel, dtype=dtype, device="meta"), device).zero_()

@@ -53,17 +53,16 @@ class GradientHooks:
         self._when_complete: OrderedDict[int, CompletionHook] = former[1] or OrderedDict()
         self._sharded = weakref.ref(sharded)
         self._due = -1  # the backward, by autograd's number, that was told to call the hooks of completion
-        leaves = [sharded] if unsharded is None else [sharded, unsharded]
+        if unsharded is None:
+            return
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in leaves:
-                trainable = leaf.requires_grad
-                torch.Tensor.requires_grad_(leaf, True)  # a frozen parameter takes no hook, and may be unfrozen later
-                # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks know the model.
-                torch.Tensor.register_hook(leaf, _weakly(self, GradientHooks._run))
-                if leaf is sharded:
-                    arrived = _weakly(self, GradientHooks._arrived)
-                    torch.Tensor.register_post_accumulate_grad_hook(leaf, arrived)
-                torch.Tensor.requires_grad_(leaf, trainable)
+            trainable = unsharded.requires_grad
+            torch.Tensor.requires_grad_(unsharded, True)  # a frozen parameter takes no hook, and may be unfrozen later
+            # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks know the model.
+            if unsharded.dtype != sharded.dtype and unsharded.grad is None:
+                unsharded.grad_dtype = sharded.dtype  # hooks see gradients in the parameter's own dtype
+            torch.Tensor.register_hook(unsharded, _weakly(self, GradientHooks.run))
+            torch.Tensor.requires_grad_(unsharded, trainable)
 
     def add(self, hook: GradientHook) -> RemovableHandle:
         """Call a hook with each gradient on its way; what it returns, if anything, takes the gradient's place."""
@@ -87,7 +86,8 @@ class GradientHooks:
         # One callback behind the other: at the end of the end, when the engine has installed what it has reduced.
         engine.queue_callback(lambda: engine.queue_callback(self._complete))
 
-    def _run(self, gradient: torch.Tensor) -> torch.Tensor:
+    def run(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Call the hooks with a gradient on its way."""
         plain = type(gradient) is torch.Tensor
         for hook in list(self._on_gradient.values()):
             with each_rank_its_own() if plain else nullcontext():
@@ -96,9 +96,6 @@ class GradientHooks:
                 # Whole if the unit's gradient is: a hook may mix it with sharded tensors.
                 gradient = result.full_tensor() if plain and type(result) is not torch.Tensor else result
         return gradient
-
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        self.announce()
 
     @torch.no_grad()
     def _complete(self) -> None:

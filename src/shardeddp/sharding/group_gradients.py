@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from shardeddp.plan.layout import FlatLayout
 from shardeddp.sharding.gradient_memory import GradientMemory
 from shardeddp.sharding.memory import local_view
 from shardeddp.sharding.reduction import Arrival, Reduction
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.shard_tensor import ShardTensor, store_gradient, stored_gradient, stored_gradients
 
 
 class GroupGradients:
@@ -48,6 +49,13 @@ class GroupGradients:
         self._unsharded = unsharded
         self._sharded = sharded
         self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
+        self._outside: dict[int, torch.Tensor] = {}  # by parameter, whole gradients of uses outside of the unit
+        self.kept_by_others = False
+        """Whether an optimizer may have kept local gradients, where nothing tells that it has."""
+        self.on_outside: Callable[[], None] = _nobody
+        """Called when a gradient of a use outside of the unit arrives."""
+        for index, parameter in enumerate(sharded):
+            parameter.take_part(self, index)
         self._packed = [False] * len(unsharded)  # whose gradient went into a reduction since the backward began
         self._reduced = False  # whether there was a reduction since the backward began
         self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
@@ -73,11 +81,46 @@ class GroupGradients:
                 if unsharded.grad is None:
                     unsharded.grad_dtype = self._reduce_dtype
 
+    def add_outside(self, index: int, gradient: torch.Tensor) -> None:
+        """Take this rank's gradient of a use of a parameter outside of its unit; it is reduced with the unit's.
+
+        Args:
+            index: Of the parameter.
+            gradient: Of the parameter's shape; not averaged.
+        """
+        former = self._outside.get(index)
+        # Not in place: what arrives may belong to the user.
+        self._outside[index] = gradient if former is None else former + gradient
+        self.on_outside()
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """What there is of a parameter's gradient before a later micro-batch completes it.
+
+        This rank's own, whole; where micro-batches are reduced in the shard group, their average so far, sharded.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, outside = self._unsharded[index].grad, self._outside.pop(index, None)
+            if outside is not None:
+                gradient = outside if gradient is None else gradient + outside
+                self._unsharded[index].grad_dtype = gradient.dtype
+                self._unsharded[index].grad = gradient
+        if gradient is None and self._memory.partial is not None and self._partly_used[index]:
+            local = local_view(self._memory.partial, self._layout, index, self._mesh.slice_rank)
+            gradient = ShardTensor(local, self._sharded[index].spec)
+        return gradient
+
+    def drop(self, index: int) -> None:
+        """Forget what there is of a parameter's gradient before it is complete."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._unsharded[index].grad = None
+        self._outside.pop(index, None)
+        if self._memory.partial is not None and self._partly_used[index]:
+            local_view(self._memory.partial, self._layout, index, self._mesh.slice_rank).zero_()
+            self._partly_used[index] = False
+
     def used(self) -> list[bool]:
         """By parameter, whether a gradient of this rank waits, was packed in this backward, or is in partial sums."""
-        with torch._C.DisableTorchFunctionSubclass():
-            waiting = [unsharded.grad is not None for unsharded in self._unsharded]
-        return [any(flags) for flags in zip(self._packed, self._partly_used, waiting, strict=True)]
+        return [any(flags) for flags in zip(self._packed, self._partly_used, self._waiting(), strict=True)]
 
     @property
     def partial(self) -> bool:
@@ -86,14 +129,21 @@ class GroupGradients:
 
     def waiting(self) -> bool:
         """Whether autograd has left a gradient that no reduction has taken yet."""
+        return any(self._waiting())
+
+    def _waiting(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():
-            return any(unsharded.grad is not None for unsharded in self._unsharded)
+            left = [unsharded.grad is not None for unsharded in self._unsharded]
+        for index in self._outside:
+            left[index] = True
+        return left
 
     def drop_waiting(self) -> None:
         """Forget gradients that have not been reduced."""
         with torch._C.DisableTorchFunctionSubclass():
             for unsharded in self._unsharded:
                 unsharded.grad = None
+        self._outside = {}
         self._forget_partial()
 
     # -- reduction
@@ -105,11 +155,10 @@ class GroupGradients:
             across_replicas: Whether the sums of the shard groups are averaged now, or wait for a later micro-batch.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            kept = self._kept()
+            if self._memory.shard is None or self._are_held(kept):
+                self._renew_shard(kept)
             shard, shard_slots = self._memory.open_shard()
-            self._views = self._views or self._views_of(shard)
-            kept = [
-                self._reduced or sharded.grad is mine for sharded, mine in zip(self._sharded, self._views, strict=True)
-            ]
             self._reduced = True
             arrival = self._arrival(across_replicas)
             direct = self._memory.packs_into_shard and not any(kept) and arrival is not Arrival.IN_PARTIAL_SUMS
@@ -134,6 +183,35 @@ class GroupGradients:
         partial = self._take_partial() if arrival is Arrival.SHARED else None
         return Reduction(self._memory, buffer, output, arrival, kept, partial, "sum" if scaled else "mean")
 
+    def _kept(self) -> list[bool]:
+        """By parameter, whether its former gradient is added to."""
+        if not self._views:
+            return [False] * len(self._sharded)
+        pairs = zip(stored_gradients(self._sharded), self._views, strict=True)
+        return [self._reduced or gradient is mine for gradient, mine in pairs]
+
+    def _are_held(self, kept: Sequence[bool]) -> bool:
+        """Whether somebody holds a former gradient that is about to be overwritten."""
+        if self._reduced:
+            return False
+        references = map(sys.getrefcount, self._views)
+        return self.kept_by_others or any(
+            count > _IN_A_LIST and not keep for count, keep in zip(references, kept, strict=True)
+        )
+
+    def _renew_shard(self, kept: Sequence[bool]) -> None:
+        """Take other memory for the gradient shard, and leave the former to those who hold gradients in it."""
+        former, self.kept_by_others = self._views, False
+        self._memory.shard = None
+        shard, _ = self._memory.open_shard()
+        self._views = self._views_of(shard)
+        for index, keep in enumerate(kept):
+            if keep:
+                # The same object for those who see it as `.grad`.
+                self._views[index].to_local().copy_(former[index].to_local())
+                former[index].move_to(self._views[index].to_local())
+                self._views[index] = former[index]
+
     def _take_partial(self) -> torch.Tensor | None:
         """What earlier micro-batches have left to share, which now counts as packed."""
         partial = self._memory.partial
@@ -152,20 +230,23 @@ class GroupGradients:
             for i, sharded in enumerate(self._sharded):
                 if not used[i]:
                     continue
-                found = sharded.grad
+                found = stored_gradient(sharded)
                 if found is not self._views[i]:
                     if found is not None:
-                        # The parameter was also used outside its unit; that part was averaged in backward.
+                        # One that the user has assigned.
                         mine = self._views[i].to_local()
                         mine.add_(sharded.spec.localize(found).to(mine.device))
-                    sharded.grad = self._views[i]
+                    store_gradient(sharded, self._views[i])
                 sharded.gradient_completes()
 
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        outside, self._outside = self._outside, {}
         for i, (slot, unsharded) in enumerate(zip(slots, self._unsharded, strict=False)):
             gradient = unsharded.grad
+            if gradient is None:
+                gradient = outside.pop(i, None)
             if gradient is None:
                 slot.zero_()
                 continue
@@ -180,6 +261,8 @@ class GroupGradients:
                 torch.mul(source, scale, out=target)
         elif targets:
             torch._foreach_copy_(targets, sources)
+        for i, gradient in outside.items():
+            slots[i].add_(gradient, alpha=1.0 if scale is None else scale)
 
     def _forget_partial(self) -> None:
         self._memory.partial = None
@@ -190,3 +273,11 @@ class GroupGradients:
             ShardTensor(local_view(shard, self._layout, i, self._mesh.slice_rank), sharded.spec)
             for i, sharded in enumerate(self._sharded)
         ]
+
+
+def _nobody() -> None:
+    pass
+
+
+_IN_A_LIST = next(map(sys.getrefcount, [torch.empty(0)]))
+"""References to a tensor that a list holds and nobody else."""

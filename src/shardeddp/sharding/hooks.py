@@ -159,7 +159,21 @@ def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
             parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, track.index, index))
             track.accumulators.append(get_gradient_edge(parameter).node)
             parameter.requires_grad_(trainable)
+    for group in track.unit.groups:
+        group.buffer.count_references()
+        group.gradients.on_outside = _outside_hook(runtime)
     return hook
+
+
+def _outside_hook(runtime: Runtime) -> Callable[[], None]:
+    reference = weakref.ref(runtime)
+
+    def ready() -> None:
+        runtime = reference()
+        if runtime is not None:
+            runtime.outside_gradient_ready()
+
+    return ready
 
 
 def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.Tensor], None]:

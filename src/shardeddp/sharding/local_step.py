@@ -7,16 +7,16 @@ What it steps on is called the *stand-in* of a sharded parameter: the local para
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import optim
 
 from shardeddp.sharding.optimizer_scope import ELEMENTWISE, SCALAR_STATES
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.shard_tensor import ShardTensor, stored_gradients
 from shardeddp.sharding.stand_ins import HostCopies, StandIns
-from shardeddp.sharding.swapped_step import OutsideStates, State, SwappedStep
+from shardeddp.sharding.swapped_step import OnStep, OutsideStates, State, SwappedStep
 
 # Those with a fused kernel for the CPU, several times as fast as the others there.
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
@@ -33,7 +33,7 @@ class LocalStep(SwappedStep):
 
     _states: LocalStates
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None], offload: bool = False) -> None:
+    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, offload: bool = False) -> None:
         self._offload = offload
         self._stand_ins = HostCopies() if offload else StandIns()
         self._groups: list[_GroupStandIns] = []
@@ -173,29 +173,33 @@ class _GroupStandIns:
     def __init__(self, stand_ins: StandIns) -> None:
         self._stand_ins = stand_ins
         self._parameters: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor | None] = []
+        self._parts: list[torch.Tensor | None] = []  # of their gradients; not those themselves, see GroupGradients
         self._local: list[torch.Tensor] = []
 
     def follow(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The stand-ins of the group's parameters, in order, in a list of their own."""
-        with torch._C.DisableTorchFunctionSubclass():
-            gradients = [parameter.grad for parameter in parameters]
-            if not _same_objects(parameters, self._parameters):
-                self._parameters, self._gradients = list(parameters), [None] * len(parameters)
-                self._local = [self._stand_ins.of(parameter) for parameter in parameters]
-                for local, parameter in zip(self._local, parameters, strict=True):
-                    if local is not parameter:
-                        local.grad = None
-            if not _same_objects(gradients, self._gradients):
-                self._copy_gradients(gradients)
+        parts = [_local_or_whole(gradient) for gradient in stored_gradients(parameters)]
+        if not _same_objects(parameters, self._parameters):
+            self._parameters, self._parts = list(parameters), [None] * len(parameters)
+            self._local = [self._stand_ins.of(parameter) for parameter in parameters]
+            for local, parameter in zip(self._local, parameters, strict=True):
+                if local is not parameter:
+                    local.grad = None
+        if not _same_objects(parts, self._parts):
+            self._copy_gradients(parts)
         return list(self._local)
 
-    def _copy_gradients(self, gradients: list[torch.Tensor | None]) -> None:
-        for parameter, local, gradient in zip(self._parameters, self._local, gradients, strict=True):
+    def _copy_gradients(self, parts: list[torch.Tensor | None]) -> None:
+        for parameter, local, part in zip(self._parameters, self._local, parts, strict=True):
             if isinstance(parameter, ShardTensor):
-                part = None if gradient is None else parameter.spec.localize(gradient)
+                if part is not None and part.shape == parameter.shape and part.shape != local.shape:
+                    part = parameter.spec.localize(part)
                 local.grad = self._stand_ins.gradient_of(local, part)
-        self._gradients = gradients
+        self._parts = parts
+
+
+def _local_or_whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
 
 
 def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:

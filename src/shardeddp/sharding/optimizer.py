@@ -11,7 +11,7 @@ The first two put plain tensors in the optimizer's hands while it steps, and tak
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardeddp.sharding.local_step import LocalStep
 from shardeddp.sharding.optimizer_scope import ELEMENTWISE, Scope, refuse, scope_of
 from shardeddp.sharding.owned_step import OwnedStep
 from shardeddp.sharding.shard_tensor import ShardTensor
-from shardeddp.sharding.swapped_step import SwappedStep
+from shardeddp.sharding.swapped_step import OnStep, SwappedStep, stepped_parameters
 
 
 class GlobalStep:
@@ -30,20 +30,20 @@ class GlobalStep:
 
     Args:
         optimizer: Any optimizer over (some) sharded parameters.
-        on_step: Called after each step.
+        on_step: Called after each step with the parameters that have changed.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None]) -> None:
+    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
         self._on_step = on_step
         optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._on_step()
+        self._on_step(stepped_parameters(optimizer))
 
 
 def attach_optimizer(
     optimizer: optim.Optimizer,
-    on_step: Callable[[], None],
+    on_step: OnStep,
     offload: bool = False,
     stated: Mapping[str, Scope] | None = None,
 ) -> None:
@@ -51,7 +51,7 @@ def attach_optimizer(
 
     Args:
         optimizer: Any; what it steps on depends on its scope.
-        on_step: Called after each of its steps.
+        on_step: Called after each of its steps with the parameters that have changed.
         offload: Whether its states live in host memory, and it steps there.
         stated: What the user says about the scopes of classes, by their names or import paths.
 

@@ -7,15 +7,14 @@ ranks, and less for more. States stay with the owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import optim
 
 from shardeddp.comm import Mesh
 from shardeddp.sharding.owned_states import OwnedStates
 from shardeddp.sharding.relocation import Relocated, bring, take_back
-from shardeddp.sharding.swapped_step import SwappedStep
+from shardeddp.sharding.shard_tensor import stored_gradient
+from shardeddp.sharding.swapped_step import OnStep, SwappedStep
 from shardeddp.sharding.whole_parameters import WholeParameter, WholeParameters
 
 
@@ -30,7 +29,7 @@ class OwnedStep(SwappedStep):
 
     _states: OwnedStates
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None], mesh: Mesh) -> None:
+    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, mesh: Mesh) -> None:
         self._mesh = mesh
         self._wholes = WholeParameters(mesh)
         self._moved: list[WholeParameter] = []  # have a gradient, and memory -> released after the step
@@ -48,7 +47,7 @@ class OwnedStep(SwappedStep):
                 whole = self._wholes.of(parameter)
                 if whole is None:
                     mine.append(parameter)
-                elif (gradient := _gradient_of(parameter)) is not None:
+                elif (gradient := stored_gradient(parameter)) is not None:
                     self._moved.append(whole)
                     gradients += whole.take_gradient(gradient)
                     if whole.tensor is not None:
@@ -69,8 +68,3 @@ class OwnedStep(SwappedStep):
 
     def _outside(self, optimizer: optim.Optimizer) -> OwnedStates:
         return OwnedStates(optimizer, self._wholes, self._mesh)
-
-
-def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.grad

@@ -173,10 +173,11 @@ class Reducer:
         partial = [self._across_replicas and track.unit.has_partial_gradient() for track in tracks]
         left = [track.unit.has_unsharded_gradient() or waits for track, waits in zip(tracks, partial, strict=True)]
         entered = [track.entered for track in tracks]
+        viewed = [track.unit.is_viewed for track in tracks]
         used = [track.unit.used() for track in tracks]
-        flags = [*left, *entered, *(flag for each in used for flag in each)]
+        flags = [*left, *entered, *viewed, *(flag for each in used for flag in each)]
         agreed = iter(agree_on_any(flags, self._mesh.control))
-        any_left, any_entered = ([next(agreed) for _ in tracks] for _ in range(2))
+        any_left, any_entered, any_viewed = ([next(agreed) for _ in tracks] for _ in range(3))
         any_used = [[next(agreed) for _ in each] for each in used]
         for track, again in zip(tracks, any_left, strict=True):
             if again:
@@ -184,6 +185,8 @@ class Reducer:
         self._finish()
         if self._to_host:
             self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
+        for track, is_viewed in zip(tracks, any_viewed, strict=True):
+            track.is_viewed = is_viewed
         for track, by_any, each in zip(tracks, any_entered, any_used, strict=True):
             if not self._keeps_partial():
                 track.unit.install_gradients(each)

@@ -19,7 +19,6 @@ Reset = Callable[[], object]
 _RESETS = ("reset_parameters", "_reset_parameters")
 # By these names constructors initialise children whose own resets they do not trust.
 _CUSTOM = ("_init_weights", "init_weights", "initialize_weights", "post_init")
-_ENGINE_ATTRIBUTES = ("_local", "_spec", "_unsharded", "_is_param")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -161,5 +160,5 @@ def _whole_parameter(item: Deferred) -> nn.Parameter:
     whole = nn.Parameter(
         torch.empty(sharded.shape, dtype=item.dtype, device="cpu"), requires_grad=sharded.requires_grad
     )
-    vars(whole).update({key: value for key, value in vars(sharded).items() if key not in _ENGINE_ATTRIBUTES})
+    vars(whole).update(sharded.user_attributes())
     return whole

@@ -18,9 +18,13 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.failures import is_transfer_error
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.buffers import BufferSync
+from shardeddp.sharding.function_arguments import gather_function_arguments
+from shardeddp.sharding.gathered_buffer import SavedView
 from shardeddp.sharding.hooks import attach_hooks, take_charge
 from shardeddp.sharding.outputs import find_tensors
 from shardeddp.sharding.reducer import Reducer
+from shardeddp.sharding.saved_tensors import SavedTensors
+from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.track import UnitTrack
 from shardeddp.sharding.unit import Unit, UnitState
 from shardeddp.sharding.visits import Visits, backward_kind, is_backward
@@ -87,8 +91,15 @@ class Runtime:
         self._backwards = 0  # since the last forward of the root began
         self._backward_kind = backward_kind(0)
         self._buffers = BufferSync(self.root_module, mesh)
+        gather_function_arguments()
+        self._saved = SavedTensors(self._restore)
+        self._saves_views = placement.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
         for track in self.tracks:
             track.find_inner(self.tracks)
+            # The root's stay in memory until the backward ends anyway; what graphs hold of them costs nothing.
+            for group in track.unit.groups if self._saves_views and track.index else ():
+                group.buffer.watched = self._saved.buffers
+        self._track_of = {id(group.buffer): track for track in self.tracks for group in track.unit.groups}
         take_charge(self)
         self.idle = not any(track.unit.groups for track in self.tracks)
         """Whether no unit has anything to do: training on one rank."""
@@ -127,13 +138,19 @@ class Runtime:
         self.leave(self._root, (), outputs)
         self._step_name = "forward"
 
-    def parameters_changed(self) -> None:
-        """Take note that an optimizer has stepped: whatever is unsharded is gathered anew before its next use."""
+    def parameters_changed(self, stepped: Sequence[ShardTensor]) -> None:
+        """Take note that an optimizer has stepped: whatever is in use is gathered anew.
+
+        Args:
+            stepped: The sharded parameters that had a gradient; the same on all ranks.
+        """
+        # Fused optimizers do not count versions.
+        torch.autograd.graph.increment_version([sharded.to_local() for sharded in stepped])
         for track in self.tracks:
-            for group in track.unit.groups:
-                group.invalidate()
-            if track.active and track.unit.state is UnitState.UNSHARDED:
+            if track.active and track.unit.state is UnitState.UNSHARDED and track.unit.stale:
                 track.unit.refresh()
+            if track.is_viewed:
+                track.unit.renew_views()
 
     def sync_buffers(self) -> None:
         """Give rank 0's buffers to all ranks."""
@@ -142,6 +159,7 @@ class Runtime:
     def reset(self) -> None:
         """Back to rest after a failure: finish what is in flight, reshard, drop gradients that were not reduced."""
         self._reducer.abort()
+        self._saved.clear()
         for track in self.tracks:
             track.active = 0
             track.forget_forwards()
@@ -163,6 +181,8 @@ class Runtime:
         if torch._C._are_functorch_transforms_active():
             self._enter_transformed(track)
             return
+        if self._saves_views and track is not self._root:
+            self._saved.enter()
         if self._in_backward():
             self.visits.revisit(track, self._backward_kind)
             self._ensure_unsharded(track)
@@ -192,6 +212,8 @@ class Runtime:
         if torch._C._are_functorch_transforms_active():
             self._leave_transformed(track)
             return
+        if self._saves_views and track is not self._root:
+            self._saved.leave()
         if self._in_backward():
             if torch.is_grad_enabled() and not track.awaiting_backward:
                 # Reentrant checkpointing: only the recomputation has a graph, which is run backward next.
@@ -211,8 +233,7 @@ class Runtime:
             track.unit.reshard(before_backward=track.awaiting_backward)
 
     def _enter_transformed(self, track: UnitTrack) -> None:
-        # Inside of torch.func.grad, vmap and the like, whose own backward cannot be announced.
-        track.pin("runs inside of a transform of torch.func")
+        # Inside of torch.func.grad, vmap and the like, which take no saved-tensor hooks: their graphs hold the memory.
         track.active += 1
         with temporarily_clear_interpreter_stack():
             self._ensure_unsharded(track)
@@ -225,6 +246,7 @@ class Runtime:
 
     def _begin_pass(self) -> None:
         self.phase = Phase.FORWARD
+        self._saved.clear()
         self._backwards = 0
         self.visits.begin(self._step_name)
         for hook in self._hooks:
@@ -241,21 +263,16 @@ class Runtime:
         return self.placement.reshard is not Reshard.AFTER_BACKWARD and not self.visits.at_end(self._step_name)
 
     def _announce_backward(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
-        found = find_tensors(outputs)
-        differentiable = [tensor for tensor in found.tensors if tensor.requires_grad]
-        if found.opaque is not None and track is not self._root:
-            kind = type(found.opaque).__qualname__
-            track.pin(f"returns a {kind}, whose tensors cannot be seen (mappings and dataclasses can)")
+        differentiable = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
         if not differentiable:
             return
         track.awaiting_backward = True
-        track.forward_version = track.unit.version
         use = object()
         track.unreached_uses.add(use)
         for tensor in differentiable:
             tensor.register_hook(partial(self._pre_backward, track, use))
         if track.has_frozen_parameters():
-            leaves = [tensor for tensor in find_tensors(inputs).tensors if tensor.requires_grad]
+            leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 track.open_uses += 1
                 torch.autograd.graph.register_multi_grad_hook(leaves, partial(self._use_finished, track))
@@ -263,18 +280,32 @@ class Runtime:
     # -- backward
 
     def _pre_backward(self, track: UnitTrack, use: object, gradient: torch.Tensor) -> None:
+        self._reach(track, use)
+
+    def _reach(self, track: UnitTrack, use: object = None) -> None:
+        """A backward comes to a unit, by a use that its outputs have announced, or by one that nothing has."""
         self._begin_backward()
-        if track.forward_version != track.unit.version:
-            raise RuntimeError(
-                f"parameters of unit {track.unit.label} were changed between its forward and its backward (by an "
-                f"optimizer step or a copy): the gradients would belong to neither state. Run backward first"
-            )
         first = not track.entered
         if first or use in track.unreached_uses:
             track.unreached_uses.discard(use)
             self._reducer.reach(track, agreed=self.visits.agrees(self._backward_kind))
         if first or track.unit.state is not UnitState.UNSHARDED:
             self._visit(track, self._backward_kind)
+
+    def _restore(self, saved: SavedView) -> torch.Tensor:
+        """A view of a parameter that a graph has saved, wherever its unit is in the meantime."""
+        track = self._track_of[id(saved.buffer)]
+        if track.unit.state is not UnitState.UNSHARDED:
+            if self._in_backward():
+                self._reach(track)
+            else:
+                self._ensure_unsharded(track)  # somebody looks at the graph
+        return saved.buffer.restore(saved)
+
+    def outside_gradient_ready(self) -> None:
+        """Autograd has left a gradient of a use of a parameter outside of its unit."""
+        self._begin_backward()
+        self._reducer.note_gradient()
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:

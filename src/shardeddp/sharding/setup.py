@@ -1,5 +1,6 @@
 """Shard a model: agree on the plan, cut every parameter, and put the runtime in charge."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
@@ -46,12 +47,30 @@ def shard_model(
     options = [f"{prefetch}", f"uneven_units={uneven}"]  # what decides in which order units are gathered
     agree_on_layout([*options, *fingerprint(specs, mesh, placement)], mesh.control)
     materializer = together("finding deferred parameters", lambda: Materializer(specs, birth or Birth()), mesh.control)
+    for spec in (spec for unit in specs for spec in unit.parameters):
+        _warn_of_views(spec)
     follow_rank_zero(specs, mesh)
     if idle and mesh.world.size == 1:
         specs = [_set_idle(spec, mesh.device) for spec in specs]
     units = together("sharding the model", lambda: [Unit(spec, mesh, placement) for spec in specs], mesh.control)
     materializer.fill(mesh)
     return Runtime(units, mesh, placement, prefetch, uneven)
+
+
+def _warn_of_views(spec: ParameterSpec) -> None:
+    """Tell who keeps a view of a parameter from before that it will not follow."""
+    parameter = spec.parameter
+    if parameter.is_meta or spec.shares_memory_with is not None or not parameter.numel():
+        return
+    storage = parameter.detach().untyped_storage()
+    alone = storage.nbytes() == parameter.numel() * parameter.element_size()
+    if alone and torch._C._storage_Use_Count(storage._cdata) > 2:
+        warnings.warn(
+            f"parameter {spec.fqn} is sharded, and something else refers to the memory that it had (a detached view, a "
+            f"state dict, an array): that keeps the values of now and does not follow the parameter. Make it anew "
+            f"where it is needed, or clone it if it is to stay what it is",
+            stacklevel=2,
+        )
 
 
 def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:

@@ -18,10 +18,11 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -81,6 +82,24 @@ class ShardSpec:
         return tensor.reshape(-1)[self.interval.start : self.interval.stop]
 
 
+class UnitGradients(Protocol):
+    """The gradients of a unit's parameters on their way to ``.grad``."""
+
+    kept_by_others: bool
+
+    def add_outside(self, index: int, gradient: torch.Tensor) -> None:
+        """Take a whole gradient of a use outside of the unit, which is not averaged."""
+        ...
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """What there is of a parameter's gradient before it is complete."""
+        ...
+
+    def drop(self, index: int) -> None:
+        """Forget that."""
+        ...
+
+
 class ShardTensor(Chunked, torch.Tensor):
     """A tensor with its global shape, of which this rank holds one interval of the flattened elements.
 
@@ -96,6 +115,10 @@ class ShardTensor(Chunked, torch.Tensor):
     _spec: ShardSpec
     _unsharded: nn.Parameter | None  # of a sharded parameter: its unsharded one
     _hooks: GradientHooks | None  # of a sharded parameter: made with the first of them
+    _unit_gradients: tuple[UnitGradients, int] | None  # of a sharded parameter: its unit's, and its place among them
+    _is_routed: bool  # whether gradients of uses outside of a unit find their way
+    _former_gradient: torch.Tensor | None  # what `.grad` was, while one of those is on its way
+    _source: ShardTensor | None  # of an alias: what it is one of; whoever holds the one holds the other
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(
@@ -105,6 +128,10 @@ class ShardTensor(Chunked, torch.Tensor):
         made._spec = spec
         made._unsharded = None
         made._hooks = None
+        made._unit_gradients = None
+        made._is_routed = False
+        made._former_gradient = None
+        made._source = None
         return made
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> None:
@@ -157,6 +184,26 @@ class ShardTensor(Chunked, torch.Tensor):
             self.copy_(data)
 
     @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The averaged gradient, sharded; between micro-batches what there is of it by then."""
+        gradient = stored_gradient(self)
+        if gradient is None and self._unit_gradients is not None:
+            unit_gradients, index = self._unit_gradients
+            gradient = unit_gradients.unreduced(index)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        store_gradient(self, gradient)
+        if self._unit_gradients is not None:
+            unit_gradients, index = self._unit_gradients
+            unit_gradients.drop(index)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
     def unsharded(self) -> nn.Parameter | None:
         """Of a sharded parameter of a unit: the one that its module computes with."""
         return self._unsharded
@@ -176,6 +223,66 @@ class ShardTensor(Chunked, torch.Tensor):
                 return super().register_post_accumulate_grad_hook(hook)
         self._hooks = self._hooks or GradientHooks(self, self._unsharded)
         return self._hooks.add_completion(hook)
+
+    def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
+        """Become a parameter of a unit, which reduces its gradients with those of the others."""
+        self._unit_gradients = unit_gradients, index
+
+    def keep_gradient(self) -> None:
+        """Take note that somebody may have kept the local gradient, as optimizers do in their states."""
+        if self._unit_gradients is not None:
+            self._unit_gradients[0].kept_by_others = True
+
+    def move_to(self, local: torch.Tensor) -> None:
+        """Lie in other memory from now on, which holds the same elements."""
+        self._local = local
+
+    def full_for_autograd(self, operation: str) -> torch.Tensor:
+        """The whole tensor, gathered, with a gradient that is averaged over all ranks."""
+        if not self._is_routed:
+            self._is_routed = True
+            with torch._C.DisableTorchFunctionSubclass():
+                # Weak: autograd holds hooks where the garbage collector cannot see them.
+                super().register_hook(_weakly(self, ShardTensor._take_gradient))
+                super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
+        # Not by way of Function.apply, which hands sharded arguments out as full ones.
+        return super(torch.autograd.Function, _FullTensor).apply(self, operation)
+
+    def warn_outside(self, stacklevel: int = 4) -> None:
+        """Point out, once, what a use outside of the unit's forward costs."""
+        if "outside" in self._spec.warned:
+            return
+        self._spec.warned.append("outside")
+        nbytes = self._spec.numel * self.element_size()
+        warnings.warn(
+            f"parameter {self._spec.fqn} is used outside the forward of the unit that holds it: each such use gathers "
+            f"{nbytes:,} bytes. The result is right. To make it fast, use the parameter inside its module's forward, "
+            f"or let a parent module be the unit (auto_wrap_policy)",
+            stacklevel=stacklevel,
+        )
+
+    def _take_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Pass on what uses outside of a unit have added up to: this rank's gradient, whole and not averaged."""
+        if self._hooks is not None:
+            gradient = self._hooks.run(gradient)
+        if are_asked():
+            return gradient
+        gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient.detach()
+        with torch.no_grad():
+            if self._unit_gradients is None:
+                return _average(gradient, self._spec, self._local.device)
+            self._former_gradient = stored_gradient(self)
+            unit_gradients, index = self._unit_gradients
+            unit_gradients.add_outside(index, gradient)
+            return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
+
+    def _end_accumulation(self, parameter: torch.Tensor) -> None:
+        """Take back that autograd has accumulated nothing in the place of what the unit reduces."""
+        if self._unit_gradients is None:
+            self.gradient_completes()
+        else:
+            former, self._former_gradient = self._former_gradient, None
+            store_gradient(self, former)
 
     def gradient_completes(self) -> None:
         """Take note that the backward that is running has set ``.grad``."""
@@ -223,20 +330,35 @@ class ShardTensor(Chunked, torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) not in memo:
-            copied = ShardTensor(self._local.detach().clone(), self._spec, self.requires_grad)
-            own = ("_local", "_spec", "_unsharded", "_hooks")
-            vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in own})
+            copied = type(self)(self._local.detach().clone(), self._spec, self.requires_grad)
+            vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in _ATTRIBUTES})
             memo[id(self)] = copied
         return memo[id(self)]
 
     def __copy__(self) -> ShardTensor:
-        copied = ShardTensor(self._local, self._spec, self.requires_grad)
-        vars(copied).update(vars(self), _unsharded=None, _hooks=None)
+        copied = type(self)(self._local, self._spec, self.requires_grad)
+        vars(copied).update({k: v for k, v in vars(self).items() if k not in _ATTRIBUTES}, _source=self)
         return copied
+
+    def user_attributes(self) -> dict[str, Any]:
+        """What users have set on the parameter."""
+        return {name: value for name, value in vars(self).items() if name not in (*_ATTRIBUTES, "_is_param")}
+
+    def alias(self) -> ShardTensor:
+        """The same shard under another object, without history."""
+        made = ShardTensor(self._local, self._spec)
+        made._source = self
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = gather(self, "pickling")
-        parameter = nn.Parameter(whole, self.requires_grad) if isinstance(self, nn.Parameter) else whole
+        if not isinstance(self, nn.Parameter):
+            return whole.__reduce_ex__(protocol)
+        kind = _original_class(type(self))
+        if kind is nn.Parameter:
+            return nn.Parameter(whole, self.requires_grad).__reduce_ex__(protocol)
+        parameter = torch.Tensor._make_subclass(kind, whole, self.requires_grad)
+        vars(parameter).update(self.user_attributes())
         return parameter.__reduce_ex__(protocol)
 
     @classmethod
@@ -247,9 +369,9 @@ class ShardTensor(Chunked, torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.autograd.grad:
-                return asked_gradients(cls, *args, **kwargs)
+                return asked_gradients(ShardTensor, *args, **kwargs)
             if func is torch.autograd.backward:
-                return backward_to(cls, *args, **kwargs)
+                return backward_to(ShardTensor, *args, **kwargs)
             if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
                 return _run_on_full(func, args, kwargs)
             return func(*args, **kwargs)
@@ -259,37 +381,27 @@ class ShardTensor(Chunked, torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return dispatch.run(cls, func, args, kwargs or {})
+        return dispatch.run(ShardTensor, func, args, kwargs or {})
 
 
 class _FullTensor(torch.autograd.Function):
-    """Gather forward; average over all ranks and keep this rank's interval backward."""
+    """Gather forward; the gradient stays this rank's own, and the parameter takes it from there."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardTensor, operation: str) -> torch.Tensor:
-        ctx.spec, ctx.home = sharded.spec, sharded.to_local().device
         return gather(sharded, operation)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient if are_asked() else _Average.apply(gradient, ctx.spec, ctx.home), None
+        return gradient, None
 
 
-class _Average(torch.autograd.Function):
-    """Average whole gradients over all ranks and keep this rank's interval."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device) -> ShardTensor:
-        total = gradient.contiguous().clone()
-        spec.mesh.world.all_reduce_(total).wait()
-        local = spec.localize(total).div(spec.mesh.topology.world_size)
-        return ShardTensor(local.to(home), spec)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        # Whoever used the average took it whole, so what arrives has been averaged over ranks already.
-        return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
+def _average(gradient: torch.Tensor, spec: ShardSpec, home: torch.device) -> ShardTensor:
+    """The average of all ranks' whole gradients; this rank's interval of it."""
+    total = gradient.contiguous().clone()
+    spec.mesh.world.all_reduce_(total).wait()
+    local = spec.localize(total).div(spec.mesh.topology.world_size)
+    return ShardTensor(local.to(home), spec)
 
 
 class _View(torch.autograd.Function):
@@ -316,7 +428,7 @@ def _run_on_full(func: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if id(sharded) not in found:
             operation = f"{func.__name__} of"
             with temporarily_clear_interpreter_stack():  # a transform of torch.func sees what was gathered, not how
-                full = _FullTensor.apply(sharded, operation) if sharded.requires_grad else gather(sharded, operation)
+                full = sharded.full_for_autograd(operation) if sharded.requires_grad else gather(sharded, operation)
             found[id(sharded)] = (Gathered(sharded, full), full._version)
         return found[id(sharded)][0].full
 
@@ -328,7 +440,7 @@ def _run_on_full(func: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, ShardTensor) and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
-            _warn_outside(leaf)
+            leaf.warn_outside(stacklevel=5)  # whoever called the torch function
     full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
     result = func(*full_args, **full_kwargs)
     for gathered, version in found.values():
@@ -337,14 +449,47 @@ def _run_on_full(func: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return pytree.tree_map_only(torch.Tensor, hand_out, result)
 
 
-def _warn_outside(sharded: ShardTensor) -> None:
-    spec = sharded.spec
-    if "outside" not in spec.warned:
-        spec.warned.append("outside")
-        nbytes = spec.numel * sharded.element_size()
-        warnings.warn(
-            f"parameter {spec.fqn} is used outside the forward of the unit that holds it: each such use gathers "
-            f"{nbytes:,} bytes, and its gradient is reduced by itself. The result is right. To make it fast, use the "
-            f"parameter inside its module's forward, or let a parent module be the unit (auto_wrap_policy)",
-            stacklevel=5,  # whoever called the torch function
-        )
+_ATTRIBUTES = (*ShardTensor.__annotations__,)
+
+_get_gradient: Any = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]  # past the property
+_set_gradient: Any = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+
+
+def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What autograd and the engine have as a parameter's gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _get_gradient(parameter)
+
+
+def stored_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The same of many."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [_get_gradient(parameter) for parameter in parameters]
+
+
+def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set that, and leave what waits to be reduced alone."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _set_gradient(parameter, gradient)
+
+
+def _weakly(sharded: ShardTensor, method: Callable[[ShardTensor, torch.Tensor], Any]) -> Callable[..., Any]:
+    reference = weakref.ref(sharded)
+
+    def run(tensor: torch.Tensor) -> Any:
+        alive = reference()
+        return None if alive is None else method(alive, tensor)
+
+    return run
+
+
+@cache
+def sharded_class(kind: type) -> type[ShardTensor]:
+    """The class of a sharded parameter: an instance of the class that the user's parameter has, too."""
+    if kind is nn.Parameter:
+        return ShardTensor
+    return type(f"Sharded{kind.__name__}", (ShardTensor, kind), {"__module__": kind.__module__})
+
+
+def _original_class(kind: type[ShardTensor]) -> type:
+    return nn.Parameter if kind is ShardTensor else kind.__bases__[1]

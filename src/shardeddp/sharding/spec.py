@@ -22,11 +22,22 @@ class ParameterSpec:
     owners: tuple[tuple[nn.Module, str], ...]
     """Every (module, attribute name) under which the object is registered, in module order."""
 
+    shares_memory_with: nn.Parameter | None = None
+    """An earlier parameter, another object, whose memory it has (``head.weight.data = embedding.weight.data``)."""
+
     compute_in: torch.dtype | None = None
     """Dtype that the parameter is gathered in and computes with; None: its own."""
 
+    is_autocast_copy: bool = False
+    """Whether it is gathered for the forward of its owners alone; see ``autocast_copies.py``."""
+
     reduce_in: torch.dtype | None = None
     """Dtype that its gradient is reduced in; None: float32, or its own where that is wider."""
+
+    @property
+    def memory(self) -> int:
+        """Equal for parameters that have the same memory."""
+        return id(self.parameter if self.shares_memory_with is None else self.shares_memory_with)
 
     @property
     def dtype(self) -> torch.dtype:

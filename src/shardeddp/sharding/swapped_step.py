@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.shard_tensor import ShardTensor, stored_gradients
 
 State = dict[str, Any]
+OnStep = Callable[[list[ShardTensor]], None]
+"""Called after each step with the sharded parameters that had a gradient."""
 
 
 class OutsideStates(MutableMapping[torch.Tensor, State]):
@@ -36,10 +38,10 @@ class SwappedStep(ABC):
 
     Args:
         optimizer: An optimizer over (some) sharded parameters.
-        on_step: Called after each step.
+        on_step: Called after each step with the parameters that have changed.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, on_step: Callable[[], None]) -> None:
+    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
         self._optimizer = optimizer
         self._on_step = on_step
         self._sharded: list[list[torch.Tensor]] | None = None  # the groups' own lists while plain ones are in place
@@ -90,7 +92,7 @@ class SwappedStep(ABC):
         self._leave()
         self._bring_back()
         self._let_go()
-        self._on_step()
+        self._on_step(stepped_parameters(optimizer))
         self._states.tell()
 
     def _surround_step(self, optimizer: optim.Optimizer) -> None:
@@ -145,6 +147,16 @@ class SwappedStep(ABC):
             adopted[parameter] = state
         self._states = adopted
         optimizer.state = adopted  # type: ignore[assignment]
+
+
+def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
+    """The sharded parameters that a step has changed: those that have a gradient, on all ranks the same."""
+    held = [it for group in optimizer.param_groups for it in group["params"] if isinstance(it, ShardTensor)]
+    stepped = [it for it, gradient in zip(held, stored_gradients(held), strict=True) if gradient is not None]
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        for parameter in stepped:
+            parameter.keep_gradient()  # in its states, for all that is known
+    return stepped
 
 
 # What torch makes of every optimizer's `step`, to call hooks before and after it.

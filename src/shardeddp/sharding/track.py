@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,11 +34,8 @@ class UnitTrack:
     unreached_uses: set[object] = field(default_factory=set[object])
     """A token for each forward with gradients whose outputs no backward has reached yet."""
 
-    forward_version: int = -1
-    """Version of the unit's parameters that its last forward with gradients used."""
-
-    pinned: bool = False
-    """Unsharded memory is retained, because a backward through the unit could come unannounced."""
+    is_viewed: bool = False
+    """Whether, on any rank, something outside of the engine has referred to memory of a gather when a backward ended."""
 
     expected: set[int] = field(default_factory=set[int])
     """Parameters that some rank used in the last backward through the unit; all, before the first."""
@@ -64,18 +60,6 @@ class UnitTrack:
         inside = {id(module) for module in self.unit.spec.module.modules()}
         self.inner = frozenset(
             other.index for other in tracks if other is not self and id(other.unit.spec.module) in inside
-        )
-
-    def pin(self, reason: str) -> None:
-        """Keep the unit's gathered buffer from now on: a backward through it may come unannounced."""
-        if self.pinned:
-            return
-        self.pinned = True
-        self.unit.retain()
-        warnings.warn(
-            f"unit {self.unit.label} {reason}: its unsharded parameters stay in memory from now on, because their "
-            f"backward may come unannounced",
-            stacklevel=3,
         )
 
     def begin_backward(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -13,6 +15,7 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.placement import Placement
+from shardeddp.sharding.autocast_copies import AutocastCopies, copies_of
 from shardeddp.sharding.flat_group import FlatGroup
 from shardeddp.sharding.reduction import Reduction
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -30,6 +33,20 @@ class UnitState(Enum):
 
     UNSHARDED = "unsharded"
     """Modules hold the unsharded parameters, views of the gathered buffer."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A place in a module where a parameter of the unit is registered."""
+
+    owner: nn.Module
+    attribute: str
+    sharded: ShardTensor
+    resting: torch.Tensor
+    """What the module holds while the unit is sharded: the sharded parameter, or a whole one that is lent meanwhile."""
+
+    unsharded: nn.Parameter | None
+    """What it holds while the unit is unsharded; None: what it holds otherwise, as its forward computes with copies."""
 
 
 # verb -> (states it may be called in, state it leads to)
@@ -59,18 +76,21 @@ class Unit:
         """Whether modules held tensors of somebody else's when the unit's state changed."""
 
         members = _by_buffer(spec.parameters)
-        num_slices = mesh.topology.num_slices
-        self.groups = [FlatGroup(specs, layout_of(specs, num_slices), mesh, placement) for specs in members]
-        # (module, attribute, what it holds while the unit is sharded, the unsharded parameter)
-        self._slots: list[tuple[nn.Module, str, torch.Tensor, nn.Parameter]] = [
-            (owner, attribute, sharded, unsharded)
-            for group, specs in zip(self.groups, members, strict=True)
-            for parameter, sharded, unsharded in zip(specs, group.sharded, group.unsharded, strict=True)
-            for owner, attribute in parameter.owners
-        ]
+        self.groups = _make_groups(members, mesh, placement)
+        self._slots: list[_Slot] = []
+        self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
+        for group, specs in zip(self.groups, members, strict=True):
+            for parameter, sharded, unsharded in zip(specs, group.sharded, group.unsharded, strict=True):
+                for owner, attribute in parameter.owners:
+                    copies = copies_of(owner) if parameter.is_autocast_copy else None
+                    computes_with = unsharded if copies is None else None
+                    self._slots.append(_Slot(owner, attribute, sharded, sharded, computes_with))
+                    if copies is not None:
+                        copies.hold(attribute, sharded, unsharded)
+                        self._copies[id(owner)] = owner, copies
         self._ticket: list[Ticket] = []  # all-gathers in flight -> wait()
-        for owner, attribute, sharded, _ in self._slots:
-            register(owner, attribute, sharded)
+        for slot in self._slots:
+            register(slot.owner, slot.attribute, slot.sharded)
 
     @property
     def label(self) -> str:
@@ -88,9 +108,9 @@ class Unit:
         return any(group.gathers for group in self.groups)
 
     @property
-    def version(self) -> int:
-        """Grows with every change of the parameters that is not the engine's own."""
-        return sum(group.version for group in self.groups)
+    def is_viewed(self) -> bool:
+        """Whether something outside of the engine refers to memory of a gather."""
+        return any(group.buffer.is_viewed() for group in self.groups)
 
     def costs(self) -> list[GroupCost]:
         """The unit's flat buffers, for the cost model; what is idle counts as if it lay in some."""
@@ -112,32 +132,47 @@ class Unit:
         self._finish_gather()
         for group in self.groups:
             group.activate()
-        for owner, attribute, sharded, unsharded in self._slots:
-            found = owner._parameters.get(attribute)
-            if found is sharded:
-                register(owner, attribute, unsharded)
-            elif _is_lent(found, sharded):
+        for slot in self._slots:
+            found = slot.owner._parameters.get(slot.attribute)
+            if slot.unsharded is None or found is slot.unsharded:
+                continue
+            if found is slot.resting:
+                register(slot.owner, slot.attribute, slot.unsharded)
+            elif _is_lent(found, slot.resting):
                 self.untidy = True
-            elif found is not unsharded:
+            else:
                 raise ConfigurationError(
-                    f"{type(owner).__name__}.{attribute} of unit {self.label} was replaced after sharding: expected "
-                    f"the parameter that was there at setup. Change a parameter's values in place (copy_) instead of "
-                    f"assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
+                    f"{type(slot.owner).__name__}.{slot.attribute} of unit {self.label} was replaced after sharding: "
+                    f"expected the parameter that was there at setup. Change a parameter's values in place (copy_) "
+                    f"instead of assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
                 )
+        for owner, copies in self._copies.values():
+            copies.activate(owner)
 
     def refresh(self) -> None:
         """Gather changed parameters into buffers that are already in use."""
         self._move("refresh")
         self._ticket = [group.unshard() for group in self.groups]
         self._finish_gather()
+
+    def renew_views(self) -> None:
+        """Bring views that have outlived their gather up to date; a collective that leaves the unit's state alone."""
+        rested = self.state is UnitState.SHARDED
+        if rested:
+            self.unshard()
+        if self.state is UnitState.UNSHARDING:
+            self.wait()
+        if self.stale:
+            self.refresh()
         for group in self.groups:
-            group.renew()
+            group.renew_views()
+        if rested:
+            self.reshard()
 
     def gather_with_others(self) -> None:
         """Take part in a gather that some rank needs, whatever this one holds already; leaves the unit unsharded."""
         if self.state is UnitState.UNSHARDING:
             self.wait()
-        stale = self.stale
         for group in self.groups:
             group.forget()
         if self.state is UnitState.SHARDED:
@@ -146,8 +181,6 @@ class Unit:
             return
         self._ticket = [group.unshard() for group in self.groups]
         self._finish_gather()
-        for group in self.groups if stale else ():
-            group.renew()
 
     def reshard(self, before_backward: bool = False) -> None:
         """Give the sharded parameters back to the modules and release the gathered buffers.
@@ -157,6 +190,8 @@ class Unit:
         """
         self._move("reshard")
         self.tidy()
+        for _, copies in self._copies.values():
+            copies.active = False
         for group in self.groups:
             group.release(before_backward)
 
@@ -166,37 +201,33 @@ class Unit:
         Who puts other tensors in the place of parameters for a while (``torch.func.functional_call``) brings back what
         was there before, when the unit may have changed its state.
         """
-        unsharded_ones = self.state is UnitState.UNSHARDED
         self.untidy = False
-        for owner, attribute, resting, unsharded in self._slots:
-            wanted, other = (unsharded, resting) if unsharded_ones else (resting, unsharded)
-            found = owner._parameters.get(attribute)
-            if found is other:
-                register(owner, attribute, wanted)
+        for slot in self._slots:
+            wanted, other = slot.resting, slot.unsharded
+            if other is not None and self.state is UnitState.UNSHARDED:
+                wanted, other = other, wanted
+            found = slot.owner._parameters.get(slot.attribute)
+            if other is not None and found is other:
+                register(slot.owner, slot.attribute, wanted)
             elif found is not wanted:
                 self.untidy = True
 
     def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
         """What modules hold while the unit is sharded; a module once for each of its parameters."""
-        return [(owner, resting) for owner, _, resting, _ in self._slots]
+        return [(slot.owner, slot.resting) for slot in self._slots]
 
     def rest_with(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
         """Let modules hold another tensor for a sharded parameter while the unit is sharded; or that one again."""
-        for index, (owner, attribute, former, unsharded) in enumerate(self._slots):
-            if unsharded is sharded.unsharded:
-                self._slots[index] = owner, attribute, resting, unsharded
-                if owner._parameters.get(attribute) is former:
-                    register(owner, attribute, resting)
-        self._lent = [each for _, _, each, _ in self._slots if not isinstance(each, ShardTensor)]
+        for slot in self._slots:
+            if slot.sharded is sharded:
+                former, slot.resting = slot.resting, resting
+                if slot.owner._parameters.get(slot.attribute) is former:
+                    register(slot.owner, slot.attribute, resting)
+        self._lent = [slot.resting for slot in self._slots if not isinstance(slot.resting, ShardTensor)]
         self._lent_version = self._version_of_lent()
 
     def _version_of_lent(self) -> int:
         return sum(each._version for each in self._lent)
-
-    def retain(self) -> None:
-        """Keep gathered buffers from now on when the unit is resharded."""
-        for group in self.groups:
-            group.retain()
 
     def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
         """Pack the unsharded gradients and issue their reduction; possible in any state."""
@@ -278,6 +309,17 @@ def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
     )
 
 
+def _make_groups(members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, placement: Placement) -> list[FlatGroup]:
+    groups: list[FlatGroup] = []
+    lenders: dict[int, FlatGroup] = {}  # by memory, the group of the first parameter that has it
+    for specs in members:
+        lender = lenders.get(specs[0].memory)
+        group = FlatGroup(specs, layout_of(specs, mesh.topology.num_slices), mesh, placement, lender)
+        lenders.setdefault(specs[0].memory, group)
+        groups.append(group)
+    return groups
+
+
 def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
     return GroupCost(
         layout=layout_of(specs, 1),
@@ -289,10 +331,12 @@ def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
 
 
 def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Parameters that can share a flat buffer, in order of first appearance."""
+    """Parameters that can share a flat buffer, in order of first appearance; those that share memory are by themselves."""
+    users = Counter(spec.memory for spec in specs)
     groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
     for spec in specs:
-        kind = (spec.dtype, spec.param_dtype, spec.reduce_dtype, spec.parameter.requires_grad)
+        alone = id(spec) if users[spec.memory] > 1 else None
+        kind = (spec.dtype, spec.param_dtype, spec.reduce_dtype, spec.parameter.requires_grad, alone)
         groups.setdefault(kind, []).append(spec)
     return list(groups.values())
 

@@ -1,12 +1,12 @@
-"""The two classes of an unsharded parameter: usable while its unit is unsharded, and an error to touch after that."""
+"""The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded one after that."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-
-from shardeddp.errors import ReleasedParameterError
+from torch.utils import _pytree as pytree
 
 
 class UnshardedParameter(nn.Parameter):
@@ -46,22 +46,36 @@ class UnshardedParameter(nn.Parameter):
 
 
 class ReleasedParameter(nn.Parameter):
-    """The class of an unsharded parameter while its memory is released: everything that touches it raises.
+    """The class of an unsharded parameter while its memory is released: whatever meets it meets the sharded one.
 
-    Without it, whoever kept a reference would read freed memory. Changing an object's class is invisible to autograd,
-    which holds the implementation and not the Python object.
+    Who has kept a reference from inside of the unit's forward computes with the same values, gathered for each use.
+    Changing an object's class is invisible to autograd, which holds the implementation and not the Python object.
     """
-
-    fqn: str
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        released = next((arg for arg in args if isinstance(arg, cls)), None)
-        name = "a parameter" if released is None else f"parameter {released.__dict__['fqn']}"
-        raise ReleasedParameterError(
-            f"{name} was kept from inside its unit's forward and used ({getattr(func, '__name__', func)}) after the "
-            f"unit was resharded, when its memory is gone. Read it again from its module (module.weight) where you "
-            f"need it, or keep a copy (module.weight.detach().clone())"
-        )
+        args, kwargs = pytree.tree_map_only(ReleasedParameter, sharded_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def sharded_of(unsharded: nn.Parameter) -> torch.Tensor:
+    """The sharded parameter of an unsharded one."""
+    return unsharded.__dict__["sharded"]
+
+
+@cache
+def unsharded_class(kind: type) -> type[UnshardedParameter]:
+    """The class of a usable unsharded parameter: an instance of the class that the user's parameter has, too."""
+    return UnshardedParameter if kind is nn.Parameter else _derive("Unsharded", UnshardedParameter, kind)
+
+
+@cache
+def released_class(kind: type) -> type[ReleasedParameter]:
+    """The class of an unsharded parameter whose memory is released, for one that the user gave a class of its own."""
+    return ReleasedParameter if kind is nn.Parameter else _derive("Released", ReleasedParameter, kind)
+
+
+def _derive(prefix: str, ours: type, theirs: type) -> Any:
+    return type(f"{prefix}{theirs.__name__}", (ours, theirs), {"__module__": theirs.__module__})

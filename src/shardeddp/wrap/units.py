@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -25,6 +26,7 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
 
     Every parameter belongs to the nearest unit around it. One that is registered in several units (a tied parameter)
     belongs to the innermost unit that encloses all its places, so it is gathered once and present wherever it is used.
+    So do different parameters with the same memory.
 
     Args:
         root: The whole model, not wrapped by another engine; on any device, the meta device too.
@@ -35,15 +37,18 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
 
     Raises:
         ConfigurationError: The model has no parameters, or some that cannot be sharded; or the policy chose a module
-            that does not exist.
+            that does not exist; or parameters share a part of their memory.
     """
     _reject_unshardable(root)
     modules = _unit_modules(root, policy)
     chains = _unit_chains(root, modules)
     parameters: dict[int, list[ParameterSpec]] = {key: [] for key in modules}
-    for places in _parameter_places(root):
-        spec = ParameterSpec(fqn=places.fqn, parameter=places.parameter, owners=tuple(places.owners))
-        parameters[_innermost_common([chain for owner, _ in places.owners for chain in chains[id(owner)]])].append(spec)
+    for sharing in _by_memory(_parameter_places(root)):
+        owners = [owner for places in sharing for owner, _ in places.owners]
+        unit = _innermost_common([chain for owner in owners for chain in chains[id(owner)]])
+        first, *others = sharing
+        parameters[unit].append(_spec_of(first))
+        parameters[unit] += [_spec_of(places, first.parameter) for places in others]
     return [
         UnitSpec(name=name, module=module, parameters=tuple(parameters[key]))
         for key, (name, module) in modules.items()
@@ -68,6 +73,43 @@ def _parameter_places(root: nn.Module) -> list[_Places]:
             places = found.setdefault(id(parameter), _Places(fqn=join(name, attribute), parameter=parameter))
             places.owners.append((module, attribute))
     return list(found.values())
+
+
+def _spec_of(places: _Places, shares_memory_with: nn.Parameter | None = None) -> ParameterSpec:
+    return ParameterSpec(
+        fqn=places.fqn,
+        parameter=places.parameter,
+        owners=tuple(places.owners),
+        shares_memory_with=shares_memory_with,
+    )
+
+
+def _by_memory(found: list[_Places]) -> list[list[_Places]]:
+    """Parameters by the memory that they have; most are alone."""
+    groups: dict[object, list[_Places]] = {}
+    extents: dict[int, list[tuple[int, int, _Places]]] = {}  # by storage
+    for places in found:
+        parameter = places.parameter
+        if parameter.is_meta or not parameter.numel() or parameter.layout is not torch.strided:
+            groups[id(parameter)] = [places]
+            continue
+        groups.setdefault((parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype), []).append(places)
+        start = parameter.data_ptr()
+        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        extent = start, start + (reach + 1) * parameter.element_size(), places
+        extents.setdefault(parameter.untyped_storage()._cdata, []).append(extent)
+    for lying in extents.values():
+        lying.sort(key=lambda extent: extent[:2])
+        for (_, end, one), (start, _, other) in zip(lying, lying[1:], strict=False):
+            same = any(one in group and other in group for group in groups.values()) if start < end else True
+            if not same:
+                raise ConfigurationError(
+                    f"Expected parameters that share all of their memory or none of it, found {one.fqn!r} "
+                    f"({tuple(one.parameter.shape)}) and {other.fqn!r} ({tuple(other.parameter.shape)}), which share a "
+                    f"part or see it in another shape. Give one of them memory of its own (.data = ....clone()), or "
+                    f"register one parameter at both places."
+                )
+    return list(groups.values())
 
 
 def _unit_modules(root: nn.Module, policy: Policy) -> dict[int, tuple[str, nn.Module]]:
