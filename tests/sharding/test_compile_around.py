@@ -116,7 +116,8 @@ def test_a_model_of_one_unit_is_one_graph() -> None:
 
 
 def gathered_bytes(run: Trial) -> list[int]:
-    return [sum(group._gathered.untyped_storage().nbytes() for group in t.unit.groups) for t in run.runtime.tracks]
+    flats = [[group.buffer.flat for group in track.unit.groups] for track in run.runtime.tracks]
+    return [sum(0 if flat is None else flat.nbytes for flat in each) for each in flats]
 
 
 def saved_bytes(loss: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardeddp.sharding.outputs import find_tensors
-from training import RUNTIMES, WIDTH, Sharding, Trial, square, unit_of
+from training import RUNTIMES, WIDTH, Sharding, Trial, square
 from world import on_ranks
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -18,6 +18,8 @@ from training import (
     Sharding,
     Trial,
     batch,
+    close,
+    full,
     linears,
     square,
 )

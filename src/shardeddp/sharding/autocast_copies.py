@@ -1,9 +1,9 @@
 """AutocastCopies: parameters that autocast casts, gathered in its dtype, for the forward of their own module alone.
 
-Under autocast a ``Linear`` casts its weight before it multiplies with it, so the cast can be made before the gather, at
-half the bytes and with the same result. Whatever else reads the weight (a penalty, a cosine head, a moving average that
-is written in the step) has to see the parameter itself, in its own dtype: an unsharded run shows it nothing else. So the
-module keeps its sharded parameters, and its forward runs on a shadow of the module that holds the gathered ones.
+Under autocast a ``Linear`` casts its weight before it multiplies with it, so the cast can be made before the gather,
+at half the bytes and with the same result. Whatever else reads the weight (a penalty, a cosine head, a moving average
+that is written in the step) has to see the parameter itself, in its own dtype: an unsharded run shows it nothing else.
+So the module keeps its sharded parameters, and its forward runs on a shadow of it that holds the gathered ones.
 
 The forward is a bound method, which a deep copy of the module binds to the copy, and a function without side effects on
 the module's parameters: ``torch.compile`` traces it without a break, and into one graph for all blocks.
@@ -47,7 +47,8 @@ class AutocastCopies:
         """Whether the module's forward would make these very copies now, and they are usable."""
         if not self.active or any(module._parameters[name] is not it for name, it in self.sharded.items()):
             return False
-        if not torch.is_autocast_enabled(self._device_type) or torch.get_autocast_dtype(self._device_type) != self.dtype:
+        device = self._device_type
+        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != self.dtype:
             return False  # the forward is called outside of autocast, or inside of one that the user has changed
         return all(copies.are_current(module._modules[name]) for name, copies in self._inner.items())  # type: ignore[arg-type]
 

@@ -292,7 +292,6 @@ class FlatGroup:
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
 
 
-
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> torch.Tensor:
     if not on_host:
         return torch.zeros(numel, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
 """What ``torch.autograd.Function.apply`` is given in the place of sharded parameters: full tensors.
 
-``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of a function would compute
-with a shard, its backward return a gradient that nobody averages, and a kernel read memory that is not there. All calls
-of ``apply``, also by references that were taken at import, pass their arguments through one private function of torch;
-that one is extended here.
+``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of a function would
+compute with a shard, its backward return a gradient that nobody averages, and a kernel read memory that is not there.
+All calls of ``apply``, also by references that were taken at import, pass their arguments through one private function
+of torch; that one is extended here.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +21,8 @@ class SavedView(NamedTuple):
     """A view of a gathered buffer that a graph has saved, without the memory that it was a view of."""
 
     buffer: GatheredBuffer
-    index: int
-    """Of the parameter it is a view of."""
+    place: int
+    """Number of the parameter it is a view of."""
 
     version: int
     """Of that parameter's values."""
@@ -37,16 +37,15 @@ class GatheredBuffer:
 
     [Note: the memory of a gather]
     Every gather fills memory of its own, and to release it is to drop the engine's reference to it. It is never emptied
-    in place. A view of a parameter that has left its unit (a prompt, a detached weight), a graph that was recorded where
-    no saved-tensor hooks could be set, a kernel that still reads: each holds the memory that it refers to for as long as
-    it needs it. What a unit's forward saves for backward is not held (see ``saved_tensors.py``): it would keep all
-    parameters in memory.
+    in place. A view of a parameter that has left its unit (a prompt, a detached weight), a graph that was recorded
+    where no saved-tensor hooks could be set: each holds the memory that it refers to for as long as it needs it. What a
+    unit's forward saves for backward is not held (see ``saved_tensors.py``): it would keep all parameters in memory.
 
     An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient accumulators and compiled
     code find the same object; binding it to the memory of a gather is an assignment to ``.data``. When released it is
-    bound to a placeholder of its shape without memory of that size, and its class raises. A graph that has saved the
-    parameter itself, and not a view of it, reads whatever the parameter is bound to: as long as there is one, the
-    parameter keeps its last memory.
+    bound to a placeholder of its shape without memory of that size, and its class leads to the sharded one. A graph
+    that has saved the parameter itself, and not a view of it, reads whatever the parameter is bound to: as long as
+    there is one, the parameter keeps its last memory.
 
     Args:
         specs: The parameters, in layout order.
@@ -159,9 +158,9 @@ class GatheredBuffer:
         """The memory of former gathers that something still refers to; 1D, padded_numel."""
         found: list[torch.Tensor] = []
         for reference in self._outlived:
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # None when it is gone
             if storage is not None:
-                found.append(torch.empty(0, dtype=self.dtype, device=self._device).set_(storage))  # type: ignore[arg-type]
+                found.append(torch.empty(0, dtype=self.dtype, device=self._device).set_(storage))
         return found
 
     # -- what graphs save
@@ -170,9 +169,9 @@ class GatheredBuffer:
         """What a graph keeps of a tensor whose memory is this buffer; None: it has to keep the tensor."""
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        offset = tensor.storage_offset()
-        index = bisect_right(self._offsets, offset) - 1
-        return SavedView(self, index, self.parameters[index]._version, tensor.size(), tensor.stride(), offset)
+        offset = int(tensor.storage_offset())
+        place = bisect_right(self._offsets, offset) - 1
+        return SavedView(self, place, self.parameters[place]._version, tensor.size(), tensor.stride(), offset)
 
     def restore(self, saved: SavedView) -> torch.Tensor:
         """The view as it was saved, of the memory of the latest gather.
@@ -181,21 +180,20 @@ class GatheredBuffer:
             RuntimeError: The parameter has been changed since.
         """
         if self.flat is None:
-            raise RuntimeError(f"nothing was gathered for the backward of {self.layout.slots[saved.index].fqn}")
-        if self.parameters[saved.index]._version != saved.version:
+            raise RuntimeError(f"nothing was gathered for the backward of {self.layout.slots[saved.place].fqn}")
+        if self.parameters[saved.place]._version != saved.version:
             raise RuntimeError(
-                f"parameter {self.layout.slots[saved.index].fqn} was changed between its forward and its backward (by "
+                f"parameter {self.layout.slots[saved.place].fqn} was changed between its forward and its backward (by "
                 f"an optimizer step or a copy): the gradients would belong to neither state. Run backward first"
             )
         return self.flat.as_strided(saved.size, saved.stride, saved.offset)
 
     def _make(self, spec: ParameterSpec, index: int) -> nn.Parameter:
-        parameter = torch.Tensor._make_subclass(
-            self._classes[index][0], self._placeholders[index], spec.parameter.requires_grad
-        )
+        usable, released = self._classes[index]
+        parameter: Any = torch.Tensor._make_subclass(usable, self._placeholders[index], spec.parameter.requires_grad)
         vars(parameter).update(spec.parameter.__dict__, fqn=spec.fqn, sharded_dtype=spec.dtype)
-        parameter.__class__ = self._classes[index][1]
-        return parameter  # type: ignore[return-value]
+        parameter.__class__ = released
+        return parameter
 
 
 def _cuts(layout: FlatLayout) -> tuple[list[int], list[int]]:

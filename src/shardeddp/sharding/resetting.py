@@ -12,6 +12,7 @@ from torch import nn
 from shardeddp.comm import Mesh
 from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.drawing import Drawing, memory_of
+from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.unit import register
 
 Reset = Callable[[], object]
@@ -160,5 +161,5 @@ def _whole_parameter(item: Deferred) -> nn.Parameter:
     whole = nn.Parameter(
         torch.empty(sharded.shape, dtype=item.dtype, device="cpu"), requires_grad=sharded.requires_grad
     )
-    vars(whole).update(sharded.user_attributes())
+    vars(whole).update(sharded.user_attributes() if isinstance(sharded, ShardTensor) else vars(sharded))
     return whole

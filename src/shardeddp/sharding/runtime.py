@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.failures import is_transfer_error
@@ -269,8 +270,10 @@ class Runtime:
         track.awaiting_backward = True
         use = object()
         track.unreached_uses.add(use)
-        for tensor in differentiable:
-            tensor.register_hook(partial(self._pre_backward, track, use))
+        # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place by a view of it and
+        # gets another hook.
+        for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
+            node.register_prehook(partial(self._pre_backward, track, use))
         if track.has_frozen_parameters():
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
@@ -279,7 +282,7 @@ class Runtime:
 
     # -- backward
 
-    def _pre_backward(self, track: UnitTrack, use: object, gradient: torch.Tensor) -> None:
+    def _pre_backward(self, track: UnitTrack, use: object, gradients: Any) -> None:
         self._reach(track, use)
 
     def _reach(self, track: UnitTrack, use: object = None) -> None:

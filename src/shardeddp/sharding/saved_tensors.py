@@ -1,9 +1,9 @@
 """Saved-tensor hooks around the forward of units: graphs keep where in a gathered buffer a view lies, not its memory.
 
-What a unit's forward saves for its backward are mostly its inputs and views of its parameters. If graphs held the latter,
-all parameters would stay in memory from forward to backward. So a graph gets a :class:`SavedView` in their place, and when
-its backward asks for it, the unit is gathered again. That holds for every backward, whether the outputs of the unit
-announced it or not (a loss on a feature that a hook has recorded, a second backward of the same graph).
+What a unit's forward saves for its backward are mostly its inputs and views of its parameters. If graphs held the
+latter, all parameters would stay in memory from forward to backward. So a graph gets a :class:`SavedView` in their
+place, and when its backward asks for it, the unit is gathered again. That holds for every backward, whether the outputs
+of the unit announced it or not (a loss on a feature that a hook has recorded, a second backward of the same graph).
 
 Hooks change what is in memory, never what is computed: where there are none, graphs hold the memory itself.
 """
@@ -20,7 +20,7 @@ from torch import nn
 from shardeddp.sharding.gathered_buffer import GatheredBuffer, SavedView
 from shardeddp.sharding.unsharded import UnshardedParameter
 
-_autograd: Any = torch._C._autograd
+_autograd: Any = vars(torch._C)["_autograd"]
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -74,7 +74,9 @@ class _Hooks:
         below: The hooks that torch would have called without these; they get all other tensors.
     """
 
-    def __init__(self, buffers: Mapping[int, GatheredBuffer], restore: Restore, below: tuple[Pack, Unpack] | None) -> None:
+    def __init__(
+        self, buffers: Mapping[int, GatheredBuffer], restore: Restore, below: tuple[Pack, Unpack] | None
+    ) -> None:
         self.buffers = buffers
         self._restore = restore
         self._below = below

@@ -201,7 +201,7 @@ class ShardTensor(Chunked, torch.Tensor):
 
     @grad.deleter
     def grad(self) -> None:
-        self.grad = None
+        self.grad = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def unsharded(self) -> nn.Parameter | None:
@@ -246,7 +246,8 @@ class ShardTensor(Chunked, torch.Tensor):
                 super().register_hook(_weakly(self, ShardTensor._take_gradient))
                 super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
         # Not by way of Function.apply, which hands sharded arguments out as full ones.
-        return super(torch.autograd.Function, _FullTensor).apply(self, operation)
+        apply: Any = super(torch.autograd.Function, _FullTensor)
+        return apply.apply(self, operation)
 
     def warn_outside(self, stacklevel: int = 4) -> None:
         """Point out, once, what a use outside of the unit's forward costs."""

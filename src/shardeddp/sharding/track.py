@@ -35,7 +35,7 @@ class UnitTrack:
     """A token for each forward with gradients whose outputs no backward has reached yet."""
 
     is_viewed: bool = False
-    """Whether, on any rank, something outside of the engine has referred to memory of a gather when a backward ended."""
+    """Whether something outside of the engine referred to memory of a gather when a backward ended, on any rank."""
 
     expected: set[int] = field(default_factory=set[int])
     """Parameters that some rank used in the last backward through the unit; all, before the first."""

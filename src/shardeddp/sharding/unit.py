@@ -331,7 +331,7 @@ def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
 
 
 def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Parameters that can share a flat buffer, in order of first appearance; those that share memory are by themselves."""
+    """Parameters that can share a flat buffer, in order of first appearance; one that shares memory is alone."""
     users = Counter(spec.memory for spec in specs)
     groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
     for spec in specs:

@@ -56,8 +56,8 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(ReleasedParameter, sharded_of, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        positional, named = pytree.tree_map_only(ReleasedParameter, sharded_of, (args, kwargs or {}))
+        return func(*positional, **named)
 
 
 def sharded_of(unsharded: nn.Parameter) -> torch.Tensor:

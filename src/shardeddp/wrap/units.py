@@ -1,6 +1,7 @@
 """From a model and a policy to units: every parameter in exactly one, and models that cannot be sharded refused."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -93,14 +94,14 @@ def _by_memory(found: list[_Places]) -> list[list[_Places]]:
         if parameter.is_meta or not parameter.numel() or parameter.layout is not torch.strided:
             groups[id(parameter)] = [places]
             continue
-        groups.setdefault((parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype), []).append(places)
         start = parameter.data_ptr()
+        groups.setdefault((start, parameter.shape, parameter.stride(), parameter.dtype), []).append(places)
         reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
         extent = start, start + (reach + 1) * parameter.element_size(), places
         extents.setdefault(parameter.untyped_storage()._cdata, []).append(extent)
     for lying in extents.values():
         lying.sort(key=lambda extent: extent[:2])
-        for (_, end, one), (start, _, other) in zip(lying, lying[1:], strict=False):
+        for (_, end, one), (start, _, other) in pairwise(lying):
             same = any(one in group and other in group for group in groups.values()) if start < end else True
             if not same:
                 raise ConfigurationError(
