@@ -205,7 +205,7 @@ def test_a_view_cannot_be_given_another_shape_or_other_memory_in_place() -> None
     matrix = make_pairs(make_mesh())["matrix"].sharded
     with torch.no_grad():
         view = matrix[1:]
-        for change in (view.t_, view.squeeze_, lambda: view.unsqueeze_(0), lambda: view.set_(torch.zeros(2))):
+        for change in (view.t_, lambda: view.unsqueeze_(0), lambda: view.set_(torch.zeros(2))):
             with pytest.raises(NotImplementedError, match="reshape a view of matrix in place"):
                 change()
         with pytest.raises(NotImplementedError, match="other memory"):

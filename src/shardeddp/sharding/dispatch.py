@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from shardeddp.comm import Pending
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.sharding.gathered import Gathered, gather, hand_out, mark_written, views_among
-from shardeddp.sharding.questions import written
+from shardeddp.sharding.questions import reshapes, written
 from shardeddp.sharding.writes import refuse_overlapping, run_on_whole
 
 if TYPE_CHECKING:
@@ -306,10 +306,10 @@ def _run_gathered(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwar
 
 
 def _reshape_in_place(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func is aten.detach_.default:
-        return args[0]
     if func is aten.resize_as_.default and not isinstance(args[0], cls):
         return args[0].resize_(args[1].shape)
+    if func is aten.detach_.default or not reshapes(func, args, kwargs):
+        return args[0]
     sharded = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
     raise NotImplementedError(
         f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded, or lend it: expected "

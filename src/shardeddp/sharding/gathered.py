@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shardeddp.comm import agree_on_highest
 from shardeddp.sharding.memoryless import Memoryless
-from shardeddp.sharding.questions import written
+from shardeddp.sharding.questions import reshapes, written
 from shardeddp.sharding.untraced import never_traced
 from shardeddp.sharding.writes import run_on_whole
 
@@ -215,7 +215,7 @@ class GatheredView(Memoryless, torch.Tensor):
         targets = [target for target in written(func, args, kwargs) if isinstance(target, cls)]
         for view in views:
             view._gathered.refresh()
-        _check_targets(func, targets)
+        _check_targets(func, targets, args, kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda view: view._plain, (args, kwargs))
         homes = {id(view._gathered): view._gathered for view in views}
         written_to = {id(target._gathered): target._gathered for target in targets}
@@ -228,11 +228,11 @@ def views_among(tensors: Iterable[torch.Tensor]) -> list[Gathered]:
     return [tensor._gathered for tensor in tensors if isinstance(tensor, GatheredView)]
 
 
-def _check_targets(func: Any, targets: Sequence[GatheredView]) -> None:
+def _check_targets(func: Any, targets: Sequence[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse the writes that could not be brought back."""
     for target in targets:
         sharded = target._gathered.sharded
-        if torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags and reshapes(func, args, kwargs):
             raise NotImplementedError(f"{func} would reshape a view of {sharded.spec.fqn} in place: take another view")
         if target.requires_grad and torch.is_grad_enabled():
             refuse_recorded_write(sharded, str(func))

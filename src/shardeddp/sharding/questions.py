@@ -44,6 +44,15 @@ _NAMES = {
     "ones_like",
     "full_like",
     "empty_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "new_empty_strided",
+    "new_tensor",
 }
 
 # Answered with truths or places, which have no gradient.
@@ -126,6 +135,20 @@ def tells_what_it_writes(func: Any) -> bool:
 def is_random(func: Any) -> bool:
     """Whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def reshapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation that may change the shape, strides or memory of its first argument does so."""
+    if func.overloadpacket.__name__ == "set_":
+        return True
+    before = args[0].shape, args[0].stride()
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _without_elements, (args, kwargs))
+    func(*args, **kwargs)
+    return (args[0].shape, args[0].stride()) != before
+
+
+def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 @cache
