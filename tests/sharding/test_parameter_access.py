@@ -5,6 +5,7 @@ Each test trains the sharded model beside the same model in one process, see ``t
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,19 @@ def test_an_unsharded_parameter_that_was_kept_cannot_be_used_after_its_release(s
     model = nn.Sequential(Keeper(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     trial = Trial(model, Sharding(strategy=strategy, units=("0", "1")))
     trial.forward(square).backward()
-    for use in (torch.Tensor.sum, repr, lambda weight: weight + 1, lambda weight: weight.data, lambda w: w.tolist()):
+    uses: list[Callable[[torch.Tensor], Any]] = [
+        torch.Tensor.sum,
+        repr,
+        lambda weight: weight + 1,
+        lambda weight: weight.data,
+        lambda weight: weight.tolist(),
+        lambda weight: torch.cat([torch.ones(1, WIDTH), weight]),
+        lambda weight: torch.stack(tensors=(weight, weight)),
+        lambda weight: torch.nn.utils.parameters_to_vector([weight]),
+        lambda weight: torch.linalg.multi_dot([torch.ones(WIDTH, WIDTH), weight]),
+        lambda weight: torch.einsum("ij,jk", [torch.ones(WIDTH, WIDTH), weight]),
+    ]
+    for use in uses:
         with pytest.raises(ReleasedParameterError, match=r"parameter 0\.weight was kept"):
             use(kept[0])
     trial.model.zero_grad()

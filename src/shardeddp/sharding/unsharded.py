@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from shardeddp.errors import ReleasedParameterError
 
@@ -58,8 +59,9 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        released = next((arg for arg in args if isinstance(arg, cls)), None)
-        name = "a parameter" if released is None else f"parameter {released.__dict__['fqn']}"
+        leaves = pytree.tree_leaves((args, kwargs))
+        fqns = [leaf.__dict__["fqn"] for leaf in leaves if isinstance(leaf, cls)]
+        name = f"parameter {fqns[0]}" if fqns else "a parameter"
         raise ReleasedParameterError(
             f"{name} was kept from inside its unit's forward and used ({getattr(func, '__name__', func)}) after the "
             f"unit was resharded, when its memory is gone. Read it again from its module (module.weight) where you "
