@@ -118,11 +118,21 @@ def test_an_unsharded_parameter_that_was_kept_is_the_sharded_one_after_its_relea
     trial = Trial(model, Sharding(strategy=strategy, units=("0", "1")))
     trial.forward(square).backward()
     expected = trial.reference.get_parameter("0.weight").detach()
+    uses: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        torch.Tensor.sum,
+        lambda weight: weight + 1,
+        lambda weight: weight.data,
+        lambda weight: torch.cat([torch.ones(1, WIDTH), weight]),
+        lambda weight: torch.stack(tensors=(weight, weight)),
+        lambda weight: torch.nn.utils.parameters_to_vector([weight]),
+        lambda weight: torch.linalg.multi_dot([torch.ones(WIDTH, WIDTH), weight]),
+        lambda weight: torch.einsum("ij,jk", [torch.ones(WIDTH, WIDTH), weight]),
+    ]
     with torch.no_grad():
-        close(full(torch.cat([kept[0], kept[0]])), torch.cat([expected, expected]), "concatenated")
-        close(full(kept[0] + 1), expected + 1, "added")
+        for use in uses:
+            close(full(use(kept[0])), use(expected), "a use of what was kept")
     assert kept[0].tolist() == expected.tolist()
-    assert full(kept[0].data).tolist() == expected.tolist()
+    assert "0.weight" in repr(kept[0])
     assert kept[0].grad is trial.model.get_parameter("0.weight").grad
     trial.model.zero_grad()
     trial.train(square)

@@ -1,10 +1,12 @@
 """Units that a step does not use on all ranks: gathered and reduced by all, with zeros of those that skip them."""
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from training import WIDTH, Sharding, Trial, another_order, batch
@@ -98,6 +100,24 @@ def test_all_ranks_may_change_the_units_that_they_use_together() -> None:
     with another_order():
         for strategy in GATHERING:
             Trial(Experts(), units(strategy)).train(change_together, steps=5)
+
+
+@on_ranks(2)
+def test_a_changed_order_is_said_once_on_rank_zero_with_a_remedy_and_not_in_evaluation() -> None:
+    def forward(step: int) -> None:
+        trial.forward(change_together, step)
+
+    trial = Trial(Experts(), units("full_shard"))
+    with torch.no_grad():
+        for step in range(5):
+            forward(step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            forward(step)
+    said = [str(warning.message) for warning in caught if "units run in another order" in str(warning.message)]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("auto_wrap_policy" in text for text in said)
 
 
 @on_ranks(2)

@@ -96,10 +96,9 @@ class Mesh:
         """How often ranks have met on the host at their users' request."""
         self.attendance = self._attendance("owners", owner_groups, timeout)
         """Of the ranks that own all of the model together."""
-        crossed = topology.replicate_size > 1 and topology.shard_size > 1 and len(owner_groups) > 1
-        self.assembly = self._attendance("all", [range(topology.world_size)], timeout) if crossed else self.attendance
-        """Of all ranks that gather or reduce in one order."""
         everyone = [range(topology.world_size)]
+        self.assembly = self.attendance if len(owner_groups) == 1 else self._attendance("all", everyone, timeout)
+        """Of all ranks."""
         self.comparison = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES) if debug else None
         """Of all ranks, before what their users communicate; None: nobody looks."""
         if topology.world_size > 1 and backend != "fake":

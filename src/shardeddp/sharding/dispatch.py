@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Pending
 from shardeddp.comm.collectives import ReduceKind
-from shardeddp.sharding.gathered import Gathered, gather, hand_out, mark_written
-from shardeddp.sharding.questions import written
+from shardeddp.sharding.gathered import Gathered, gather, hand_out, mark_written, views_among
+from shardeddp.sharding.questions import reshapes, written
+from shardeddp.sharding.writes import refuse_overlapping, run_on_whole
 
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
@@ -59,8 +60,8 @@ _CREATIONS = {
 _REDUCTIONS: dict[Any, tuple[Callable[[torch.Tensor, torch.dtype], torch.Tensor], ReduceKind]] = {
     aten.sum.default: (lambda local, dtype: local.sum(dtype=_wide(dtype)), "sum"),
     aten.mean.default: (lambda local, dtype: local.sum(dtype=_wide(dtype)), "sum"),
-    aten.max.default: (lambda local, dtype: _or_lowest(local).max(), "max"),
-    aten.min.default: (lambda local, dtype: _or_highest(local).min(), "min"),
+    aten.max.default: (lambda local, dtype: _or_limit(local, 0).max(), "max"),
+    aten.min.default: (lambda local, dtype: _or_limit(local, 1).min(), "min"),
     aten.any.default: (lambda local, dtype: local.any().to(torch.int32), "max"),
     aten.all.default: (lambda local, dtype: local.all().to(torch.int32), "min"),
 }
@@ -76,7 +77,7 @@ def run(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[s
     if func is aten.fill_.Tensor and isinstance(args[0], cls):
         return args[0].copy_(args[1])
     if torch.Tag.inplace_view in func.tags:
-        return _reshape_in_place(func, args[0])
+        return _reshape_in_place(cls, func, args, kwargs)
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args)
     if name.startswith("_foreach_"):
@@ -221,6 +222,7 @@ def _run_foreach(cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, 
         return _run_gathered(cls, func, args, kwargs)
     lists = [argument for argument in (*args, *kwargs.values()) if _holds_tensors(argument)]
     targets = written(func, args, kwargs)
+    refuse_overlapping(func, views_among(targets), {it for it in targets if isinstance(it, cls)})
     specs = [_spec_of(cls, operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))]
     rows = zip(specs, zip(*lists, strict=True), strict=True)
     homes = [_home(cls, operands) if spec else None for spec, operands in rows]
@@ -290,26 +292,28 @@ def _norm_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> flo
 
 def _run_gathered(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found: dict[int, Gathered] = {}
+    operation = f"{func.overloadpacket.__name__} of"
 
     def to_full(sharded: ShardTensor) -> torch.Tensor:
-        operation = f"{func.overloadpacket.__name__} of"
         return found.setdefault(id(sharded), found.get(id(sharded)) or Gathered(sharded, operation=operation)).full
 
     full_args, full_kwargs = pytree.tree_map_only(cls, to_full, (args, kwargs))
-    result = func(*full_args, **full_kwargs)
-    for target in written(func, args, kwargs):
-        if isinstance(target, cls):
-            found[id(target)].write_back()
+    known = written(func, args, kwargs)
+    targets = [*{id(target): found[id(target)] for target in known if isinstance(target, cls)}.values()]
+    refuse_overlapping(func, [*views_among(known), *targets])
+    result = run_on_whole(func, full_args, full_kwargs, [*found.values()], targets)
     return hand_out(result, found.values(), {id(home.full): home.sharded for home in found.values()})
 
 
-def _reshape_in_place(func: Any, sharded: ShardTensor) -> ShardTensor:
-    if func is aten.detach_.default:
-        return sharded
+def _reshape_in_place(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is aten.resize_as_.default and not isinstance(args[0], cls):
+        return args[0].resize_(args[1].shape)
+    if func is aten.detach_.default or not reshapes(func, args, kwargs):
+        return args[0]
+    sharded = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
     raise NotImplementedError(
-        f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded: expected operations "
-        f"that leave both as they are. Use the one that returns a new tensor, or change the parameter before the model "
-        f"is sharded"
+        f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded, or lend it: expected "
+        f"operations that do not. Use the one that returns a new tensor, or change it before the model is sharded"
     )
 
 
@@ -335,12 +339,8 @@ def _one_of(local: torch.Tensor) -> torch.Tensor:
     return local.new_zeros(1)
 
 
-def _or_lowest(local: torch.Tensor) -> torch.Tensor:
-    return local if local.numel() else local.new_full((1,), _limits(local.dtype)[0])
-
-
-def _or_highest(local: torch.Tensor) -> torch.Tensor:
-    return local if local.numel() else local.new_full((1,), _limits(local.dtype)[1])
+def _or_limit(local: torch.Tensor, end: int) -> torch.Tensor:
+    return local if local.numel() else local.new_full((1,), _limits(local.dtype)[end])
 
 
 def _limits(dtype: torch.dtype) -> tuple[float, float]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
 
-from shardeddp.sharding.questions import written
+from shardeddp.comm import agree_on_highest
+from shardeddp.sharding.memoryless import Memoryless
+from shardeddp.sharding.questions import reshapes, written
 from shardeddp.sharding.untraced import never_traced
+from shardeddp.sharding.writes import run_on_whole
 
 if TYPE_CHECKING:
-    from shardeddp.sharding.shard_tensor import ShardTensor
+    from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 
 
 outside_of_graphs = never_traced(
@@ -85,6 +89,48 @@ class Gathered:
         mark_written(local)
         self._version = self._shard_version()
 
+    def follow_rank_zero(self, func: Any) -> None:
+        """Take the elements that rank 0 has drawn; a collective of all ranks."""
+        mesh = self.sharded.spec.mesh
+        if mesh.world.size > 1 and self.full.numel():
+            self._assemble(func)
+            mesh.world.broadcast_(self.full, 0).wait()
+
+    def digest(self) -> int:
+        """A checksum of the elements, equal bits only being equal."""
+        flat = self.full.detach().contiguous().view(-1).view(torch.uint8)
+        return zlib.crc32(cast("bytes", flat.cpu().numpy()))
+
+    def check_alike(self, func: Any, changed: bool = True) -> bool:
+        """Return whether an operation has written to the elements; a collective of all ranks.
+
+        Args:
+            func: The operation.
+            changed: Whether it has done so on this rank.
+
+        Raises:
+            RuntimeError: The ranks have not got the same.
+        """
+        spec = self.sharded.spec
+        if spec.mesh.world.size == 1:
+            return changed
+        self._assemble(func)
+        digest = self.digest()
+        ballot = torch.tensor([digest, -digest, changed])
+        agree_on_highest(ballot, spec.mesh.control)
+        if ballot[2] and ballot[0] != -ballot[1]:
+            raise RuntimeError(
+                f"{func} has left different values of {spec.fqn} on different ranks (this is rank {spec.mesh.rank}): "
+                f"it is sharded and has one value for all of them. Expected what every rank gets alike (all_reduce, "
+                f"broadcast or all_gather over all ranks); the parameter is unchanged. Work on a copy (full_tensor())"
+            )
+        return changed
+
+    def _assemble(self, func: Any) -> None:
+        mesh = self.sharded.spec.mesh
+        if mesh.assembly is not mesh.attendance:  # which has been called to gather the elements
+            mesh.assembly.call(f"{func.overloadpacket.__name__} of {self.sharded.spec.fqn}")
+
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor shares memory with the full elements."""
         return tensor.layout is torch.strided and torch._C._is_alias_of(tensor, self.full)  # type: ignore[attr-defined]
@@ -94,7 +140,7 @@ class Gathered:
         return 0 if local.is_inference() else local._version
 
 
-class GatheredView(torch.Tensor):
+class GatheredView(Memoryless, torch.Tensor):
     """A view of a sharded tensor as a plain one would give it: of its elements now, and what is written reaches them.
 
     It owns gathered memory for as long as it lives. Reading it gathers again if the shard has changed in between, so
@@ -126,6 +172,11 @@ class GatheredView(torch.Tensor):
     def data(self, data: torch.Tensor) -> None:
         fqn = self._gathered.sharded.spec.fqn
         raise NotImplementedError(f"a view of {fqn} cannot be given other memory: use copy_()")
+
+    @property
+    def spec(self) -> ShardSpec:
+        """What it is a view of a part of."""
+        return self._gathered.sharded.spec
 
     def plain(self) -> torch.Tensor:
         """The elements now, as a plain tensor that is not to be written to."""
@@ -164,26 +215,27 @@ class GatheredView(torch.Tensor):
         targets = [target for target in written(func, args, kwargs) if isinstance(target, cls)]
         for view in views:
             view._gathered.refresh()
-        _check_targets(func, targets)
+        _check_targets(func, targets, args, kwargs)
         plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda view: view._plain, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
-        for target in targets:
-            target._gathered.write_back()
+        homes = {id(view._gathered): view._gathered for view in views}
+        written_to = {id(target._gathered): target._gathered for target in targets}
+        result = run_on_whole(func, plain_args, plain_kwargs, [*homes.values()], [*written_to.values()])
         return hand_out(result, [view._gathered for view in views], {id(view._plain): view for view in views})
 
 
-def _check_targets(func: Any, targets: Sequence[GatheredView]) -> None:
+def views_among(tensors: Iterable[torch.Tensor]) -> list[Gathered]:
+    """The whole tensors behind those that are views of sharded ones."""
+    return [tensor._gathered for tensor in tensors if isinstance(tensor, GatheredView)]
+
+
+def _check_targets(func: Any, targets: Sequence[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse the writes that could not be brought back."""
     for target in targets:
         sharded = target._gathered.sharded
-        if torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags and reshapes(func, args, kwargs):
             raise NotImplementedError(f"{func} would reshape a view of {sharded.spec.fqn} in place: take another view")
         if target.requires_grad and torch.is_grad_enabled():
             refuse_recorded_write(sharded, str(func))
-    homes = {id(target._gathered): target._gathered.sharded for target in targets}
-    if len({id(sharded.to_local()) for sharded in homes.values()}) < len(homes):
-        fqns = ", ".join(sorted({sharded.spec.fqn for sharded in homes.values()}))
-        raise NotImplementedError(f"{func} would write to several views of {fqns} at once: write to one at a time")
 
 
 def hand_out(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:

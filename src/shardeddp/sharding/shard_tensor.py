@@ -37,6 +37,7 @@ from shardeddp.sharding.asked_gradients import are_asked, asked_gradients, backw
 from shardeddp.sharding.chunks import Chunked
 from shardeddp.sharding.gathered import Gathered, GatheredView, gather, outside_of_graphs, refuse_recorded_write
 from shardeddp.sharding.gradient_hooks import CompletionHook, GradientHook, GradientHooks
+from shardeddp.sharding.memoryless import Memoryless
 from shardeddp.sharding.questions import asks_only_about
 
 Dispatch = Callable[..., Any]
@@ -100,7 +101,7 @@ class UnitGradients(Protocol):
         ...
 
 
-class ShardTensor(Chunked, torch.Tensor):
+class ShardTensor(Chunked, Memoryless, torch.Tensor):
     """A tensor with its global shape, of which this rank holds one interval of the flattened elements.
 
     With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the gathered full tensor, and
@@ -132,6 +133,7 @@ class ShardTensor(Chunked, torch.Tensor):
         made._is_routed = False
         made._former_gradient = None
         made._source = None
+        torch._C._set_throw_on_mutable_data_ptr(made)  # it has none: kernels that are handed it fail, and do not crash
         return made
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> None:
@@ -301,18 +303,6 @@ class ShardTensor(Chunked, torch.Tensor):
         array = gather(self, "numpy of").requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False  # what is written to an array could not be seen
         return array
-
-    def data_ptr(self) -> int:  # noqa: D102
-        raise self._no_memory("data_ptr")
-
-    def untyped_storage(self) -> torch.UntypedStorage:  # noqa: D102
-        raise self._no_memory("untyped_storage")
-
-    def _no_memory(self, asked: str) -> RuntimeError:
-        return RuntimeError(
-            f"{self._spec.fqn} is sharded: no memory with all of its elements has a {asked}(). Ask "
-            f"to_local() for this rank's elements, or full_tensor() for a copy of all of them"
-        )
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, 1D; shares memory, so writing to it changes the shard."""

@@ -134,7 +134,8 @@ class Visits:
             if self._involves_others(kind):
                 self._confirm(found, expected)
                 self._changed.add(kind)
-            self._warn_once(found, expected)
+            if is_backward(kind) or torch.is_grad_enabled():  # evaluation may do as it likes: nothing waits for it
+                self._warn_once(found, expected)
 
     def revisit(self, track: UnitTrack, kind: str) -> None:
         """The same within a visit to a unit around it, which computes again what it has computed in forward."""
@@ -234,11 +235,13 @@ class Visits:
             ) from error
 
     def _warn_once(self, found: str, expected: str) -> None:
-        if self._warned:
+        if self._warned or self._mesh.rank:
             return
         self._warned = True
         warnings.warn(
             f"units run in another order than in the first pass: expected {expected}, found {found}. The result is "
-            f"right; gathers that could not be foreseen are not overlapped. Said once",
+            f"right; gathers that could not be foreseen are not overlapped. To make it fast, let one unit hold the parts "
+            f"whose order changes (auto_wrap_policy), or keep parameters gathered between forward and backward "
+            f"(reshard_after_forward=False). Said once, on rank 0",
             stacklevel=2,
         )
