@@ -351,6 +351,8 @@ class CheckpointStrategy(ProcessStrategy):
                 )
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+                if not state and not inner.state_dict():
+                    continue  # Lightning's stand-in for a module without optimizers
                 load_optimizer(inner, state)
 
         self._load(load)

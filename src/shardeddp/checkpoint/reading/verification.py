@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from shardeddp.checkpoint.disk.committed import MAX_MANIFEST_NBYTES, find_checkpoints
+from shardeddp.checkpoint.disk.committed import MAX_MANIFEST_NBYTES, PLAIN_SUFFIX, find_checkpoints
 from shardeddp.checkpoint.disk.durable import StrPath, disk_errors, kind_of, open_regular
 from shardeddp.checkpoint.disk.plain_file import carries_index, damaged_records, read_index
 from shardeddp.checkpoint.foreign.reader import ForeignCheckpoint
@@ -94,7 +95,7 @@ def examine(path: StrPath, progress: Progress | None = None, started: Progress |
     """Do what :func:`verify` does, and tell more of it; ``started`` is told how many bytes there are to check."""
     path = Path(path)
     progress, started = progress or _silent, started or _silent
-    if path.is_file():
+    if path.is_file() and (path.suffix == PLAIN_SUFFIX or zipfile.is_zipfile(path)):
         return _examine_file(path, progress, started)
     if os.path.lexists(path / MANIFEST):
         return _examine_own(path, progress, started)
