@@ -46,7 +46,7 @@ class Average(Callback):
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.kept:
             self.kept = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
 
@@ -116,7 +116,7 @@ class KeepsInItself(TinyGpt):
     teacher: Tensor | None = None
     plain: Tensor | None = None
 
-    def on_fit_start(self) -> None:
+    def on_train_start(self) -> None:
         if self.teacher is None:
             self.teacher, self.plain = self.head.weight.detach().clone(), torch.zeros(3)
 

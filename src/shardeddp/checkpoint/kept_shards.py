@@ -5,13 +5,14 @@ on every rank, so the checkpoint says where they are and like which parameter ea
 
     checkpoint["shardeddp"]["kept_shards"] = [["blocks.0.up.weight", ["callbacks", "EMA", "average", "up"]], ...]
 
-They are read before the model is sharded, and callbacks take them then. When it is, each becomes sharded where it is,
-whoever holds it.
+They are read before the model is sharded, and callbacks take them then: Lightning gives each callback a deep copy. When
+the model is sharded, each becomes sharded where it is, whoever holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -56,13 +57,16 @@ class KeptShards:
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         own = checkpoint.get(KEY)
         places = cast("Mapping[str, Any]", own).get(KEPT) if isinstance(own, Mapping) else None
-        found: dict[int, tuple[torch.Tensor, str]] = {}
+        self._found: dict[int, tuple[torch.Tensor, str]] = {}
         for place in cast("list[Any]", places) if isinstance(places, list) else []:
             fqn, keys = cast("tuple[str, list[Any]]", place)
-            tensor = _at(checkpoint, keys)
+            holder = _at(checkpoint, keys[:-1])
+            tensor = _at(holder, keys[-1:])
             if isinstance(tensor, torch.Tensor):
-                found[id(tensor)] = tensor, fqn
-        self._found = found
+                self._add(fqn, _watched(tensor, holder, keys, partial(self._add, fqn)))
+
+    def _add(self, fqn: str, tensor: torch.Tensor) -> None:
+        self._found[id(tensor)] = tensor, fqn
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         """Whether this very tensor is one of them."""
@@ -88,6 +92,22 @@ class KeptShards:
             except RuntimeError:  # C++ or a weak reference holds it, a view for example: it stays as whole as it is
                 if isinstance(tensor, LazyTensor):
                     tensor.keep()
+
+
+def _watched(
+    tensor: torch.Tensor, holder: Any, keys: list[Any], copied: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """A tensor that tells of its deep copies, in the place of one that may not."""
+    if isinstance(tensor, LazyTensor):
+        lazy = tensor
+    elif isinstance(holder, (dict, list)):
+        flat = tensor.detach().reshape(-1)
+        lazy = LazyTensor(tuple(keys), tuple(tensor.shape), tensor.dtype, lambda at: flat[at.start : at.stop].clone())
+        holder[keys[-1]] = lazy
+    else:
+        return tensor  # in a tuple: copies of it stay whole
+    lazy.copied = copied
+    return lazy
 
 
 def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:

@@ -30,6 +30,9 @@ class LazyTensor(torch.Tensor):
 
     _read: Read
     _staged: dict[Interval, torch.Tensor]
+    copied: Callable[[LazyTensor], None] | None
+    """Told of each deep copy, which is lazy as well then; None: a deep copy is a plain tensor."""
+
     _kept: torch.Tensor | None  # its elements, of this shape, instead of those on the disk
 
     def __new__(cls, path: Path, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:  # noqa: D102
@@ -37,6 +40,7 @@ class LazyTensor(torch.Tensor):
         made.path = path
         made._read = read
         made._staged = {}
+        made.copied = None
         made._kept = None
         return made
 
@@ -78,7 +82,14 @@ class LazyTensor(torch.Tensor):
         return Interval(0, self.numel())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(self.whole(), memo)
+        if self.copied is None:
+            return copy.deepcopy(self.whole(), memo)
+        other = LazyTensor(self.path, tuple(self.shape), self.dtype, self._read)
+        other.copied = self.copied
+        other._kept = None if self._kept is None else self._kept.detach().clone()
+        memo[id(self)] = other
+        self.copied(other)
+        return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)
