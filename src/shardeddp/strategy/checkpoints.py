@@ -114,7 +114,7 @@ class CheckpointStrategy(ProcessStrategy):
                 run, options = self._describe_training(checkpoint), self.checkpoint_options
                 stream_full(checkpoint, Path(path), self._mesh, self._parameter_names(), run, options)
             else:
-                self._write_by_plugin(checkpoint, path, storage_options)
+                self._write_by_plugin(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError(
@@ -148,7 +148,10 @@ class CheckpointStrategy(ProcessStrategy):
 
     def _write_by_plugin(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Write one file as the user wants files written, from rank 0's memory."""
-        write = partial(self.checkpoint_io.save_checkpoint, path=path, storage_options=storage_options)
+
+        def write(full: dict[str, Any]) -> None:
+            self.checkpoint_io.save_checkpoint(full, path, storage_options=storage_options)
+
         save_full(checkpoint, str(path), write, self._mesh)
 
     def _describe_training(self, checkpoint: Mapping[str, Any]) -> Run:

@@ -132,13 +132,13 @@ class ContinuingStrategy(CheckpointStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; its random states come into force when training starts."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._kept = KeptShards(checkpoint)
+        own = checkpoint.pop(KEY, {})  # hooks of the user get the checkpoint that they have seen
         if self._mesh is not None and self._fitting:
-            own = checkpoint.get(KEY, {})
             rank, size = self._mesh.rank, self._mesh.topology.world_size
             self._randomness.hold(own.get("random_states"), rank, size)
             if "loader_states" in own:
                 take_loader_state(checkpoint, own["loader_states"], rank, size)
-        self._kept = KeptShards(checkpoint)
         if self.lightning_module is not None and runtime_of(self.lightning_module) is not None:
             self._shard_kept()
         return checkpoint
