@@ -11,6 +11,6 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A path as the system has it: ``file:///home/x`` is ``/home/x``, as fsspec reads it; others are as they were."""
+    """A path as the system has it: ``file://`` before it is dropped, as fsspec does; others are as they were."""
     text = os.fspath(path)
     return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
