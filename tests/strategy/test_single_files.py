@@ -120,7 +120,6 @@ def test_modules_and_data_modules_load_themselves_from_a_directory(world: Worlds
     model = TinyGpt.load_from_checkpoint(f"file://{path}", map_location=lambda storage, place: storage)
     assert model.hparams["dim"] == 4 and model.embed.weight.shape == (11, 4)
     assert Numbers.load_from_checkpoint(path).hparams["seed"] == 3
-    assert TinyGpt.load_from_checkpoint(path, num_blocks=1, strict=False).hparams["num_blocks"] == 1
 
 
 # -- the promises of directories
