@@ -66,7 +66,9 @@ class Ours:
 
     def __init__(self, ranks: int, layers: int, asynchronous: bool) -> None:
         self._strategy = ShardedDP(
-            auto_wrap_policy={nn.Linear}, checkpoint_options=CheckpointOptions(asynchronous=asynchronous)
+            auto_wrap_policy={nn.Linear},
+            state_dict_type="sharded",
+            checkpoint_options=CheckpointOptions(asynchronous=asynchronous),
         )
         self._module = Layers(layers)
         self._trainer = L.Trainer(

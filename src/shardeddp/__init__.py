@@ -12,7 +12,7 @@ from shardeddp.plugins.registry import register_names
 from shardeddp.sharding.gradients import clip_grad_norm_, clip_grad_value_
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.strategy import ShardedDP
-from shardeddp.strategy.loading import load_from_checkpoint
+from shardeddp.strategy.loading import load_from_checkpoint, read_directories_too
 from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, Policy, PredicatePolicy, SizePolicy
 
 __version__ = "0.1.0"
@@ -41,3 +41,4 @@ __all__ = [
 ]
 
 register_names(ShardedDP)
+read_directories_too()

@@ -65,8 +65,8 @@ def verify(options: argparse.Namespace) -> int:
     results: list[tuple[Verification, float]] = []
     console = Console()
     for given in options.directories:
-        one = any(os.path.lexists(given / name) for name in (MANIFEST, DCP_METADATA))
-        paths = [given] if one or not given.is_dir() else checkpoints_in(given)
+        one = not given.is_dir() or any(os.path.lexists(given / name) for name in (MANIFEST, DCP_METADATA))
+        paths = [given] if one else checkpoints_in(given)
         if not paths:
             raise CheckpointError(f"{given} is no checkpoint, and there is none in it")
         found: list[Verification] = []
@@ -158,6 +158,8 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
 
 def _require_checkpoint(path: Path, foreign: bool) -> Path:
     """The path, if it may be a checkpoint of the kind that is meant; the rest is for its reader to say."""
+    if path.is_file() and not foreign:
+        return path
     if not path.is_dir():
         what = "is no directory" if os.path.lexists(path) else "does not exist"
         raise CheckpointError(f"{path} {what}: expected the directory of a sharded checkpoint")
@@ -214,7 +216,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="shardeddp",
-        description="Tools for sharded checkpoints. They need no GPU and no process group.",
+        description="Tools for checkpoints. They need no GPU and no process group.",
         epilog=_EPILOG,
         formatter_class=_formatter,
     )
@@ -240,7 +242,9 @@ def _add_command(commands: Any, function: Callable[[argparse.Namespace], int], t
 
 def _add_verify(commands: Any) -> None:
     parser = _add_command(commands, verify, "compare every byte of checkpoints with its checksum")
-    where = "a checkpoint, of shardeddp or of torch.distributed.checkpoint, or a directory of checkpoints"
+    where = (
+        "a checkpoint: a directory of shardeddp or torch.distributed.checkpoint, a plain file, or a directory of those"
+    )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=where)
     parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
@@ -255,7 +259,7 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_consolidate(commands: Any) -> None:
-    parser = _add_command(commands, consolidate, "make a safetensors or a .ckpt file of a checkpoint directory")
+    parser = _add_command(commands, consolidate, "make a safetensors or a .ckpt file of a checkpoint")
     parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
     kinds = "NAME.safetensors: the weights; NAME.ckpt: all, as Lightning writes it without sharding"
     parser.add_argument("-o", "--output", required=True, type=_output, metavar="FILE", help=kinds)

@@ -117,15 +117,18 @@ class CPUOffload:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """How sharded checkpoints are written, and what may be read.
+    """How checkpoints are written, and what may be read.
 
     Args:
+        max_file_gb: Up to how many GB (of 10**9 bytes) ``state_dict_type="auto"`` saves one file. 0: directories only.
         asynchronous: Write in a thread while training goes on, from one copy of the shards in host memory.
+            Directories only: with ``state_dict_type="auto"`` every checkpoint is one.
         durability: ``disk``: a save that has returned survives a power loss. ``process``: nothing is synced; faster,
             and it survives the end of the process only.
         permissions: ``private``: files are for their owner alone (0600, directories 0700). ``umask``: as the umask has
-            it, for checkpoints that others read.
+            it, for checkpoints that others read. None: directories are private, single files as the umask has it.
         zip_crc: Write the checksums that tools other than this package look for. Costs about 0.4 s of a core per GB.
+            False is for directories: with ``state_dict_type="auto"`` every checkpoint is one.
         cast: Load tensors of another dtype than the model's by casting them.
         foreign: Also load directories that other tools wrote (FSDP, FSDP2, plain ``torch.distributed.checkpoint``):
             their indexes are pickles, which are read by a reader that knows a few harmless types only.
@@ -134,9 +137,10 @@ class CheckpointOptions:
             slowest disk needs. None: the strategy's own ``timeout``.
     """
 
+    max_file_gb: float = 4.0
     asynchronous: bool = False
     durability: Literal["disk", "process"] = "disk"
-    permissions: Literal["private", "umask"] = "private"
+    permissions: Literal["private", "umask"] | None = None
     zip_crc: bool = True
     cast: bool = False
     foreign: bool = False
@@ -146,8 +150,14 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         if self.timeout is not None and not 0 < self.timeout < inf:
             raise ConfigurationError(f"timeout={self.timeout!r}: expected a positive number of seconds, or None")
-        for name, known in (("durability", ("disk", "process")), ("permissions", ("private", "umask"))):
+        if not self.max_file_gb >= 0:
+            raise ConfigurationError(
+                f"max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for no single files"
+            )
+        for name, known in (("durability", ("disk", "process")), ("permissions", ("private", "umask", None))):
             if getattr(self, name) not in known:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(str, known))}"
+                )
         if self.trust_pickle and not self.foreign:
             raise ConfigurationError("trust_pickle=True goes with foreign=True: no pickle of our own is ever read")

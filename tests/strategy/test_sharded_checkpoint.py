@@ -40,7 +40,13 @@ def strategy_of(name: str) -> ShardedDP:
     """``hybrid_shard/2/world`` is hybrid sharding in groups of two, whose replicas split the optimizer's share."""
     strategy, *rest = name.split("/")
     size = int(rest[0]) if rest else None
-    return ShardedDP(strategy, size, {Block}, optimizer_shard="world" if rest[1:] else "group")
+    return ShardedDP(
+        strategy,
+        size,
+        {Block},
+        optimizer_shard="world" if rest[1:] else "group",
+        state_dict_type="sharded",
+    )
 
 
 def save_as(strategy: str, path: str) -> dict[str, Any]:
@@ -101,7 +107,8 @@ def keep_checkpoints(folder: str, asynchronous: bool, save_last: Any) -> dict[st
     if save_last == "link":
         options["save_top_k"] = -1  # Lightning links to the last of the best
     keeper = ModelCheckpoint(folder, "{step}", save_last=save_last, **options)
-    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(asynchronous=asynchronous))
+    options_of_saves = CheckpointOptions(asynchronous=asynchronous)
+    strategy = ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=options_of_saves)
     model = LogsItsLoss()
     trainer = make_trainer(strategy, max_epochs=2, callbacks=[keeper], enable_checkpointing=True)
     trainer.fit(model, same_batches())

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def save_after_the_run(path: str) -> str:
-    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(asynchronous=True))
+    strategy = ShardedDP(
+        auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=CheckpointOptions(asynchronous=True)
+    )
     model = fit(strategy, 1)
     with pytest.raises(CheckpointError) as caught:
         model.trainer.save_checkpoint(path)

@@ -98,7 +98,7 @@ def main() -> None:
         accelerator="cpu",
         devices=devices,
         num_nodes=nodes,
-        strategy=ShardedDP(arguments.strategy, auto_wrap_policy=None, timeout=60.0),
+        strategy=ShardedDP(arguments.strategy, auto_wrap_policy=None, state_dict_type="sharded", timeout=60.0),
         max_steps=arguments.steps,
         max_epochs=-1,
         default_root_dir=arguments.out,

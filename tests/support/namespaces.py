@@ -120,12 +120,15 @@ def resume_by_yaml(folder: Path) -> dict[str, float]:
 
 
 def convert(folder: Path) -> bool:
-    """Whether the directory loads alike with this package, and as the plain file that is made of it."""
-    if shardeddp.cli.main(["consolidate", str(folder / "last.ckpt"), "-o", str(folder / "plain.ckpt")]):
-        return False
-    ours = shardeddp.load_from_checkpoint(Regression, folder / "last.ckpt").state_dict()
-    plain = Regression.load_from_checkpoint(folder / "plain.ckpt").state_dict()
-    return all(torch.equal(ours[name], plain[name]) for name in plain)
+    """Whether the file, a directory of it and a file of that load alike, by this package and by Lightning."""
+    for command, source, target in (("shard", "last", "directory"), ("consolidate", "directory", "plain")):
+        if shardeddp.cli.main([command, str(folder / f"{source}.ckpt"), "-o", str(folder / f"{target}.ckpt")]):
+            return False
+    assert (folder / "directory.ckpt").is_dir()
+    kinds = [folder / f"{name}.ckpt" for name in ("last", "directory", "plain")]
+    loaded = [Regression.load_from_checkpoint(path).state_dict() for path in kinds]
+    loaded += [shardeddp.load_from_checkpoint(Regression, path).state_dict() for path in kinds]
+    return all(torch.equal(each[name], loaded[0][name]) for each in loaded for name in loaded[0])
 
 
 if __name__ == "__main__":

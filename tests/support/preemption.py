@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=arguments.devices,
-        strategy=ShardedDP(auto_wrap_policy=None, timeout=60.0),
+        strategy=ShardedDP(auto_wrap_policy=None, state_dict_type="sharded", timeout=60.0),
         max_steps=arguments.steps,
         max_epochs=-1,
         accumulate_grad_batches=arguments.accumulate,

@@ -19,7 +19,7 @@ GLOBAL_BATCH = 12  # divides among 1, 2 and 3 ranks
 
 def full_shard() -> ShardedDP:
     """Every block a unit."""
-    return ShardedDP(auto_wrap_policy={Block})
+    return ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded")
 
 
 def in_one_file() -> ShardedDP:
@@ -29,22 +29,22 @@ def in_one_file() -> ShardedDP:
 
 def one_unit() -> ShardedDP:
     """The whole model in one."""
-    return ShardedDP(auto_wrap_policy=None)
+    return ShardedDP(auto_wrap_policy=None, state_dict_type="sharded")
 
 
 def shard_grad_op() -> ShardedDP:
     """Every block a unit."""
-    return ShardedDP("shard_grad_op", auto_wrap_policy={Block})
+    return ShardedDP("shard_grad_op", auto_wrap_policy={Block}, state_dict_type="sharded")
 
 
 def hybrid_shard() -> ShardedDP:
     """Shard groups of one rank."""
-    return ShardedDP("hybrid_shard", 1, {Block})
+    return ShardedDP("hybrid_shard", 1, {Block}, state_dict_type="sharded")
 
 
 def no_shard() -> ShardedDP:
     """Every block a unit."""
-    return ShardedDP("no_shard", auto_wrap_policy={Block})
+    return ShardedDP("no_shard", auto_wrap_policy={Block}, state_dict_type="sharded")
 
 
 def same_batches() -> DataLoader[Tensor]:

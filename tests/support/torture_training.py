@@ -205,7 +205,7 @@ def train(
         enable_version_counter=False,
     )  # fmt: skip
     options = CheckpointOptions(asynchronous=asynchronous)
-    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=options, timeout=30)
+    strategy = ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=options, timeout=30)
     trainer = make_trainer(
         strategy, max_epochs=1, callbacks=[notes, saving], enable_checkpointing=True, use_distributed_sampler=False
     )

@@ -15,24 +15,26 @@ _PLACE = "combined_loader"
 """The name that the states of training loaders have among those of Lightning's fit loop."""
 
 
-def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> list[Any]:
+def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> tuple[dict[str, Any], list[Any]]:
     """Every rank's states, by rank, where they are not the same; a collective.
 
     Args:
-        checkpoint: Of this rank, as Lightning has made it; rank 0's states take the place of its own.
+        checkpoint: Of this rank, as Lightning has made it; it stays as it is.
         group: The host group of all ranks.
 
     Returns:
-        Nothing if all ranks are in one place, or have no stateful loader.
+        The checkpoint with rank 0's states in place of its own, and all of them; nothing of the latter if all ranks
+        are in one place, or have no stateful loader.
     """
-    loop = _fit_loop(checkpoint)
     # Pickled on the way between ranks of one job only.
-    sent = gather_results("saving the states of data loaders", lambda: pickle.dumps(loop.get(_PLACE)), group)
+    own = _fit_loop(checkpoint).get(_PLACE)
+    sent = gather_results("saving the states of data loaders", lambda: pickle.dumps(own), group)
     if len(set(sent)) == 1:
-        return []
+        return checkpoint, []
     states = [pickle.loads(each) for each in sent]
-    loop[_PLACE] = states[0]
-    return states
+    loops, fit_loop = checkpoint["loops"], checkpoint["loops"]["fit_loop"]
+    fit_loop = {**fit_loop, "state_dict": {**fit_loop["state_dict"], _PLACE: states[0]}}
+    return {**checkpoint, "loops": {**loops, "fit_loop": fit_loop}}, states
 
 
 def take_loader_state(checkpoint: dict[str, Any], states: object, rank: int, world_size: int) -> None:

@@ -7,6 +7,7 @@ private to it can change with any of its releases, and this list is where to loo
 from typing import TYPE_CHECKING
 
 from shardeddp.lightning_api.choice import NAMESPACE, OTHER, UNIFIED, VARIABLE, handed_down
+from shardeddp.lightning_api.reading import extend_reading
 from shardeddp.lightning_api.trainer import callbacks_of, reloads_dataloaders
 
 if TYPE_CHECKING or NAMESPACE == UNIFIED:
@@ -147,6 +148,7 @@ __all__ = [
     "all_gather_ddp_if_available",
     "callbacks_of",
     "default_backend_for_device",
+    "extend_reading",
     "get_human_readable_count",
     "handed_down",
     "has_iterable_dataset",

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardeddp.checkpoint.format.manifest import Manifest
+from shardeddp.checkpoint.format.manifest import CRC, Manifest
 from shardeddp.checkpoint.reading.inspection import Row, total
 from shardeddp.checkpoint.reading.verification import Verification
 from shardeddp.checkpoint.writing.export import NOT_SHARDED
@@ -58,7 +58,7 @@ def verification_view(found: Verification, seconds: float) -> RenderableType:
 def _facts(path: Path, manifest: Manifest) -> Table:
     run = manifest.run
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
-    files = len(manifest.files) + 1
+    files = "one file" if manifest.algorithm == CRC else f"{len(manifest.files) + 1:,} files"
     sharding = "" if run.sharding_strategy == NOT_SHARDED else f", {run.sharding_strategy}"
     shards = f", shards over {run.shard_size}" if run.shard_size != run.world_size else ""
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
@@ -67,7 +67,7 @@ def _facts(path: Path, manifest: Manifest) -> Table:
         "saved at": f"step {run.step:,}, epoch {run.epoch:,}",
         "by": ranks + sharding + shards,
         "versions": versions,
-        "holds": f"{len(manifest.tensors):,} tensors, {human_bytes(manifest.nbytes)}, {files:,} files",
+        "holds": f"{len(manifest.tensors):,} tensors, {human_bytes(manifest.nbytes)}, {files}",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column(no_wrap=True, style="bold")

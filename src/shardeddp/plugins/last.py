@@ -21,7 +21,7 @@ from shardeddp.lightning_api import (
     Trainer,
     TrainerFn,
 )
-from shardeddp.plugins.paths import is_remote
+from shardeddp.plugins.paths import is_remote, local_path
 
 
 class FindsLast(Protocol):
@@ -70,7 +70,8 @@ def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     candidates = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     candidates |= {callback.ckpt_path for callback in on_exception} | _saved_for_requeue(trainer)
-    folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
+    candidates = set(map(local_path, candidates))
+    folders = [local_path(callback.dirpath) for callback in callbacks if callback.dirpath]
     remote = any(is_remote(path) for path in (*candidates, *folders))
     if remote or not any(os.path.lexists(path) for path in candidates):  # a link may lead nowhere yet
         return parsed

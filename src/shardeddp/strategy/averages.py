@@ -36,12 +36,13 @@ class Averages:
 
     def __init__(self) -> None:
         self._loads: list[Callable[[], None]] = []
-        self._postponing: list[nn.Module] = []
+        self._replaced: list[
+            tuple[nn.Module, str, Any]
+        ] = []  # methods of instances, with those that users have put there
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._buffers: list[BufferSync] = []
 
-    @staticmethod
-    def keep_in_place(trainer: Trainer, module: LightningModule) -> None:
+    def keep_in_place(self, trainer: Trainer, module: LightningModule) -> None:
         """Let the copy that a callback is about to take, and to move to the device whole, stay where the module is.
 
         Args:
@@ -49,7 +50,7 @@ class Averages:
             module: Theirs; a method that its copies take over waits in it until it is sharded.
         """
         if runtime_of(module) is None and any(_moves_its_copy(callback) for callback in callbacks_of(trainer)):
-            vars(module)["to"] = MethodType(_stay, module)
+            self._replace(module, "to", MethodType(_stay, module))
 
     def await_shards(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
         """Let what callbacks load into a module and its averages wait until there are shards to load it into.
@@ -71,8 +72,11 @@ class Averages:
             self._loads.append(partial(load_model, module, state_dict, strict, cast))
             return _IncompatibleKeys([], [])
 
-        vars(module)["load_state_dict"] = remember
-        self._postponing.append(module)
+        self._replace(module, "load_state_dict", remember)
+
+    def _replace(self, module: nn.Module, name: str, method: Any) -> None:
+        self._replaced.append((module, name, vars(module).get(name)))
+        vars(module)[name] = method
 
     def meet_shards(self, module: LightningModule) -> None:
         """Callbacks have had their part, and the module is about to be sharded: loads reach it at once again.
@@ -83,10 +87,12 @@ class Averages:
         Raises:
             ConfigurationError: A callback has written to the module in a way that its checkpoint is going to undo.
         """
-        for each in self._postponing:
-            vars(each).pop("load_state_dict", None)
-        self._postponing = []
-        vars(module).pop("to", None)
+        while self._replaced:
+            each, name, own = self._replaced.pop()
+            if own is None:
+                vars(each).pop(name, None)
+            else:
+                vars(each)[name] = own
         written = [name for name, parameter, version in self._versions if parameter._version != version]
         self._versions = []
         if written:

@@ -22,13 +22,13 @@ from shardeddp.checkpoint.format.encoding import dict_codec
 from shardeddp.checkpoint.format.manifest import DCP_METADATA, Run
 from shardeddp.checkpoint.reading.contents import ATTRIBUTES, read_foreign_contents
 from shardeddp.checkpoint.reading.last import last_checkpoints
-from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.reading.opening import open_checkpoint, open_file
 from shardeddp.checkpoint.reading.replaced import Replaced
 from shardeddp.checkpoint.reading.restore import load_model, load_optimizer, stage
 from shardeddp.checkpoint.reading.verification import newest_verified
 from shardeddp.checkpoint.writing.full import save_full, stream_full
 from shardeddp.checkpoint.writing.saver import Saver
-from shardeddp.checkpoint.writing.snapshot import ParameterNames, take_snapshot
+from shardeddp.checkpoint.writing.snapshot import ParameterNames, memory_of_shards, take_snapshot, tensors_of
 from shardeddp.comm import agree_on_any, gather_results, together
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
@@ -39,8 +39,10 @@ from shardeddp.lightning_api import (
     TorchCheckpointIO,
     Trainer,
     TrainerFn,
+    rank_zero_info,
+    rank_zero_warn,
 )
-from shardeddp.plugins.paths import is_remote
+from shardeddp.plugins.paths import is_remote, local_path
 from shardeddp.plugins.placing import place_module
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.processes import ProcessStrategy
@@ -48,7 +50,12 @@ from shardeddp.strategy.processes import ProcessStrategy
 _ADVICE_S = 60.0
 """How long to look for a checkpoint that can be used instead of a damaged one, while all ranks wait."""
 
-StateDictType = Literal["sharded", "full"]
+StateDictType = Literal["auto", "sharded", "full"]
+
+_HOW_TO_READ = (
+    "trainer.fit(ckpt_path=), MyModule.load_from_checkpoint() where shardeddp is imported, and `shardeddp consolidate` "
+    "read them; torch.load() does not"
+)
 
 _CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
 
@@ -79,6 +86,7 @@ class CheckpointStrategy(ProcessStrategy):
         self._state_dict_type: StateDictType = state_dict_type
         self.checkpoint_options = checkpoint_options
         self._saver = Saver(checkpoint_options)
+        self._told = False  # that checkpoints are directories
         self._loading_from = Path()  # of the checkpoint that was read last
         self._pending_load: Callable[[], None] | None = None  # from reading a checkpoint until the model is sharded
         self._replaced: Replaced | None = None  # from loading a model until the optimizers have taken their states
@@ -94,27 +102,65 @@ class CheckpointStrategy(ProcessStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint, as ``state_dict_type`` says; a collective of all ranks."""
-        if self._mesh is None or self._state_dict_type == "full":
+        if self._mesh is None:
+            self._write_by_plugin(checkpoint, filepath, storage_options)
+            return
+        # Rank 0 decides for all: others may have other callbacks, and paths of their own.
+        why = self._why_directory(checkpoint, filepath, storage_options) if self.is_global_zero else None
+        path, why = self.broadcast((os.path.expanduser(local_path(filepath)), why))
+        if why is None:
             self.wait_for_checkpoint()
-            if self._mesh is not None and self._streams(filepath, storage_options):
-                stream_full(checkpoint, Path(filepath), self._mesh)
-                return
-            write = partial(self.checkpoint_io.save_checkpoint, path=filepath, storage_options=storage_options)
-            save_full(checkpoint, str(filepath), write, self._mesh)
+            if self._streams(path, storage_options):
+                run, options = self._describe_training(checkpoint), self.checkpoint_options
+                stream_full(checkpoint, Path(path), self._mesh, self._parameter_names(), run, options)
+            else:
+                self._write_by_plugin(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError(
                 "storage_options are for one file: use state_dict_type='full', or leave them out of save_checkpoint()"
             )
-        target = Path(os.path.expanduser(self._local_path(self.broadcast(filepath))))
+        if is_remote(path):
+            raise NotImplementedError(
+                f"sharded checkpoints need a file system, found {path}: save to a local or mounted path, or use "
+                f"state_dict_type='full'"
+            )
+        if why and not self._told:
+            self._told = True
+            rank_zero_info(f"ShardedDP: checkpoints are directories, because {why}. {_HOW_TO_READ}")
         taking = partial(take_snapshot, checkpoint, self._parameter_names(), self._mesh, _CODECS)
         snapshot = together("describing the checkpoint", taking, self._mesh.control)
-        run = Run(
+        self._saver.save(snapshot, Path(path), self._describe_training(checkpoint), self._mesh.saving)
+
+    def _why_directory(self, checkpoint: Mapping[str, Any], path: str | Path, storage_options: Any) -> str | None:
+        """Why a checkpoint is to be a directory: "" because the user has said so, None because it is to be a file."""
+        options = self.checkpoint_options
+        if self._state_dict_type != "auto":
+            return "" if self._state_dict_type == "sharded" else None
+        if options.asynchronous:
+            return "CheckpointOptions(asynchronous=True) is for directories"
+        if not options.zip_crc:
+            return "CheckpointOptions(zip_crc=False) is for directories"
+        nbytes = sum({memory_of_shards(it): it.nbytes for it in tensors_of(checkpoint)}.values())
+        if nbytes <= options.max_file_gb * 1e9 or not self._streams(path, storage_options):
+            return None
+        return f"one has {nbytes / 1e9:.1f} GB and CheckpointOptions(max_file_gb={options.max_file_gb:g}) is less"
+
+    def _write_by_plugin(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+        """Write one file as the user wants files written, from rank 0's memory."""
+
+        def write(full: dict[str, Any]) -> None:
+            self.checkpoint_io.save_checkpoint(full, path, storage_options=storage_options)
+
+        save_full(checkpoint, str(path), write, self._mesh)
+
+    def _describe_training(self, checkpoint: Mapping[str, Any]) -> Run:
+        return Run(
             uuid=uuid.uuid4().hex,
             step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),
-            world_size=self._mesh.topology.world_size,
-            shard_size=self._mesh.topology.shard_size,
+            world_size=self.mesh.topology.world_size,
+            shard_size=self.mesh.topology.shard_size,
             sharding_strategy=self._sharding_strategy,
             versions={
                 "torch": str(torch.__version__),
@@ -122,16 +168,18 @@ class CheckpointStrategy(ProcessStrategy):
                 "python": platform.python_version(),
             },
         )
-        self._saver.save(snapshot, target, run, self._mesh.saving)
 
     def _check_checkpoint_io(self) -> None:
         """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
         plugin = type(self.checkpoint_io)
-        if self._state_dict_type == "sharded" and plugin is not TorchCheckpointIO:
+        if plugin is TorchCheckpointIO or self._state_dict_type == "full":
+            return
+        if self._state_dict_type == "sharded" or self.checkpoint_options.asynchronous:
             raise ConfigurationError(
-                f"checkpoint_io={plugin.__name__} writes checkpoints that are one file, and state_dict_type='sharded' "
-                f"writes directories by itself. Use state_dict_type='full' with it; for saves behind the back of "
-                f"training, checkpoint_options=CheckpointOptions(asynchronous=True) instead"
+                f"checkpoint_io={plugin.__name__} writes checkpoints that are one file, and state_dict_type="
+                f"{self._state_dict_type!r}, asynchronous={self.checkpoint_options.asynchronous} writes directories by "
+                f"itself. Use state_dict_type='full' with it; for saves behind the back of training, "
+                f"checkpoint_options=CheckpointOptions(asynchronous=True) without it"
             )
 
     def _streams(self, filepath: str | Path, storage_options: Any) -> bool:
@@ -156,10 +204,11 @@ class CheckpointStrategy(ProcessStrategy):
         """Delete a checkpoint, when no save is under way any more, if it lies where this run keeps checkpoints."""
         if not self.is_global_zero:
             return
-        if self._state_dict_type == "full" and not self._streams(filepath, None):
-            self.checkpoint_io.remove_checkpoint(filepath)
+        path = local_path(filepath)
+        if self._streams(path, None):
+            self._saver.then(partial(cleaning.remove, path, self._checkpoint_root(path)))
         else:
-            self._saver.then(partial(cleaning.remove, filepath, self._checkpoint_root(filepath)))
+            self.checkpoint_io.remove_checkpoint(path)
 
     def _checkpoint_root(self, filepath: str | Path) -> Path:
         """The directory of a callback that keeps checkpoints around a path, else the run's own."""
@@ -188,15 +237,6 @@ class CheckpointStrategy(ProcessStrategy):
             for optimizer in self.optimizers
         ]
 
-    @staticmethod
-    def _local_path(path: str | Path) -> str:
-        if is_remote(path):
-            raise NotImplementedError(
-                f"sharded checkpoints need a file system, found {path}: save to a local or mounted path, or use "
-                f"state_dict_type='full'"
-            )
-        return os.fspath(path)
-
     # -- loading
 
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
@@ -211,7 +251,7 @@ class CheckpointStrategy(ProcessStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of either kind; the tensors of model and optimizers are read when they are loaded."""
         self.wait_for_checkpoint()
-        path = os.path.expanduser(self.broadcast(checkpoint_path))
+        path = os.path.expanduser(local_path(self.broadcast(checkpoint_path)))
         self._loading_from = Path(path)
         kind = self._kind_of(path)
         if kind == "missing":
@@ -228,9 +268,12 @@ class CheckpointStrategy(ProcessStrategy):
             except CheckpointError as error:
                 raise self._with_advice(error) from error
         if type(self.checkpoint_io) is TorchCheckpointIO and kind == "archive":
-            # Mapped, so that a rank reads no more of the file than it puts into its shards.
-            mapped = partial(torch.load, path, map_location="cpu", mmap=True, weights_only=weights_only)
-            return together("reading the checkpoint", mapped, self.mesh.control)
+            part = self.mesh.rank, self.mesh.topology.world_size
+            try:
+                reading = partial(open_file, path, weights_only, part)
+                return together("reading the checkpoint", reading, self.mesh.control)
+            except CheckpointError as error:
+                raise self._with_advice(error) from error
         return super().load_checkpoint(path, weights_only)
 
     def _kind_of(self, path: str) -> str:
@@ -298,15 +341,21 @@ class CheckpointStrategy(ProcessStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        if not states and self.optimizers:
+            rank_zero_warn(
+                "the checkpoint has no optimizer states: weights are loaded, and optimizers begin as in a new training"
+            )
 
         def load() -> None:
-            if len(states) != len(self.optimizers):
+            if states and len(states) != len(self.optimizers):
                 raise CheckpointError(
                     f"the checkpoint has the states of {len(states)} optimizers, expected {len(self.optimizers)}: "
                     f"train with the optimizers that it was saved with, or load its weights alone"
                 )
-            for optimizer, state in zip(self.optimizers, states, strict=True):
+            for optimizer, state in zip(self.optimizers, states, strict=False):
                 inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+                if not state and not inner.state_dict():
+                    continue  # Lightning's stand-in for a module without optimizers
                 load_optimizer(inner, state)
 
         self._load(load)
@@ -337,7 +386,8 @@ def open_any(path: Path, weights_only: bool | None, *, foreign: bool, trust_pick
     if not foreign:
         raise CheckpointError(
             f"{path} was written by another tool, and its index is a pickle. To load it by a reader that runs none, "
-            f"say so: ShardedDP(checkpoint_options=CheckpointOptions(foreign=True)); or convert it once, with "
+            f"say so: ShardedDP(checkpoint_options=CheckpointOptions(foreign=True)), or "
+            f"shardeddp.load_from_checkpoint(..., foreign=True); or convert it once, with "
             f"'shardeddp consolidate --foreign'"
         )
     return read_foreign_contents(path, trust_pickle).checkpoint
@@ -345,5 +395,5 @@ def open_any(path: Path, weights_only: bool | None, *, foreign: bool, trust_pick
 
 def checkpoint_folders(trainer: Trainer) -> list[str]:
     """The local directories in which callbacks keep checkpoints."""
-    roots = [str(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    roots = [local_path(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
     return [root for root in roots if root and not is_remote(root)]

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from shardeddp.checkpoint.kept_shards import KEPT, KEY, KeptShards, places_of_shards
 from shardeddp.checkpoint.loader_states import gather_loader_states, take_loader_state
 from shardeddp.checkpoint.random_state import ResumeRandomness, gather_random_states
-from shardeddp.comm import exchange
+from shardeddp.comm import Mesh, exchange
 from shardeddp.comm.muster import Muster
 from shardeddp.lightning_api import PrefetchDataFetcher, ProcessedTracker, Trainer, TrainerFn, TrainerStatus
 from shardeddp.plugins.interruption import Interruption
 from shardeddp.plugins.preemption import Preemption
+from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.checkpoints import CheckpointStrategy
-
-KEY = "shardeddp"
-"""Where a checkpoint has what Lightning does not know of: ``{"random_states": [one per rank], "loader_states": ...}``,
-the latter where ranks are in different places of their data."""
 
 
 class ContinuingStrategy(CheckpointStrategy):
@@ -36,6 +35,7 @@ class ContinuingStrategy(CheckpointStrategy):
         self._randomness = ResumeRandomness()
         self._preemption = Preemption()
         self._interruption: Interruption | None = None
+        self._kept: KeptShards | None = None  # from reading a checkpoint until the model is sharded
 
     # -- a run begins and ends
 
@@ -111,25 +111,44 @@ class ContinuingStrategy(CheckpointStrategy):
         if self._alone():
             return
         if self._mesh is not None:
-            states = gather_random_states(self._randomness.capture(self.root_device), self._mesh.control)
-            checkpoint[KEY] = {"random_states": states}
-            if loader_states := gather_loader_states(checkpoint, self._mesh.control):
-                checkpoint[KEY]["loader_states"] = loader_states
+            checkpoint = self._with_own(checkpoint, self._mesh)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._preemption.requeues or not self._is_running():
             self.wait_for_checkpoint()  # nobody else is going to
+
+    def _with_own(self, checkpoint: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+        """A checkpoint with what Lightning does not know of; hooks of the user still hold the one without."""
+        own: dict[str, Any] = {}
+        own["random_states"] = gather_random_states(self._randomness.capture(self.root_device), mesh.control)
+        checkpoint, loader_states = gather_loader_states(checkpoint, mesh.control)
+        if loader_states:  # ranks are in different places of their data
+            own["loader_states"] = loader_states
+        module = self.lightning_module
+        if module is not None and (places := places_of_shards(checkpoint, module)):
+            own[KEPT] = places
+        return {**checkpoint, KEY: own}
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; its random states come into force when training starts."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._kept = KeptShards(checkpoint)
+        own = checkpoint.pop(KEY, {})  # hooks of the user get the checkpoint that they have seen
         if self._mesh is not None and self._fitting:
-            own = checkpoint.get(KEY, {})
             rank, size = self._mesh.rank, self._mesh.topology.world_size
             self._randomness.hold(own.get("random_states"), rank, size)
             if "loader_states" in own:
                 take_loader_state(checkpoint, own["loader_states"], rank, size)
+        if self.lightning_module is not None and runtime_of(self.lightning_module) is not None:
+            self._shard_kept()
         return checkpoint
+
+    def _shard_kept(self) -> None:
+        """To be called when the module is sharded, and has loaded its part: callbacks' tensors become like its own."""
+        module, kept = self.lightning_module, self._kept
+        self._kept = None
+        if module is not None and kept is not None:
+            self._load(partial(kept.shard, module))
 
     # -- errors of one rank
 

@@ -90,9 +90,11 @@ class ShardedDP(ModelStrategy):
         uneven_units: True where ranks may use different units in a step (experts, modalities, random depth): they agree
             before each gather, and take part with zeros in what they do not use. Without it, ranks have to use the same
             ones once their first steps have been alike; where those differ, they agree by themselves.
-        state_dict_type: How checkpoints are saved: ``sharded``, a directory that every rank writes its part of, or
-            ``full``, one ordinary Lightning file. Both are loaded, whatever is said here.
-        checkpoint_options: More about sharded checkpoints: asynchronous saves, durability, foreign formats.
+        state_dict_type: How checkpoints are saved: ``full``, one ordinary Lightning file; ``sharded``, a directory that
+            every rank writes its part of; ``auto``, the former up to ``max_file_gb`` of ``checkpoint_options`` and the
+            latter beyond. Both are loaded, whatever is said here.
+        checkpoint_options: More about checkpoints: how large files get, asynchronous saves, durability, foreign
+            formats.
         process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
         timeout: After how long a collective gives up: seconds, or a duration (a timedelta; ``0:10:00`` in YAML).
         debug: True compares what your code communicates over ranks before it happens: an error names both lines where
@@ -123,7 +125,7 @@ class ShardedDP(ModelStrategy):
         reduce_every_backward: bool | None = None,
         uneven_batches: UnevenBatches = "error",
         uneven_units: bool = False,
-        state_dict_type: StateDictType = "sharded",
+        state_dict_type: StateDictType = "auto",
         checkpoint_options: CheckpointOptions = _DEFAULTS,
         process_group_backend: str | None = None,
         timeout: float | timedelta = 600.0,
@@ -211,6 +213,7 @@ class ShardedDP(ModelStrategy):
         load = self._companions.join(trainer, module, runtime)
         if load is not None:
             self._load(load)
+        self._shard_kept()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Tensors made under inference mode could not be used in a later training.
             loop.inference_mode = False

@@ -107,7 +107,7 @@ def test_a_manifest_longer_than_allowed_is_not_read(checkpoint: Path) -> None:
 def test_what_is_no_directory_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file.ckpt").write_text("x")
     for name in ("file.ckpt", "missing"):
-        with pytest.raises(CheckpointError, match=f"reading the checkpoint .*{name} failed"):
+        with pytest.raises(CheckpointError, match=f"{name} is damaged|reading the checkpoint .*{name} failed"):
             read_manifest(tmp_path / name)
         assert not carries_manifest(tmp_path / name)
 

@@ -64,3 +64,46 @@ def test_what_was_staged_is_not_read_again_and_is_given_away_once(lazy: LazyTens
     assert torch.equal(staged, VALUES[3:7]) and reads.intervals == [Interval(3, 7)]
     assert lazy.elements(Interval(3, 7)) is not staged
     assert len(reads.intervals) == 2
+
+
+def test_what_is_written_into_it_is_what_it_holds(lazy: LazyTensor, reads: Reads) -> None:
+    expected = VALUES.view(3, 4).clone()
+    assert lazy.mul_(2) is lazy
+    assert lazy.lerp_(torch.ones(3, 4), 0.5) is lazy
+    expected.mul_(2).lerp_(torch.ones(3, 4), 0.5)
+    lazy[0, 1] = 7.0
+    expected[0, 1] = 7.0
+    torch._foreach_add_([lazy], 1.0)
+    torch.add(expected, 1.0, out=lazy)
+    assert torch.equal(lazy + 0, expected + 1)
+    assert torch.equal(lazy.elements(Interval(3, 7)), (expected + 1).flatten()[3:7])
+    assert torch.equal(copy.deepcopy(lazy), expected + 1)
+    assert torch.equal(lazy.copy_(torch.zeros(4)) + 0, torch.zeros(3, 4))
+    lazy.data = torch.ones(3, 4)
+    assert torch.equal(lazy + 0, torch.ones(3, 4))
+    assert len(reads.intervals) == 1
+
+
+def test_what_is_written_into_a_view_or_an_array_of_it_is_what_it_holds(lazy: LazyTensor) -> None:
+    view, array = lazy.view(-1)[2:4], lazy.numpy()
+    view.zero_()
+    array[2] = -1
+    lazy.t()[0, 0] = 5
+    lazy.detach()[1, 1] = 6
+    expected = VALUES.view(3, 4).clone()
+    expected[0, 2:] = 0
+    expected[2], expected[0, 0], expected[1, 1] = -1, 5, 6
+    assert torch.equal(lazy + 0, expected)
+
+
+def test_what_is_only_read_is_not_kept(lazy: LazyTensor, reads: Reads) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    with torch.no_grad():
+        parameter.copy_(lazy)
+    assert lazy.double().sum() == 66 and (lazy * 2).max() == 22 and lazy.clone().shape == (3, 4)
+    assert len(reads.intervals) == 4
+
+
+def test_its_shape_stays(lazy: LazyTensor) -> None:
+    with pytest.raises(RuntimeError, match=r"t_\(\) would change the shape of model.weight.*clone"):
+        lazy.t_()

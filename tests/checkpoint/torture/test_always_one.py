@@ -21,7 +21,11 @@ pytestmark = pytest.mark.timeout(60)
 
 def train(folder: str, saves: int, asynchronous: bool) -> None:
     """A checkpoint after each step, of which only the newest is kept."""
-    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(asynchronous=asynchronous))
+    strategy = ShardedDP(
+        auto_wrap_policy={Block},
+        state_dict_type="sharded",
+        checkpoint_options=CheckpointOptions(asynchronous=asynchronous),
+    )
     saving = ModelCheckpoint(folder, "{step}", save_top_k=1, every_n_train_steps=1)
     tokens: Any = torch.randint(0, 11, (2 * saves, 6), generator=torch.Generator().manual_seed(0))
     trainer = make_trainer(strategy, max_steps=saves, callbacks=[saving], enable_checkpointing=True)

@@ -29,7 +29,11 @@ def train(folder: str, asynchronous: bool, steps: int, budget: int | None, path:
     Returns:
         The error, and how many steps were taken.
     """
-    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(asynchronous=asynchronous))
+    strategy = ShardedDP(
+        auto_wrap_policy={Block},
+        state_dict_type="sharded",
+        checkpoint_options=CheckpointOptions(asynchronous=asynchronous),
+    )
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
     tokens: Any = torch.randint(0, 11, (4 * steps, 6), generator=torch.Generator().manual_seed(0))
     trainer = make_trainer(strategy, max_steps=steps, callbacks=[saving], enable_checkpointing=True)

@@ -38,7 +38,10 @@ def train(folder: str, steps: int, path: str | None = None) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(
-            ShardedDP(auto_wrap_policy={Block}), max_steps=steps, callbacks=[saving], enable_checkpointing=True
+            ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded"),
+            max_steps=steps,
+            callbacks=[saving],
+            enable_checkpointing=True,
         )
         trainer.fit(Scored(), loader, ckpt_path=path)
         assert trainer.global_step == steps

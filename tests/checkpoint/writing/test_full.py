@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardeddp import CheckpointError, ShardedDP, ShardTensor
+from shardeddp import CheckpointError, CheckpointOptions, ShardedDP, ShardTensor
+from shardeddp.checkpoint.format.manifest import Run
 from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.checkpoint.writing.full import gather_full, stream_full, whole
 from shardeddp.checkpoint.writing.snapshot import memory_of_shards
@@ -18,6 +19,11 @@ from support.trainers import make_trainer
 from world import Worlds
 
 pytestmark = pytest.mark.timeout(60)
+
+
+RUN = Run(
+    uuid="0", step=3, epoch=1, world_size=2, shard_size=2, sharding_strategy="full_shard", versions={"torch": "2"}
+)
 
 
 class Pair(NamedTuple):
@@ -94,7 +100,7 @@ def save_streamed(path: str) -> dict[str, Any]:
         return full_tensor(tensor)
 
     with mock.patch.object(ShardTensor, "full_tensor", counted):
-        stream_full(state, Path(path), model.blocks[0].up.weight.spec.mesh)
+        stream_full(state, Path(path), model.blocks[0].up.weight.spec.mesh, (), RUN, CheckpointOptions())
     expected = {name: full_tensor(tensor) for name, tensor in state["state_dict"].items()}
     return {"expected": expected, "gathered": sum(gathered)}
 
@@ -116,7 +122,7 @@ def fail_to_stream(path: str) -> str:
     model = sharded_model()
     mesh = model.blocks[0].up.weight.spec.mesh
     with pytest.raises(CheckpointError) as caught:
-        stream_full(dict(model.state_dict()), Path(path), mesh)
+        stream_full(dict(model.state_dict()), Path(path), mesh, (), RUN, CheckpointOptions())
     assert torch.equal(whole(model.blocks[0].up.weight), whole(model.blocks[0].up.weight))  # ranks are in step
     return str(caught.value)
 

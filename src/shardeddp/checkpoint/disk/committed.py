@@ -1,4 +1,4 @@
-"""Which checkpoints are whole: a manifest with the files it lists, found in a directory and ordered by step."""
+"""Which checkpoints are whole: directories and plain files of this package, found in a directory, ordered by step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardeddp.checkpoint.disk.durable import StrPath, disk_errors, kind_of, open_regular, opened_directory
+from shardeddp.checkpoint.disk.plain_file import carries_index, read_index
 from shardeddp.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
 from shardeddp.checkpoint.format.manifest_file import manifest_from_bytes
 from shardeddp.errors import CheckpointError
@@ -44,15 +45,17 @@ def carries_manifest(path: StrPath) -> bool:
 def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manifest:
     """Read the manifest of a checkpoint, and hold the files against it: that they are there, ordinary, of their size.
 
-    What is in them is not read.
+    What is in them is not read. Of a plain file it is the index that stands in it.
 
     Args:
-        path: The checkpoint's directory, or a link to it.
+        path: The checkpoint's directory, a plain file of this package, or a link to either.
         max_nbytes: No longer manifest is read.
 
     Raises:
         CheckpointError: It is not a whole checkpoint; says which file is wrong, and how.
     """
+    if os.path.isfile(path):
+        return read_index(path)
     with disk_errors("reading the checkpoint", path), opened_directory(path) as directory:
         try:
             data = _read_bounded(directory, max_nbytes)
@@ -100,7 +103,7 @@ class Found:
 
 
 def find_checkpoints(directory: StrPath, pattern: str = "*") -> Found:
-    """The sharded checkpoints in a directory, not below it, by the step at which they were saved.
+    """The checkpoints of this package in a directory, not below it, by the step at which they were saved.
 
     Args:
         directory: It need not exist.
@@ -137,7 +140,7 @@ def latest(directory: StrPath, pattern: str = "*") -> Path | None:
         pattern: As for :func:`find_checkpoints`.
 
     Returns:
-        None if there is no whole sharded checkpoint. Plain ``.ckpt`` files are not looked into.
+        None if there is no whole one of this package.
     """
     found = find_checkpoints(directory, pattern)
     path = found.checkpoints[-1].path if found.checkpoints else None
@@ -151,6 +154,8 @@ def latest(directory: StrPath, pattern: str = "*") -> Path | None:
 def _looks_like_one(path: Path) -> bool:
     if path.is_dir():
         return path.name.endswith(PLAIN_SUFFIX) or os.path.lexists(path / MANIFEST)
+    if path.is_file():
+        return path.suffix == PLAIN_SUFFIX and carries_index(path)
     return path.is_symlink() and path.name.endswith(PLAIN_SUFFIX) and not path.exists()
 
 

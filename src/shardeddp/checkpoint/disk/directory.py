@@ -105,7 +105,7 @@ def stage(target: StrPath, permissions: Permissions = "private", durability: Dur
         parent, name = resolve(target)
         if not name or WORKING_NAME.fullmatch(name):
             raise ValueError(f"expected the path of a new checkpoint, found {os.fspath(target)!r}: name it otherwise")
-        _require_replaceable(parent / name)
+        require_replaceable(parent / name)
         make_directories(parent, permissions, durability)
         while True:
             # Not the target's name: Lightning looks for numbers in whatever contains the name of its own checkpoints.
@@ -190,9 +190,9 @@ def commit(staging: Staging) -> tuple[str, ...]:
     with disk_errors("committing", target), opened_directory(target.parent) as parent, held(target):
         if not exists(path / MANIFEST):
             raise RuntimeError(f"{path} has no {MANIFEST}; write it, as the last file, before the commit")
-        _require_replaceable(target)
+        require_replaceable(target)
         can_sync = sync_directory(staging.descriptor, durability)
-        replaced = _put_in_place(path, target)
+        replaced = put_in_place(path, target)
         try:
             can_sync = sync_directory(parent, durability) and can_sync
         except OSError:
@@ -241,7 +241,7 @@ def _make_locked(path: Path, permissions: Permissions) -> int | None:
     return None
 
 
-def _require_replaceable(target: Path) -> None:
+def require_replaceable(target: Path) -> None:
     """Refuse to replace what may not be a checkpoint."""
     try:
         mode = os.lstat(target).st_mode
@@ -249,8 +249,7 @@ def _require_replaceable(target: Path) -> None:
         return
     if stat.S_ISLNK(mode) or (stat.S_ISREG(mode) and target.suffix == PLAIN_SUFFIX):
         return
-    known = carries_manifest(target) or os.path.isfile(target / LIGHTNING_META)
-    if stat.S_ISDIR(mode) and (known or not os.listdir(target)):
+    if stat.S_ISDIR(mode) and (is_sharded(target) or not os.listdir(target)):
         return
     raise CheckpointError(
         f"{target} is {kind_of(mode)} that is no checkpoint, expected nothing there, a sharded checkpoint (a directory "
@@ -258,8 +257,8 @@ def _require_replaceable(target: Path) -> None:
     )
 
 
-def _put_in_place(path: Path, target: Path) -> Path | None:
-    """Give a staging directory the name of its target.
+def put_in_place(path: Path, target: Path) -> Path | None:
+    """Give what was written under a working name the name of its target.
 
     Returns:
         Where that is what had the name before; None if nothing had it.
@@ -279,8 +278,13 @@ def _put_in_place(path: Path, target: Path) -> Path | None:
     return replaced
 
 
+def is_sharded(path: Path) -> bool:
+    """Whether a directory looks like a sharded checkpoint, of this package or of Lightning."""
+    return carries_manifest(path) or os.path.isfile(path / LIGHTNING_META)
+
+
 def _put_back(path: Path, target: Path, replaced: Path | None) -> None:
-    """Undo :func:`_put_in_place`."""
+    """Undo :func:`put_in_place`."""
     if replaced == path:
         exchange(path, target)
     elif replaced is None:

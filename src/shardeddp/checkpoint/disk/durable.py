@@ -216,19 +216,19 @@ def lock(descriptor: int) -> bool | None:
 
 @contextlib.contextmanager
 def held(path: Path) -> Generator[bool, None, None]:
-    """Hold the lock of what is at a path while the block runs, if that is a directory.
+    """Hold the lock of what is at a path while the block runs, if that is a directory or an ordinary file.
 
     Yields:
         Whether nobody else holds it.
     """
     try:
-        is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
+        mode = os.lstat(path).st_mode
     except FileNotFoundError:
-        is_directory = False
-    if not is_directory:
+        mode = 0
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         yield True
         return
-    descriptor = os.open(path, OPEN_DIRECTORY | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield lock(descriptor) is True
     finally:

@@ -1,4 +1,4 @@
-"""The CRCs inside an item, checked without torch: what finds damage in a checkpoint that has no manifest."""
+"""The CRCs inside an item or a plain file, checked without torch: they find damage where no manifest has checksums."""
 
 import os
 import struct
@@ -12,11 +12,23 @@ from shardeddp.errors import CheckpointError
 CHUNK_NBYTES = 2**20
 """Read and checked at a time; it stays in the processor's cache in between."""
 
-MAX_DIRECTORY_NBYTES = 4 * 2**20
-"""Of the central directory of an item, which is held in memory: some 60 thousand records."""
+MAX_DIRECTORY_NBYTES = 16 * 2**20
+"""Of the central directory of an item, which is held in memory: some 100 thousand records."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _END = struct.Struct("<4s4H2IH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Stored bytes inside an item."""
+
+    name: str
+    offset: int
+    """Of the first byte, from the start of the item."""
+
+    nbytes: int
+    crc: int
 
 
 def check_item_crc(fd: int, item: Item) -> bool:
@@ -36,21 +48,11 @@ def check_item_crc(fd: int, item: Item) -> bool:
         CheckpointError: A CRC is wrong, or the item is no archive of stored records that lie inside of it.
         OSError: Reading failed.
     """
-    window = _Window(fd, item)
-    try:
-        with zipfile.ZipFile(window) as archive:
-            entries = archive.infolist()
-            _check_end(window, len(entries))
-            records = [_locate(window, info) for info in entries]
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-        raise _damaged(item, f"it is no zip archive of stored records ({error})") from error
-    if sum(record.nbytes for record in records) > item.nbytes:
-        raise _damaged(item, f"its records claim more than its {item.nbytes:,} bytes")
+    records = records_of(fd, item)
     if not any(record.crc for record in records):
         return False
-    buffer = bytearray(CHUNK_NBYTES)
     for record in records:
-        found = _crc(window, record, buffer)
+        found = crc_of(fd, item, record)
         if found != record.crc:
             first, last = item.offset + record.offset, item.offset + record.offset + record.nbytes
             raise _damaged(
@@ -61,16 +63,51 @@ def check_item_crc(fd: int, item: Item) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """Stored bytes inside an item."""
+def records_of(fd: int, item: Item) -> list[Record]:
+    """The stored records of an item, in order, from its directory alone.
 
-    name: str
-    offset: int
-    """Of the first byte, from the start of the item."""
+    Args:
+        fd: The data file, open for reading; its position is left alone.
+        item: In that file.
 
-    nbytes: int
-    crc: int
+    Raises:
+        CheckpointError: The item is no archive of stored records that lie inside of it.
+        OSError: Reading failed.
+    """
+    window = _Window(fd, item)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            entries = archive.infolist()
+            _check_end(window, len(entries))
+            records = [_locate(window, info) for info in entries]
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise _damaged(item, f"it is no zip archive of stored records ({error})") from error
+    if sum(record.nbytes for record in records) > item.nbytes:
+        raise _damaged(item, f"its records claim more than its {item.nbytes:,} bytes")
+    return records
+
+
+def crc_of(fd: int, item: Item, record: Record) -> int:
+    """The CRC of the bytes that a record has now."""
+    window, buffer, crc = _Window(fd, item), bytearray(CHUNK_NBYTES), 0
+    for start in range(0, record.nbytes, len(buffer)):
+        view = memoryview(buffer)[: min(len(buffer), record.nbytes - start)]
+        window.read_into(view, record.offset + start)
+        crc = zlib.crc32(view, crc)
+    return crc
+
+
+def read_record(fd: int, item: Item, record: Record) -> bytes:
+    """The bytes of a record, held against its CRC.
+
+    Raises:
+        CheckpointError: They are not those that were written.
+    """
+    data = bytearray(record.nbytes)
+    _Window(fd, item).read_into(memoryview(data), record.offset)
+    if zlib.crc32(data) != record.crc:
+        raise _damaged(item, f"record {record.name!r} has CRC {zlib.crc32(data):08x}, expected {record.crc:08x}")
+    return bytes(data)
 
 
 class _Window:
@@ -123,7 +160,7 @@ def _check_end(window: _Window, count: int) -> None:
         raise zipfile.BadZipFile(f"{expected} records were expected, {count} found")
 
 
-def _locate(window: _Window, info: zipfile.ZipInfo) -> _Record:
+def _locate(window: _Window, info: zipfile.ZipInfo) -> Record:
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise zipfile.BadZipFile(f"record {info.filename!r} is compressed")
     end = window.seek(0, os.SEEK_END)
@@ -133,16 +170,7 @@ def _locate(window: _Window, info: zipfile.ZipInfo) -> _Record:
     offset = info.header_offset + len(header) + name_nbytes + extra_nbytes
     if signature != b"PK\3\4" or offset + info.file_size > end:
         raise zipfile.BadZipFile(f"record {info.filename!r} is not where the directory says")
-    return _Record(name=info.filename, offset=offset, nbytes=info.file_size, crc=info.CRC)
-
-
-def _crc(window: _Window, record: _Record, buffer: bytearray) -> int:
-    crc = 0
-    for start in range(0, record.nbytes, len(buffer)):
-        view = memoryview(buffer)[: min(len(buffer), record.nbytes - start)]
-        window.read_into(view, record.offset + start)
-        crc = zlib.crc32(view, crc)
-    return crc
+    return Record(name=info.filename, offset=offset, nbytes=info.file_size, crc=info.CRC)
 
 
 def _damaged(item: Item, what: str) -> CheckpointError:

@@ -31,6 +31,12 @@ STATE = "state.json"
 DCP_METADATA = ".metadata"
 LIGHTNING_META = "meta.pt"
 
+INDEX = "shardeddp.json"
+"""The record of a plain ``.ckpt`` file in which this package says what it has written there."""
+
+CRC = "crc32"
+"""The checksums of a plain file: those of its zip archive."""
+
 FORMAT = "shardeddp"
 VERSION = 1
 BLOCK_NBYTES = 4 * 2**20

@@ -1,4 +1,4 @@
-"""The manifest as a file: JSON behind the sha256 of its own bytes, and what is checked when it is read."""
+"""The manifest as a file, and the index in a plain file: JSON, and what is checked when it is read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 
 from shardeddp.checkpoint.format.manifest import (
     BLOCK_NBYTES,
+    CRC,
     DATA_FILE,
     DCP_METADATA,
     FORMAT,
+    INDEX,
     LIGHTNING_META,
     MANIFEST,
     STATE,
@@ -32,7 +35,7 @@ from shardeddp.checkpoint.format.manifest import (
 )
 from shardeddp.checkpoint.format.strict_json import JsonLimits, parse_json
 from shardeddp.errors import CheckpointError
-from shardeddp.plan.intervals import Box, interval_of
+from shardeddp.plan.intervals import Box, Interval, interval_of
 
 _OTHER_FILES = frozenset({STATE, DCP_METADATA, LIGHTNING_META})
 _DIGEST = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":')
@@ -85,6 +88,78 @@ def manifest_from_bytes(data: bytes, memory_nbytes: int = 0) -> Manifest:
     return _read(parse_json(body, MANIFEST, limits))
 
 
+def index_to_bytes(
+    run: Run, tensors: Iterable[tuple[Path, torch.dtype, Sequence[int], int]], objects: Iterable[Path]
+) -> bytes:
+    """The record of a plain file that says which training wrote it and what its other records are.
+
+    Args:
+        run: The training.
+        tensors: Path, dtype and shape of each, and the number of the record that has its elements.
+        objects: The paths of what is no tensor and belongs to the model or an optimizer.
+    """
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "run": {**vars(run), "versions": dict(run.versions)},
+        "objects": [list(path) for path in objects],
+        "tensors": [[list(path), _dtype_name(dtype), list(shape), record] for path, dtype, shape, record in tensors],
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def index_from_bytes(data: bytes, file: str, nbytes: int, records: Mapping[int, Interval]) -> Manifest:
+    """Read what :func:`index_to_bytes` has made.
+
+    Args:
+        data: The record.
+        file: The name of the plain file.
+        nbytes: Of the plain file.
+        records: The bytes of the file that each numbered record has.
+
+    Returns:
+        One file, one piece for each tensor, and no checksums: the archive has CRCs.
+
+    Raises:
+        CheckpointError: It is of another format, or contradicts the records.
+    """
+    whole = Item(file=file, offset=0, nbytes=nbytes)
+    try:
+        document = parse_json(data, INDEX)
+        _check_format(document)
+        tensors = [_indexed(whole, records, *entry) for entry in document["tensors"]]
+        objects = [StoredObject(path=_path(path), item=whole) for path in document["objects"]]
+        run = _run(**document["run"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{INDEX} contradicts itself: {type(error).__name__}: {error}") from error
+    return Manifest(
+        run=run,
+        algorithm=CRC,
+        files={file: StoredFile(nbytes=nbytes, checksum="")},
+        tensors={tensor.name: tensor for tensor in tensors},
+        objects={name_of(it.path): it for it in objects},
+    )
+
+
+def _indexed(
+    item: Item, records: Mapping[int, Interval], path: Any, dtype: Any, shape: Any, record: Any
+) -> StoredTensor:
+    sizes, bytes_of_it = tuple(map(_count, shape)), records[_count(record)]
+    piece = Piece(box=Box((0,) * len(sizes), sizes), item=item, payload=bytes_of_it.start, checksums=())
+    tensor = StoredTensor(path=_path(path), dtype=_dtype(dtype), shape=sizes, pieces=(piece,))
+    if tensor.nbytes != bytes_of_it.numel:
+        raise ValueError(f"{tensor.name} has {tensor.nbytes} bytes, its record {bytes_of_it.numel}")
+    return tensor
+
+
+def _check_format(document: dict[str, Any]) -> None:
+    if document["format"] != FORMAT or document["version"] != VERSION:
+        raise ValueError(
+            f"expected format {FORMAT!r} version {VERSION}, found {document['format']!r} {document['version']!r}; "
+            f"a newer shardeddp may read it"
+        )
+
+
 def _item_to_json(item: Item) -> list[Any]:
     return [item.file, item.offset, item.nbytes]
 
@@ -113,11 +188,7 @@ class _Reader:
     """
 
     def __init__(self, document: dict[str, Any]) -> None:
-        if document["format"] != FORMAT or document["version"] != VERSION:
-            raise ValueError(
-                f"expected format {FORMAT!r} version {VERSION}, found {document['format']!r} {document['version']!r}; "
-                f"a newer shardeddp may read it"
-            )
+        _check_format(document)
         if document["block_nbytes"] != BLOCK_NBYTES:
             raise ValueError(f"expected blocks of {BLOCK_NBYTES} bytes, found {document['block_nbytes']!r}")
         self._document = document

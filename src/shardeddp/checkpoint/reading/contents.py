@@ -1,4 +1,4 @@
-"""The contents of a checkpoint directory as the dictionary that Lightning has in a ``.ckpt`` file, tensors unread.
+"""The contents of a checkpoint as the dictionary that Lightning has in a ``.ckpt`` file, tensors unread.
 
 For tools, which have neither a model nor a process group; the directory may be one of another tool.
 """
@@ -6,12 +6,13 @@ For tools, which have neither a model nor a process group; the directory may be 
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -86,6 +87,34 @@ def read_contents(
     elif opaque:
         notes.append(_without_opaque(checkpoint, opaque, how_to_trust))
     return Contents(checkpoint=checkpoint, memory=partial(_place, reader), notes=notes)
+
+
+def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
+    """Open a plain ``.ckpt`` file; it is mapped, not read into memory.
+
+    Args:
+        path: The file.
+        trust_pickle: Unpickle more than data; that runs the code of whoever wrote it.
+
+    Raises:
+        CheckpointError: It is none, or holds objects that are not to be unpickled.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file: expected a plain .ckpt")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is not what torch.save writes since torch 1.6: expected a zip archive")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
+    except Exception as error:  # torch has no class for what is wrong with a file
+        hint = "" if trust_pickle else ". --trust-pickle unpickles anything, which runs the code of whoever wrote it"
+        raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}{hint}") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
+        raise CheckpointError(f"{path} is no checkpoint of Lightning: there is no {WEIGHTS} in it")
+    return Contents(checkpoint=cast("dict[str, Any]", checkpoint), memory=_memory)
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size(), tensor.stride()
 
 
 def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:

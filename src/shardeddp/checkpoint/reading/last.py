@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from shardeddp.checkpoint.disk.committed import find_checkpoints, read_manifest
+from shardeddp.checkpoint.disk.plain_file import carries_index
 from shardeddp.errors import CheckpointError
 
 
@@ -29,8 +30,8 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]
 
     Args:
         named: Paths of checkpoints that are called "last", of either kind.
-        folders: Directories whose sharded checkpoints count as well: a run that was killed between two saves of one
-            step has only the first of them.
+        folders: Directories whose checkpoints of this package count as well: a run that was killed between two saves of
+            one step has only the first of them.
 
     Raises:
         CheckpointError: There are some, and none can be used.
@@ -58,7 +59,7 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]
 
 
 def _candidate(path: str, called_last: bool = True) -> _Candidate:
-    if os.path.isdir(path):
+    if os.path.isdir(path) or carries_index(path):
         manifest = read_manifest(path)
         trained = any(str(entry.path[0]).startswith("optimizer_") for entry in manifest.objects.values())
         return _Candidate(trained, manifest.run.step, called_last, path)

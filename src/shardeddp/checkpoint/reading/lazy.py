@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardeddp.checkpoint.format.manifest import Path, name_of
@@ -19,8 +20,9 @@ Read = Callable[[Interval], torch.Tensor]
 class LazyTensor(torch.Tensor):
     """A tensor whose elements are read when they are used: an interval for a shard, all of them for anything else.
 
-    To those who rename, drop or look at what a checkpoint holds it is a tensor on the CPU; an operation on it works on
-    a plain tensor that is read for it, every time. Whatever an operation would write into it is refused.
+    To those who rename, drop or look at what a checkpoint holds it is a tensor on the CPU. An operation on it works on
+    a plain tensor that is read for it. Once an operation has written to that, or given out its memory (a view, a numpy
+    array), it is kept: from then on it is what this tensor holds.
     """
 
     path: Path
@@ -28,12 +30,18 @@ class LazyTensor(torch.Tensor):
 
     _read: Read
     _staged: dict[Interval, torch.Tensor]
+    copied: Callable[[LazyTensor], None] | None
+    """Told of each deep copy, which is lazy as well then; None: a deep copy is a plain tensor."""
+
+    _kept: torch.Tensor | None  # its elements, of this shape, instead of those on the disk
 
     def __new__(cls, path: Path, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.path = path
         made._read = read
         made._staged = {}
+        made.copied = None
+        made._kept = None
         return made
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> None:
@@ -48,10 +56,13 @@ class LazyTensor(torch.Tensor):
 
     def stage(self, interval: Interval) -> None:
         """Read an interval now, for the next :meth:`elements` of it."""
-        self._staged[interval] = self._read(interval)
+        if self._kept is None:
+            self._staged[interval] = self._read(interval)
 
     def elements(self, interval: Interval) -> torch.Tensor:
         """An interval of the flattened elements, 1D; for the caller to keep."""
+        if self._kept is not None:
+            return self._kept.flatten()[interval.start : interval.stop].clone()
         staged = self._staged.pop(interval, None)
         return self._read(interval) if staged is None else staged
 
@@ -59,13 +70,26 @@ class LazyTensor(torch.Tensor):
         """All elements, in the tensor's shape."""
         return self.elements(self.all_of_it).view(self.shape)
 
+    def keep(self) -> torch.Tensor:
+        """The plain tensor that this one is from now on, whatever becomes of the checkpoint."""
+        if self._kept is None:
+            self._kept = self.whole()
+        return self._kept
+
     @property
     def all_of_it(self) -> Interval:
         """The interval of all elements."""
         return Interval(0, self.numel())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(self.whole(), memo)
+        if self.copied is None:
+            return copy.deepcopy(self.whole(), memo)
+        other = LazyTensor(self.path, tuple(self.shape), self.dtype, self._read)
+        other.copied = self.copied
+        other._kept = None if self._kept is None else self._kept.detach().clone()
+        memo[id(self)] = other
+        self.copied(other)
+        return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)
@@ -90,6 +114,41 @@ class LazyTensor(torch.Tensor):
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    read: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
+
+    def plain(lazy: LazyTensor) -> torch.Tensor:
+        if id(lazy) not in read:
+            read[id(lazy)] = lazy, lazy.whole() if lazy._kept is None else lazy._kept
+        return read[id(lazy)][1]
+
     with torch._C.DisableTorchFunctionSubclass():
-        read: Any = pytree.tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs or {}))
-    return func(*read[0], **read[1])
+        arguments: Any = pytree.tree_map_only(LazyTensor, plain, (args, kwargs or {}))
+    versions = {key: tensor._version for key, (_, tensor) in read.items()}
+    result = func(*arguments[0], **arguments[1])
+    for key, (lazy, tensor) in read.items():
+        if tensor.shape != lazy.shape:
+            raise RuntimeError(
+                f"{func.__name__}() would change the shape of {name_of(lazy.path)}, a tensor of a checkpoint, from "
+                f"{tuple(lazy.shape)} to {tuple(tensor.shape)}. Take a copy of it first: .clone()"
+            )
+        if func.__name__ == "__set__" or tensor._version != versions[key] or _gives_out(result, tensor):
+            lazy._kept = tensor
+    lazy_of = {id(tensor): lazy for lazy, tensor in read.values()}
+    # An operation in place returns the tensor that it was called on.
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: lazy_of.get(id(tensor), tensor), result)
+
+
+def _gives_out(result: Any, tensor: torch.Tensor) -> bool:
+    """Whether a result may lead to the memory of a tensor."""
+    memory = tensor.untyped_storage().data_ptr()
+    return any(
+        type(leaf) in _PLAIN and leaf.untyped_storage().data_ptr() == memory
+        if isinstance(leaf, torch.Tensor)
+        else type(leaf) not in _VALUES
+        for leaf in pytree.tree_leaves(result)
+    )
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_VALUES = (bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
+"""What holds no memory; numpy arrays, storages and the like do."""

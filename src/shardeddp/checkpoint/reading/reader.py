@@ -13,7 +13,7 @@ import torch
 from shardeddp.checkpoint.disk.committed import read_manifest
 from shardeddp.checkpoint.disk.durable import open_regular
 from shardeddp.checkpoint.format.checksums import ALGORITHM, checksum, memory_of
-from shardeddp.checkpoint.format.manifest import BLOCK_NBYTES, STATE, Manifest, Piece, StoredTensor
+from shardeddp.checkpoint.format.manifest import BLOCK_NBYTES, CRC, STATE, Manifest, Piece, StoredTensor
 from shardeddp.checkpoint.format.strict_json import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.intervals import Interval, interval_of
@@ -32,6 +32,8 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.manifest: Manifest = read_manifest(self.path)
+        if self.manifest.algorithm == CRC:
+            raise CheckpointError(f"{self.path} is one plain file, expected a directory: torch.load() reads it")
         if self.manifest.algorithm != ALGORITHM:
             raise CheckpointError(
                 f"{self.path} has checksums by {self.manifest.algorithm!r}, expected {ALGORITHM}: a newer shardeddp "

@@ -140,6 +140,8 @@ def _check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, An
 def _loads_in_its_own_way(module: nn.Module) -> bool:
     """Whether a module may rename or invent entries while it loads, so that names say nothing."""
     known = ("torch.", "torchmetrics.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+    if "load_state_dict" in vars(module) or not type(module).load_state_dict.__module__.startswith(known):
+        return True
     return any(
         child._load_state_dict_pre_hooks or not type(child)._load_from_state_dict.__module__.startswith(known)
         for child in module.modules()

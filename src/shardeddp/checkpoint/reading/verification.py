@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import xxhash
 
-from shardeddp.checkpoint.disk.committed import MAX_MANIFEST_NBYTES, find_checkpoints
+from shardeddp.checkpoint.disk.committed import MAX_MANIFEST_NBYTES, PLAIN_SUFFIX, find_checkpoints
 from shardeddp.checkpoint.disk.durable import StrPath, disk_errors, kind_of, open_regular
+from shardeddp.checkpoint.disk.plain_file import carries_index, damaged_records, read_index
 from shardeddp.checkpoint.foreign.reader import ForeignCheckpoint
 from shardeddp.checkpoint.format.checksums import ALGORITHM
 from shardeddp.checkpoint.format.item_crc import check_item_crc
@@ -77,7 +79,7 @@ def verify(path: StrPath, progress: Progress | None = None) -> list[Damage]:
     """Compare all bytes of a checkpoint with their checksums.
 
     Args:
-        path: The directory of a sharded checkpoint, of this package or of another tool.
+        path: The directory of a sharded checkpoint, of this package or of another tool, or a plain file.
         progress: Called as it goes on.
 
     Returns:
@@ -93,6 +95,8 @@ def examine(path: StrPath, progress: Progress | None = None, started: Progress |
     """Do what :func:`verify` does, and tell more of it; ``started`` is told how many bytes there are to check."""
     path = Path(path)
     progress, started = progress or _silent, started or _silent
+    if path.is_file() and (path.suffix == PLAIN_SUFFIX or zipfile.is_zipfile(path)):
+        return _examine_file(path, progress, started)
     if os.path.lexists(path / MANIFEST):
         return _examine_own(path, progress, started)
     if os.path.lexists(path / DCP_METADATA):
@@ -133,7 +137,7 @@ def newest_verified(directory: StrPath, before_step: int | None = None, within_s
 
 
 def checkpoints_in(directory: StrPath) -> list[Path]:
-    """The sharded checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
+    """The checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
     found = find_checkpoints(directory)
     whole = [candidate.path for candidate in reversed(found.checkpoints)]
     with disk_errors("looking for checkpoints in", directory):
@@ -148,6 +152,28 @@ def checkpoints_in(directory: StrPath) -> list[Path]:
 
 def _silent(nbytes: int) -> None:
     pass
+
+
+def _examine_file(path: Path, progress: Progress, started: Progress) -> Verification:
+    nbytes = path.stat().st_size
+    started(nbytes)
+    if carries_index(path):
+        records = damaged_records(path, progress=progress)
+        damages = [
+            Damage(file=path.name, tensor=it.name, where=it.where, expected=it.expected, found=it.found)
+            for it in records
+        ]
+        return Verification(path=path, step=read_index(path).run.step, nbytes=nbytes, damages=damages)
+    unchecked, damages = list[str](), list[Damage]()
+    item = Item(file=path.name, offset=0, nbytes=nbytes)
+    try:
+        with _opened(path.parent, path.name) as (descriptor, _):
+            unchecked += [] if check_item_crc(descriptor, item) else [path.name]
+    except (CheckpointError, OSError) as error:
+        intact = "an archive whose CRCs are those of its bytes"
+        damages.append(Damage(file=path.name, expected=intact, found=str(error)))
+    progress(nbytes)
+    return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
 
 
 def _examine_own(path: Path, progress: Progress, started: Progress) -> Verification:

@@ -1,4 +1,4 @@
-"""Export: a checkpoint directory as one or several safetensors files, or as one plain ``.ckpt`` file, and back.
+"""Export: a checkpoint as one or several safetensors files, or as one plain ``.ckpt`` file, and back.
 
 Everything is streamed: a part of one tensor is in memory at a time, and it is checked before it is written.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import platform
 import uuid
-import zipfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shardeddp.checkpoint.disk.new_files import new_files
+from shardeddp.checkpoint.disk.plain_file import carries_index, damaged_records
 from shardeddp.checkpoint.format.manifest import Run
 from shardeddp.checkpoint.reading.contents import (
     HYPER_PARAMETERS,
@@ -27,6 +27,7 @@ from shardeddp.checkpoint.reading.contents import (
     Contents,
     lightning_version,
     read_contents,
+    read_file_contents,
     read_foreign_contents,
 )
 from shardeddp.checkpoint.reading.stream import Progress, silent
@@ -34,10 +35,10 @@ from shardeddp.checkpoint.writing import safetensors
 from shardeddp.checkpoint.writing.optimizer_names import parameter_names
 from shardeddp.checkpoint.writing.safetensors import Entry, write_safetensors
 from shardeddp.checkpoint.writing.shards import write_checkpoint
-from shardeddp.checkpoint.writing.snapshot import Alone, take_snapshot
+from shardeddp.checkpoint.writing.snapshot import Alone, take_snapshot, tensors_of
 from shardeddp.checkpoint.writing.torch_file import TorchFile, plain
 from shardeddp.config import CheckpointOptions
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
 
 GB = 10**9
 
@@ -98,7 +99,7 @@ def to_safetensors(
     ``{"head.weight": "embedding.weight"}``.
 
     Args:
-        source: The checkpoint's directory.
+        source: The checkpoint's directory, or a plain file.
         target: The file. If the weights are more than ``max_nbytes``, it is several and an index, named after it.
         selection: Which weights.
         max_nbytes: Of one file, unless a single tensor is larger.
@@ -197,7 +198,7 @@ def from_ckpt(
     """
     if target.exists() and not force:
         raise CheckpointError(f"{target} exists already; --force replaces a checkpoint")
-    checkpoint = _load(source, trust_pickle)
+    checkpoint = dict(read_file_contents(source, trust_pickle).checkpoint)
     # Names are found by identity, and pickle gives back one object where one was saved under two names.
     checkpoint[WEIGHTS] = {name: _another(value) for name, value in checkpoint[WEIGHTS].items()}
     names = [parameter_names(checkpoint[WEIGHTS], state) for state in checkpoint.get(OPTIMIZERS, ())]
@@ -210,18 +211,21 @@ def _another(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested mappings and sequences."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-    return [tensor for value in values for tensor in tensors_of(value)]
-
-
 def _open(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
     if selection.foreign:
         return read_foreign_contents(source, selection.trust_pickle)
+    if source.is_file():
+        return _open_file(source, selection, keys)
     return read_contents(source, keys, trust_pickle=selection.trust_pickle)
+
+
+def _open_file(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
+    damaged = damaged_records(source) if carries_index(source) else []
+    if damaged:
+        raise DamagedCheckpointError(f"{source} is damaged: " + "; ".join(map(str, damaged)))
+    contents = read_file_contents(source, selection.trust_pickle)
+    wanted = {key: value for key, value in contents.checkpoint.items() if keys is None or key in keys}
+    return replace(contents, checkpoint=wanted)
 
 
 def _weights(checkpoint: Mapping[str, Any], selection: Selection, notes: list[str]) -> Mapping[str, Any]:
@@ -264,21 +268,6 @@ def _once(
             converted = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
             entries[key] = Entry(name=name, tensor=tensor, dtype=converted)
     return list(entries.values()), aliases
-
-
-def _load(source: Path, trust_pickle: bool) -> dict[str, Any]:
-    if not source.is_file():
-        raise CheckpointError(f"{source} is no file: expected a plain .ckpt")
-    if not zipfile.is_zipfile(source):
-        raise CheckpointError(f"{source} is not what torch.save writes since torch 1.6: expected a zip archive")
-    try:
-        checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=not trust_pickle)
-    except Exception as error:  # torch has no class for what is wrong with a file
-        hint = "" if trust_pickle else ". --trust-pickle unpickles anything, which runs the code of whoever wrote it"
-        raise CheckpointError(f"{source} cannot be loaded: {str(error).splitlines()[0]}{hint}") from error
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
-        raise CheckpointError(f"{source} is no checkpoint of Lightning: there is no {WEIGHTS} in it")
-    return checkpoint
 
 
 def _run(checkpoint: Mapping[str, Any]) -> Run:

@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 
-from shardeddp.checkpoint.disk.durable import make_directories
+from shardeddp.checkpoint.disk.durable import make_directories, preflight
 from shardeddp.checkpoint.disk.new_files import new_files
+from shardeddp.checkpoint.format.manifest import INDEX, Run
+from shardeddp.checkpoint.format.manifest_file import index_to_bytes
 from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.checkpoint.reading.stream import chunks
-from shardeddp.checkpoint.writing.snapshot import memory_of_shards
+from shardeddp.checkpoint.writing.replicas import compare_shares
+from shardeddp.checkpoint.writing.snapshot import ParameterNames, Share, describe, memory_of_shards
 from shardeddp.checkpoint.writing.torch_file import TorchFile
 from shardeddp.comm import Mesh, together
+from shardeddp.config import CheckpointOptions
 from shardeddp.sharding.shard_tensor import ShardTensor
 
 
@@ -65,22 +69,36 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
         together(f"writing {name}", lambda: write(full) if keep else None, mesh.control)
 
 
-def stream_full(state: Any, path: Path, mesh: Mesh) -> None:
-    """Write a state as one file that ``torch.load`` reads; a collective of all ranks.
+def stream_full(
+    checkpoint: Mapping[str, Any], path: Path, mesh: Mesh, names: ParameterNames, run: Run, options: CheckpointOptions
+) -> None:
+    """Write a checkpoint as one file that ``torch.load`` reads; a collective of all ranks.
 
     One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under its name when all
     of it is on the disk.
 
     Args:
-        state: Nested dicts, lists and tuples; the same sharded tensors in the same order on every rank.
+        checkpoint: Nested dicts, lists and tuples; the same sharded tensors in the same order on every rank.
         path: Of the file, as rank 0 has it.
         mesh: All ranks.
+        names: Of the parameters of each optimizer in the checkpoint.
+        run: The training.
+        options: Permissions and durability.
 
     Raises:
-        CheckpointError: It cannot be written. What was there is still there.
-        RankError: Something in the state cannot be pickled.
+        CheckpointError: It cannot be written, or replicas differ. What was there is still there.
+        RankError: Something in the checkpoint cannot be pickled.
     """
-    file = together(f"pickling {path}", lambda: TorchFile(state, memory_of_shards), mesh.control)
+
+    def prepare() -> tuple[TorchFile, bytes, list[Share]]:
+        file = TorchFile(checkpoint, memory_of_shards)
+        found, objects, shares = describe(checkpoint, names, mesh)
+        strided = [(tensor, at) for tensor, at in found if tensor.layout == torch.strided]
+        tensors = [(at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor)) for tensor, at in strided]
+        return file, index_to_bytes(run, tensors, objects), shares
+
+    file, index, shares = together(f"pickling {path}", prepare, mesh.saving)
+    compare_shares(shares, mesh)
     gathered = (it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor))
 
     def read(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -89,15 +107,17 @@ def stream_full(state: Any, path: Path, mesh: Mesh) -> None:
         return chunks(tensor if isinstance(tensor, LazyTensor) else tensor.cpu())
 
     def write() -> None:
+        permissions = options.permissions or "umask"
         try:
             if mesh.rank == 0:
-                make_directories(path.parent, "umask", "disk")
-                with new_files([path], force=True) as (opened,):
-                    file.write(opened, read)
+                make_directories(path.parent, permissions, options.durability)
+                preflight(path.parent, sum(tensor.nbytes for tensor in file.tensors))
+                with new_files([path], True, permissions, options.durability) as (opened,):
+                    file.write(opened, read, more={INDEX: index})
         finally:
             deque(gathered, maxlen=0)  # the others gather all of it, whatever has become of the file
 
-    together(f"writing {path}", write, mesh.control)
+    together(f"writing {path}", write, mesh.saving)
 
 
 def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

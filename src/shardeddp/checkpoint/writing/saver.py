@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardeddp.checkpoint.disk.durable import make_directories
+from shardeddp.checkpoint.disk.durable import Permissions, make_directories
 from shardeddp.checkpoint.format.manifest import Run
 from shardeddp.checkpoint.writing.host_memory import HostMemory
 from shardeddp.checkpoint.writing.shards import write_checkpoint
@@ -29,6 +29,7 @@ class Saver:
 
     def __init__(self, options: CheckpointOptions) -> None:
         self._options = options
+        self._permissions: Permissions = options.permissions or "private"
         self._memory = HostMemory()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the thread; the same on all ranks
@@ -64,7 +65,7 @@ class Saver:
         def copied() -> Snapshot:
             if dist.get_rank(group) == 0:
                 # Callbacks may look there, or link to what is going to be there, before the thread comes to it.
-                make_directories(target.parent, self._options.permissions, self._options.durability)
+                make_directories(target.parent, self._permissions, self._options.durability)
             return snapshot.copied(self._memory)
 
         own = together("copying the checkpoint", copied, group)

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from shardeddp.checkpoint.disk import directory
 from shardeddp.checkpoint.disk.directory import Staging
-from shardeddp.checkpoint.disk.durable import disk_errors, preflight
+from shardeddp.checkpoint.disk.durable import Permissions, disk_errors, preflight
 from shardeddp.checkpoint.disk.early_sync import EarlySync
 from shardeddp.checkpoint.format.checksums import ALGORITHM, block_checksums, checksum
 from shardeddp.checkpoint.format.interop import dcp_metadata, to_bytes
@@ -36,15 +35,13 @@ from shardeddp.checkpoint.format.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.format.manifest_file import manifest_to_bytes
+from shardeddp.checkpoint.writing.replicas import BoxKey, compare_replicas, plain_elements
 from shardeddp.checkpoint.writing.snapshot import Described, Snapshot
 from shardeddp.comm.agreement import gather_results
 from shardeddp.config import CheckpointOptions
-from shardeddp.errors import CheckpointError
 from shardeddp.plan.intervals import Box
 
 log = logging.getLogger(__name__)
-
-BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, offsets, sizes
 
 
 @dataclass(frozen=True)
@@ -112,6 +109,7 @@ class _Writing:
         self._run = run
         self._group = group
         self._options = options
+        self._permissions: Permissions = options.permissions or "private"
         self._rank = 0 if group is None else dist.get_rank(group)
         self._staging: Staging | None = None  # rank 0's
         self._folder = target  # of the staging, when rank 0 has said where that is
@@ -139,7 +137,7 @@ class _Writing:
             return b""
         options = self._options
         preflight(self._target.parent, needed)
-        self._staging = directory.stage(self._target, options.permissions, options.durability)
+        self._staging = directory.stage(self._target, self._permissions, options.durability)
         return os.fsencode(self._staging.path)
 
     def _write(self) -> bytes:
@@ -154,7 +152,7 @@ class _Writing:
         ):
             file = DataFile(descriptor, name, crc=self._options.zip_crc)
             for share in self._snapshot.shares:
-                elements = _plain(share.elements)
+                elements = plain_elements(share.elements)
                 key = share.name, share.box.offsets, share.box.sizes
                 if share.written:
                     pieces[key] = file.put_tensor(elements.view(share.box.sizes))
@@ -169,7 +167,8 @@ class _Writing:
         if self._staging is None:
             return b""
         merged = [Report.from_bytes(report) for report in reports]
-        _compare_replicas(merged)
+        written = [{key: sums for key, (_, _, sums) in report.pieces.items()} for report in merged]
+        compare_replicas(written, [report.copies for report in merged])
         files = {f"__{rank}_0.distcp": report.file for rank, report in enumerate(merged)}
         manifest = Manifest(
             run=self._run,
@@ -195,38 +194,18 @@ class _Writing:
         return b""
 
     def _put(self, name: str, content: bytes) -> None:
-        directory.write_file(self._folder, name, content, self._options.permissions, self._options.durability)
+        directory.write_file(self._folder, name, content, self._permissions, self._options.durability)
 
     @contextmanager
     def _created(self, name: str) -> Generator[int]:
         """A new file, flushed and closed at the end."""
-        descriptor = directory.create_file(self._folder, name, self._options.permissions)
+        descriptor = directory.create_file(self._folder, name, self._permissions)
         try:
             yield descriptor
         except BaseException:
             os.close(descriptor)
             raise
         directory.finish(descriptor, self._folder / name, self._options.durability)
-
-
-def _plain(elements: torch.Tensor) -> torch.Tensor:
-    """In host memory as they are, without a conjugation that is still to come."""
-    return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
-
-
-def _compare_replicas(reports: Sequence[Report]) -> None:
-    written = {key: (rank, sums) for rank, report in enumerate(reports) for key, (_, _, sums) in report.pieces.items()}
-    for rank, report in enumerate(reports):
-        for key, checksums in report.copies.items():
-            writer, expected = written[key]
-            if checksums != expected:
-                name, offsets, sizes = key
-                raise CheckpointError(
-                    f"replicas differ: {name}, elements from {offsets} of sizes {sizes}, is not the same on rank "
-                    f"{rank} as on rank {writer}. They have to be equal to the last bit: one of these ranks has "
-                    f"computed or kept something wrong. Nothing was saved: go on from the last checkpoint, on other "
-                    f"machines"
-                )
 
 
 def _index(described: Sequence[Described], reports: Sequence[Report]) -> dict[str, StoredTensor]:

@@ -131,6 +131,37 @@ def take_snapshot(
     )
 
 
+def describe(
+    checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks
+) -> tuple[list[tuple[torch.Tensor, Path]], list[Path], list[Share]]:
+    """What a plain file is going to hold, and the shards that replicas have in common; no communication.
+
+    Args:
+        checkpoint: As for :func:`take_snapshot`.
+        names: As for :func:`take_snapshot`.
+        mesh: The ranks that save it.
+
+    Returns:
+        Each tensor with its path; the paths of what is no tensor and belongs to the model or an optimizer; and what
+        this rank has of the sharded tensors.
+    """
+    collector, tensors = _Collector(_paths(checkpoint, names), mesh), list[tuple[torch.Tensor, Path]]()
+    for tensor in tensors_of(checkpoint):
+        path = collector.path_of(tensor)
+        tensors.append((tensor, path))
+        if isinstance(tensor, ShardTensor):
+            collector.add(path, tensor)
+    return tensors, [path for path, _ in _objects(checkpoint, names)], collector.shares
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested mappings and sequences."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
 class _Collector:
     def __init__(self, paths: Mapping[int, Path], mesh: Ranks) -> None:
         self.tensors: list[Described] = []
@@ -146,14 +177,22 @@ class _Collector:
 
     def put(self, tensor: torch.Tensor) -> str:
         """Name a tensor that has been met; the value that stands for it in the tree."""
-        path = self._paths.get(id(tensor)) or self._extra(tensor)
+        path = self.path_of(tensor)
+        self.add(path, tensor)
+        return name_of(path)
+
+    def path_of(self, tensor: torch.Tensor) -> Path:
+        """Where a tensor that has been met lies; asked once for each occurrence."""
+        return self._paths.get(id(tensor)) or self._extra(tensor)
+
+    def add(self, path: Path, tensor: torch.Tensor) -> None:
+        """Cut a tensor, unless its memory is stored already."""
         name, key = name_of(path), memory_of_shards(tensor)
         stored = self._stored.get(key)
         self.tensors.append(Described(path, tensor.dtype, tuple(tensor.shape), stored))
         if stored is None:
             self._stored[key] = name
             self._cut(name, tensor)
-        return name
 
     def _extra(self, tensor: torch.Tensor) -> Path:
         # Counted apart: the sharded ones have to have the same names on all ranks, the others are rank 0's.
@@ -185,7 +224,7 @@ class _Collector:
 
 def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors that would be stored as the same bytes; on all ranks or on none."""
-    if isinstance(tensor, LazyTensor):
+    if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided:
         return (id(tensor),)
     local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor
     spec = id(tensor.spec) if isinstance(tensor, ShardTensor) else None
@@ -215,7 +254,8 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
         values = _states(number, optimizer, fqns)
         found += [(path, _without_shards(value)) for path, value in values if not isinstance(value, torch.Tensor)]
         groups = [
-            {**group, "params": [fqns[index] for index in group["params"]]} for group in optimizer["param_groups"]
+            {**group, "params": [fqns[index] for index in group["params"]]}
+            for group in optimizer.get("param_groups", ())  # none: Lightning's stand-in for a module without optimizers
         ]
         found.append(((f"optimizer_{number}", "param_groups"), groups))
     return found

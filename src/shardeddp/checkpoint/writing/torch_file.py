@@ -13,13 +13,17 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch._utils import _rebuild_tensor_v3
 
 from shardeddp.checkpoint.reading.stream import Progress, chunks, silent
+
+ROOT = "archive"
+"""The folder of all records."""
 
 _ALIGNMENT = 64
 """Bytes; where elements start in the file, as ``torch.load(mmap=True)`` likes it."""
@@ -39,13 +43,21 @@ class TorchFile:
     """
 
     def __init__(self, tree: Any, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
-        pickler = _Pickler(memory)
-        self._content = pickler.pickled(tree)
-        self.tensors = pickler.storages
+        self._pickler = _Pickler(memory)
+        self._content = self._pickler.pickled(tree)
+        self.tensors = self._pickler.storages
         """Those whose elements are stored, in the order in which they are written."""
 
+    def record_of(self, tensor: torch.Tensor) -> int:
+        """The number of the record that has the elements of a tensor of the tree."""
+        return self._pickler.keys[self._pickler.identity(tensor)]
+
     def write(
-        self, file: BinaryIO, read: Callable[[torch.Tensor], Iterator[memoryview]] = chunks, progress: Progress = silent
+        self,
+        file: BinaryIO,
+        read: Callable[[torch.Tensor], Iterator[memoryview]] = chunks,
+        progress: Progress = silent,
+        more: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Write all of it.
 
@@ -53,6 +65,7 @@ class TorchFile:
             file: Open for writing, empty, seekable.
             read: Called for each of :attr:`tensors`, in order; gives its elements as bytes, in parts.
             progress: Told of each part.
+            more: Records by name that ``torch.load`` does not look at.
         """
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             archive.writestr(_info("data.pkl"), self._content)
@@ -65,10 +78,12 @@ class TorchFile:
                         record.write(part)
                         progress(len(part))
             archive.writestr(_info("version"), "3\n")
+            for name, content in more.items():
+                archive.writestr(_info(name), content)
 
 
 def _info(name: str) -> zipfile.ZipInfo:
-    return zipfile.ZipInfo(f"archive/{name}")  # at a fixed date, so that equal trees make equal files
+    return zipfile.ZipInfo(f"{ROOT}/{name}")  # at a fixed date, so that equal trees make equal files
 
 
 def _aligned(file: BinaryIO, name: str, nbytes: int) -> zipfile.ZipInfo:
@@ -105,7 +120,7 @@ class _Pickler(pickle.Pickler):
         self._buffer = io.BytesIO()
         super().__init__(self._buffer, protocol=2)  # the one that `weights_only=True` reads
         self._memory = memory
-        self._keys: dict[Hashable, int] = {}
+        self.keys: dict[Hashable, int] = {}
         self.storages: list[torch.Tensor] = []
         """Whose elements are the records, in order; kept, so that no other tensor gets their identity."""
 
@@ -114,16 +129,19 @@ class _Pickler(pickle.Pickler):
         self.dump(tree)
         return self._buffer.getvalue()
 
+    def identity(self, tensor: torch.Tensor) -> Hashable:
+        """Equal for tensors that are stored once."""
+        return self._memory(tensor), tensor.dtype, tuple(tensor.shape)
+
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, _Storage):
             return "storage", torch.UntypedStorage, str(obj.key), "cpu", obj.nbytes
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return NotImplemented
-        shape = tuple(obj.shape)
-        key = self._keys.setdefault((self._memory(obj), obj.dtype, shape), len(self.storages))
+        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
+            return NotImplemented  # a sparse tensor is taken apart into strided ones
+        shape, key = tuple(obj.shape), self.keys.setdefault(self.identity(obj), len(self.storages))
         if key == len(self.storages):
             self.storages.append(obj)
         strides = tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,138 @@
+"""Sharded tensors that callbacks and modules keep in a checkpoint, beside the model and its optimizers: home-made EMAs.
+
+They are saved whole or in shards like everything else. A run that goes on shall find them sharded again, and not whole
+on every rank, so the checkpoint says where they are and like which parameter each was sharded::
+
+    checkpoint["shardeddp"]["kept_shards"] = [["blocks.0.up.weight", ["callbacks", "EMA", "average", "up"]], ...]
+
+They are read before the model is sharded, and callbacks take them then: Lightning gives each callback a deep copy. When
+the model is sharded, each becomes sharded where it is, whoever holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+
+from shardeddp.checkpoint.reading.lazy import LazyTensor
+from shardeddp.sharding.shard_tensor import ShardTensor
+
+KEY = "shardeddp"
+"""Where a checkpoint has what Lightning does not know of."""
+
+KEPT = "kept_shards"
+
+_LOADED_BY_NAME = frozenset({"state_dict", "optimizer_states", "current_model_state", KEY})
+"""Entries whose tensors are copied into those of the model, of its average and of optimizers."""
+
+Places: TypeAlias = list[list[Any]]
+"""``[fqn of a parameter, [keys from the root of the checkpoint]]`` of each."""
+
+
+def places_of_shards(checkpoint: Mapping[str, Any], module: nn.Module) -> Places:
+    """Where a checkpoint has tensors that are sharded like a parameter; no communication.
+
+    Args:
+        checkpoint: As Lightning has put it together.
+        module: The sharded module.
+    """
+    named = module.named_parameters()
+    names = {id(parameter.spec): name for name, parameter in named if isinstance(parameter, ShardTensor)}
+    entries = {key: value for key, value in checkpoint.items() if key not in _LOADED_BY_NAME}
+    found = ((names.get(id(tensor.spec)), keys) for tensor, keys in _shards(entries, []))
+    return [[fqn, keys] for fqn, keys in found if fqn is not None]
+
+
+class KeptShards:
+    """Those of one checkpoint, from its reading until the model is sharded.
+
+    Args:
+        checkpoint: As it was read.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any]) -> None:
+        own = checkpoint.get(KEY)
+        places = cast("Mapping[str, Any]", own).get(KEPT) if isinstance(own, Mapping) else None
+        self._found: dict[int, tuple[torch.Tensor, str]] = {}
+        for place in cast("list[Any]", places) if isinstance(places, list) else []:
+            fqn, keys = cast("tuple[str, list[Any]]", place)
+            holder = _at(checkpoint, keys[:-1])
+            tensor = _at(holder, keys[-1:])
+            if isinstance(tensor, torch.Tensor):
+                self._add(fqn, _watched(tensor, holder, keys, partial(self._add, fqn)))
+
+    def _add(self, fqn: str, tensor: torch.Tensor) -> None:
+        self._found[id(tensor)] = tensor, fqn
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Whether this very tensor is one of them."""
+        return id(tensor) in self._found
+
+    def shard(self, module: nn.Module) -> None:
+        """Make each of them sharded, like the parameter and on its device; no communication.
+
+        One whose parameter is gone or has another shape becomes whole, and so does one of which somebody has a view.
+
+        Args:
+            module: The sharded module.
+
+        Raises:
+            CheckpointError: One cannot be read as it was written. None has changed then.
+        """
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        made = [(tensor, _like(tensor, parameters.get(fqn))) for tensor, fqn in self._found.values()]
+        self._found = {}
+        for tensor, other in made:
+            try:
+                torch.utils.swap_tensors(tensor, other)
+            except RuntimeError:  # C++ or a weak reference holds it, a view for example: it stays as whole as it is
+                if isinstance(tensor, LazyTensor):
+                    tensor.keep()
+
+
+def _watched(
+    tensor: torch.Tensor, holder: Any, keys: list[Any], copied: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """A tensor that tells of its deep copies, in the place of one that may not."""
+    if isinstance(tensor, LazyTensor):
+        lazy = tensor
+    elif isinstance(holder, (dict, list)):
+        flat = tensor.detach().reshape(-1)
+        lazy = LazyTensor(tuple(keys), tuple(tensor.shape), tensor.dtype, lambda at: flat[at.start : at.stop].clone())
+        holder[keys[-1]] = lazy
+    else:
+        return tensor  # in a tuple: copies of it stay whole
+    lazy.copied = copied
+    return lazy
+
+
+def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+    if not isinstance(parameter, ShardTensor) or parameter.shape != tensor.shape:
+        return tensor.whole() if isinstance(tensor, LazyTensor) else tensor.detach()
+    spec, device = parameter.spec, parameter.to_local().device
+    local = tensor.elements(spec.interval) if isinstance(tensor, LazyTensor) else spec.localize(tensor.detach())
+    return ShardTensor(local.to(device, copy=True), spec)
+
+
+def _shards(value: Any, keys: list[Any]) -> Iterator[tuple[ShardTensor, list[Any]]]:
+    if isinstance(value, ShardTensor):
+        yield value, keys
+    elif isinstance(value, Mapping):
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            yield from _shards(item, [*keys, key])
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(cast("list[Any]", value)):
+            yield from _shards(item, [*keys, index])
+
+
+def _at(value: Any, keys: list[Any]) -> Any:
+    for key in keys:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):  # who loads a checkpoint may have changed it
+            return None
+    return value
