@@ -71,20 +71,7 @@ class LostRankError(RuntimeError):
 
 
 class DesyncError(RuntimeError):
-    """Ranks have come to different operations, each of which needs all of them; says where each is.
-
-    Args:
-        text: What is wrong.
-        unplaced: Whether it has still to be said where the ranks are.
-    """
-
-    def __init__(self, text: str, unplaced: bool = False) -> None:
-        super().__init__(text, unplaced)  # what pickle calls the class with
-        self.unplaced = unplaced
-
-    def __str__(self) -> str:
-        """The text."""
-        return str(self.args[0])
+    """Ranks have come to different operations, each of which needs all of them; says where each is."""
 
 
 class ReleasedParameterError(RuntimeError):

@@ -114,15 +114,15 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     )
 
 
-def agree_on_highest(numbers: torch.Tensor, group: dist.ProcessGroup, kind: str = "agreement") -> None:
-    """Replace each number by the highest that any rank has in its place; of one shape on all ranks, on the host.
+def agree_on_highest(numbers: torch.Tensor, group: dist.ProcessGroup, operation: str = "agreement on units") -> None:
+    """Replace each number by the highest that any rank has in its place.
 
     Args:
-        numbers: What this rank says.
+        numbers: Bytes that this rank says, of one shape on all ranks, on the host.
         group: The host group of all ranks.
-        kind: What it is about; ranks that come to different kinds raise.
+        operation: What it is about; ranks that come to different ones raise.
     """
-    reduce_highest(numbers, kind, group).wait()
+    reduce_highest(numbers, operation, group).wait()
 
 
 def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
@@ -130,5 +130,5 @@ def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     if dist.get_world_size(group) == 1:
         return list(flags)
     tensor = torch.tensor(flags, dtype=torch.uint8)
-    agree_on_highest(tensor, group, f"question of {len(flags)} flags")
+    agree_on_highest(tensor, group, f"agreement on {len(flags)} flags")
     return [bool(flag) for flag in tensor.tolist()]

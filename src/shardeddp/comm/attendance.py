@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import CodeType, FrameType
@@ -14,15 +13,11 @@ import torch.distributed as dist
 
 from shardeddp.comm.failures import Failures
 from shardeddp.comm.lookout import place_of
-from shardeddp.comm.notes import LostStoreError, Notes
-from shardeddp.comm.sequence import begin, begun
+from shardeddp.comm.sequence import Reduction, reduce_highest
 from shardeddp.errors import DesyncError
 
 WARNING_S = 10.0
 """After how long a rank tells its user that it waits."""
-
-_OTHERS_S = 10.0
-"""How long ranks that have come to different operations wait to hear of each other's."""
 
 _ALONE: dict[CodeType, str] = {}  # what runs on one rank only -> how to say so
 
@@ -48,7 +43,6 @@ class Attendance:
         ranks: Their global ranks.
         rank: This rank.
         failures: Says why a rank that has come waits in vain.
-        notes: Where ranks say what they have come to; of all roll calls.
         name: Of this roll call, where there are several.
         advice: What to do about ranks that do not come.
     """
@@ -60,7 +54,6 @@ class Attendance:
         ranks: Sequence[int],
         rank: int,
         failures: Failures,
-        notes: Notes,
         name: str,
         advice: str,
     ) -> None:
@@ -70,7 +63,6 @@ class Attendance:
         self._others = [other for other in ranks if other != rank]
         self._failures, self._kind = failures, f"roll call of {name}"
         self._failure = ""  # what a former call has ended with; the ranks are not together any more
-        self._notes = notes
 
     def call(self, operation: str) -> None:
         """Return when all ranks have come to the operation.
@@ -90,56 +82,32 @@ class Attendance:
             raise DesyncError(f"{here}, who never come: it is inside of {decorated}. {self.advice}")
         if self._failure:
             raise DesyncError(f"{self._describe(operation)}, which were not together before: {self._failure}")
-        code = zlib.crc32(operation.encode())
-        begin(self.group, self._kind)
-        ballot = torch.tensor([code, -code])
-        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        if work is not None:
-            self._wait(work, operation)
-        if ballot[0] != -ballot[1]:
-            others = self._find_others(operation, self.group)
-            self._failure = f"{self._describe(operation)}, and others do something else: {others}"
-            raise DesyncError(f"{self._failure}. {self.advice}")
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._wait(reduce_highest(nothing, operation, self.group, kind=self._kind, advice=self.advice))
 
-    def _wait(self, work: dist.Work, operation: str) -> None:
+    def _wait(self, call: Reduction) -> None:
         try:
-            work.wait(timedelta(seconds=WARNING_S))
+            if call.work is not None:
+                call.work.wait(timedelta(seconds=WARNING_S))
         except RuntimeError:
-            if not work.is_completed():
-                sys.stderr.write(f"rank {self._rank} waits: {self._describe(operation)}. {self.advice}\n")
+            if call.work is not None and not call.work.is_completed():
+                sys.stderr.write(f"rank {self._rank} waits: {self._describe(call.operation)}. {self.advice}\n")
         try:
-            work.wait()  # which says why it failed, if it did
+            call.wait()
+        except DesyncError as error:
+            self._failure = str(error)
+            raise
         except RuntimeError as error:
             self._failures.explain(error)
-            self._failure = f"{self._describe(operation)}: some have ended, or do not come"
+            if isinstance(error.__cause__, DesyncError):
+                self._failure = str(error.__cause__)
+                raise
+            self._failure = f"{self._describe(call.operation)}: some have ended, or do not come"
             raise RuntimeError(f"{self._failure}. {error}") from error.__cause__
-
-    def _find_others(self, operation: str, group: dist.ProcessGroup) -> str:
-        call = f"{group.group_name}/{sum(begun(group).values())}"  # equal on all ranks that have met there
-        names = {rank: f"{call}/{rank}" for rank in self._others}
-        try:
-            self._notes.write(f"{call}/{self._rank}", f"{operation} at {place_of(sys._getframe())}")
-            texts = self._notes.wait_for([*names.values()], _OTHERS_S)
-        except LostStoreError:
-            return ""  # it goes without saying to what
-        return ", ".join(f"rank {rank} to {texts.get(name, '?')}" for rank, name in names.items())
 
     def _describe(self, operation: str) -> str:
         where = place_of(sys._getframe())
         return f"{operation} at {where} on rank {self._rank} needs ranks {self._others} to do the same"
-
-
-ABOUT_PARAMETERS = (
-    "A sharded parameter has to be asked by all ranks alike. Move this out of rank_zero_only functions and out of "
-    "conditions that only some ranks fulfil, or put it inside of strategy.summon_full_params(), which all ranks enter: "
-    "there parameters are whole, and each rank may do what it likes"
-)
-ABOUT_COLLECTIVES = (
-    "All ranks have to communicate alike, in one order: move this out of conditions that only some ranks fulfil, and "
-    "give tensors one shape and dtype on all ranks. Barriers, gathers, self.log(sync_dist=True), saving a checkpoint "
-    "(trainer.save_checkpoint) and whatever reads a sharded parameter are for all ranks"
-)
-"""Two kinds of advice."""
 
 
 def _decorated_caller() -> str:

@@ -24,10 +24,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardeddp.comm.attendance import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, Attendance
+from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.failures import Failures
-from shardeddp.comm.lookout import Lookout, place_of
+from shardeddp.comm.lookout import LIGHTNING, Lookout, place_of
 from shardeddp.comm.relay import disconnect
+from shardeddp.comm.sequence import ABOUT_COLLECTIVES, ABOUT_PARAMETERS
 
 ALARM_S = 1.0
 """After how long without any progress a rank that waits asks its neighbours, and counts as standing still."""
@@ -171,9 +172,10 @@ _TORCH = "torch "
 
 def _counted_by_torch(own: set[str]) -> Progress:
     """How many operations torch has begun in the groups that are not ours."""
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
     return {
         _TORCH + group.group_name: {"operations": group._get_sequence_number_for_group()}
-        for group in list(distributed_c10d._world.pg_map)
+        for group in groups
         if group.group_name not in own
     }
 
@@ -185,25 +187,32 @@ def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:
     if frame is None:
         return False, ""
     if frame.f_code.co_filename == _C10D and frame.f_code.co_name in _OF_TORCH:
-        group = frame.f_locals.get("group") or dist.group.WORLD
+        group: Any = frame.f_locals.get("group") or dist.group.WORLD
         return True, "" if group.group_name in own else _TORCH + group.group_name
     return _file(frame).startswith(_COMM), ""
 
 
 def _describe(frame: FrameType | None) -> tuple[str, str]:
     """What a thread waits for, in the words of who has asked, and the advice that goes with it."""
-    callee, innermost = "", frame
-    place = place_of(frame)
-    while frame is not None:
+    innermost, place, callee, within = frame, place_of(frame), None, None
+    while frame is not None and f"{_file(frame)}:{frame.f_lineno}" != place:
         if frame.f_code is Attendance.call.__code__:
             return frame.f_locals["operation"], frame.f_locals["self"].advice
-        if f"{_file(frame)}:{frame.f_lineno}" == place:
-            break
-        callee = _name(frame)
-        frame = frame.f_back
+        if within is None and _package(frame) in LIGHTNING:
+            within = frame
+        callee, frame = frame, frame.f_back
+    if callee is None:
+        return "Python", ABOUT_COLLECTIVES
+    inside = "" if within is None or within is callee else _name(within)
     if innermost is not None and _file(innermost) == _C10D:
-        callee = f"torch.distributed.{_name(innermost)}"
-    return "the forward of a module" if callee.startswith("Module._") else callee or "Python", ABOUT_COLLECTIVES
+        inside = f"torch.distributed.{_name(innermost)}"
+    if _package(callee) == "torch":
+        return inside or "the forward of a module", ABOUT_COLLECTIVES
+    return _name(callee) + (f" ({inside})" if inside else ""), ABOUT_COLLECTIVES
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _file(frame: FrameType) -> str:
@@ -211,4 +220,5 @@ def _file(frame: FrameType) -> str:
 
 
 def _name(frame: FrameType) -> str:
-    return getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # from Python 3.11 on
+    name: str = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # from Python 3.11 on
+    return name.partition(".<locals>")[0]

@@ -85,9 +85,6 @@ class Failures:
         try:
             if error.__cause__ is None and _MISMATCH in str(error):
                 error.__cause__ = RuntimeError(self._find_places(error))
-            elif isinstance(error, DesyncError) and error.unplaced:
-                error.args = (f"{error}: {self._find_places(error)}",)
-                error.unplaced = False
             if not broken:
                 self._report(error)
             elif not _is_explained(error):

@@ -20,8 +20,8 @@ PERIOD_S = 0.5
 
 _LAST_QUESTION = 1 << 62
 
-_LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
-_ENGINE = ("shardeddp", "torch", *_LIGHTNING)
+LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
+_ENGINE = ("shardeddp", "torch", *LIGHTNING)
 
 
 Look = Callable[[FrameType | None], None]
@@ -140,7 +140,7 @@ def lightning_calls() -> bool:
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in ("shardeddp", "contextlib"):
-            return package in _LIGHTNING
+            return package in LIGHTNING
         frame = frame.f_back
     return False
 

@@ -1,7 +1,9 @@
 """Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks."""
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardeddp.comm.attendance import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, Attendance
+from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.collectives import Collectives, SoloCollectives
 from shardeddp.comm.desync import LANES, DesyncCheck, Progress
 from shardeddp.comm.ending import end_quietly
@@ -17,12 +19,15 @@ from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.comm.lanes import Lane, make_lane
 from shardeddp.comm.linked import LinkedCollectives
-from shardeddp.comm.lookout import Lookout
+from shardeddp.comm.lookout import Lookout, place_of
 from shardeddp.comm.native import NativeCollectives
-from shardeddp.comm.notes import Notes
-from shardeddp.comm.sequence import begun
+from shardeddp.comm.notes import LostStoreError, Notes
+from shardeddp.comm.sequence import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, begun, describe_mismatches
 from shardeddp.comm.traffic import Traffic
 from shardeddp.plan.topology import Topology
+
+_OTHERS_S = 3.0
+"""How long ranks that have come to different operations wait to hear of each other's."""
 
 REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 
@@ -97,7 +102,8 @@ class Mesh:
         self.gather_lane: Lane = make_lane(device)
         self.reduce_lane: Lane = make_lane(device)
         everyone = [range(topology.world_size)]
-        self._notes = Notes("attendance", self.rank)
+        self._meetings = Notes("meetings", self.rank)
+        describe_mismatches(self.control, partial(_describe, self._meetings, [*everyone[0]], self.rank))
         self.users = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES)
         """Of all ranks, before what their users communicate."""
         self.compares = debug
@@ -178,9 +184,9 @@ class Mesh:
             group = self.control
         else:
             group = _own_group(groups, self.rank, timeout, backend="gloo")
-        return Attendance(
-            group, ranks=ranks, rank=self.rank, failures=self.failures, notes=self._notes, name=name, advice=advice
-        )
+        if group is not None:
+            describe_mismatches(group, partial(_describe, self._meetings, ranks, self.rank))
+        return Attendance(group, ranks=ranks, rank=self.rank, failures=self.failures, name=name, advice=advice)
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)
@@ -197,6 +203,19 @@ class Mesh:
                 return LinkedCollectives(group, ranks, self.traffic, nodes)
             return GlooCollectives(group, ranks, self.traffic)
         return NativeCollectives(group, ranks, self.traffic)
+
+
+def _describe(notes: Notes, ranks: Sequence[int], rank: int, meeting: str, operation: str) -> str:
+    """Who has come to what, where that is not the same; all ranks that have come to a meeting call it."""
+    place = f"{operation} at {place_of(sys._getframe())}"
+    others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
+    try:
+        notes.write(f"{meeting}/{rank}", place)
+        texts = notes.wait_for([*others.values()], _OTHERS_S)
+    except LostStoreError:
+        texts = {}
+    listed = ", ".join(f"rank {other} to {texts[name]}" for other, name in others.items() if name in texts)
+    return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {listed}"
 
 
 def _names_of_groups() -> set[str]:

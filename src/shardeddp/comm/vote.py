@@ -37,7 +37,7 @@ class Vote:
             self._cast = lambda: number
             return
         reduction = reduce_highest(torch.tensor([number], dtype=torch.uint8), "vote on signals", self._group)
-        self._ballot = reduction.sent
+        self._ballot = reduction.message
         self._cast = lambda: int(reduction.wait())
 
     def count(self) -> int:
