@@ -17,12 +17,14 @@ class RankError(RuntimeError):
     Args:
         step: What the ranks were doing, as a noun phrase ("sharding the model").
         failures: Formatted traceback of every rank that failed, by rank.
+        headline: Rank and error in a line, where one rank has failed by itself; else empty.
     """
 
-    def __init__(self, step: str, failures: dict[int, str]) -> None:
-        super().__init__(step, failures)  # what pickle calls the class with
+    def __init__(self, step: str, failures: dict[int, str], headline: str = "") -> None:
+        super().__init__(step, failures, headline)  # what pickle calls the class with
         self.step = step
         self.failures = failures
+        self.headline = headline
 
     def __str__(self) -> str:
         """Which ranks failed and how."""
@@ -66,6 +68,10 @@ class LostRankError(RuntimeError):
             f"its output and at the system log of its machine; ShardedDP(timeout=...) is how long ranks wait for each "
             f"other"
         )
+
+
+class DesyncError(RuntimeError):
+    """Ranks have come to different operations, each of which needs all of them; says where each is."""
 
 
 class LayoutMismatchError(ConfigurationError):

@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.failures import Failures, is_transfer_error
 from shardeddp.comm.lookout import Lookout
 from shardeddp.comm.muster import Muster
@@ -207,15 +206,6 @@ def test_answers_of_all_ranks_are_read_at_once(store: MemoryStore) -> None:
     answers = lookout.answers(range(512))
     assert len(answers) == 256 and answers[511]["where"] == "line 511"
     assert store.calls == 2
-
-
-def test_a_rank_that_comes_to_a_call_while_it_reports_has_not_passed_it_by(store: MemoryStore) -> None:
-    def begun() -> int:
-        attendance._calls += 1
-        return 7
-
-    attendance = Attendance(None, ranks=[0], rank=0, begun=begun, lookout=Lookout(0), name="all", advice="")
-    assert attendance.report() == {"begun": 7, "calls": 1}
 
 
 def test_several_ranks_that_run_are_listed() -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardeddp.comm.sequence import begin, reduce_highest
 from shardeddp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 def exchange(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Give every rank's bytes to every rank, by rank. Bytes, so that nothing that arrives is ever unpickled."""
+    begin(group, "exchange")
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
@@ -112,9 +114,15 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     )
 
 
-def agree_on_highest(numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Replace each number by the highest that any rank has in its place; of one shape on all ranks, on the host."""
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+def agree_on_highest(numbers: torch.Tensor, group: dist.ProcessGroup, operation: str = "agreement on units") -> None:
+    """Replace each number by the highest that any rank has in its place.
+
+    Args:
+        numbers: Bytes that this rank says, of one shape on all ranks, on the host.
+        group: The host group of all ranks.
+        operation: What it is about; ranks that come to different ones raise.
+    """
+    reduce_highest(numbers, operation, group).wait()
 
 
 def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
@@ -122,5 +130,5 @@ def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     if dist.get_world_size(group) == 1:
         return list(flags)
     tensor = torch.tensor(flags, dtype=torch.uint8)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    agree_on_highest(tensor, group, f"agreement on {len(flags)} flags")
     return [bool(flag) for flag in tensor.tolist()]

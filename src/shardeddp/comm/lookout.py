@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -17,7 +18,13 @@ from shardeddp.comm.notes import LostStoreError, Notes, SilentStoreError
 PERIOD_S = 0.5
 """How often it looks whether somebody asks."""
 
-_ENGINE = ("shardeddp", "torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
+_LAST_QUESTION = 1 << 62
+
+LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
+_ENGINE = ("shardeddp", "torch", *LIGHTNING)
+
+
+Look = Callable[[FrameType | None], None]
 
 
 class Lookout:
@@ -31,6 +38,8 @@ class Lookout:
         self._rank = rank
         self._notes = Notes("lookout", rank)
         self._reports: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
+        self._watchers: list[tuple[weakref.WeakMethod[Look], weakref.WeakMethod[Callable[[], None]]]] = []
+        self._trains = threading.get_ident()
         self._answered = -1  # so that all soon have an answer that can be read at once
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -50,6 +59,24 @@ class Lookout:
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
+    def end(self) -> None:
+        """Let those that wait for this rank know that its program ends."""
+        with contextlib.suppress(LostStoreError):
+            self._write_answer({"question": _LAST_QUESTION, "where": "the end of its program", "reports": {}})
+
+    def begin_run(self) -> None:
+        """From here on the thread that calls this is the one that trains."""
+        self._trains = threading.get_ident()
+
+    def watch(self, look: Look, judge: Callable[[], None]) -> None:
+        """Let methods of one object be called on the thread, which is not kept alive by that.
+
+        Args:
+            look: Called before others are answered, with the innermost frame of the thread that trains.
+            judge: Called afterwards.
+        """
+        self._watchers.append((weakref.WeakMethod(look), weakref.WeakMethod(judge)))
+
     def add_report(self, name: str, report: Callable[[], Any]) -> None:
         """Let answers say more.
 
@@ -63,6 +90,10 @@ class Lookout:
         """Ask all ranks; the number of the question. Who runs answers within the period."""
         return self._notes.count("question")
 
+    def ended(self, ranks: Iterable[int]) -> list[int]:
+        """Which of these ranks have come to the end of their program."""
+        return list(self.answers(ranks, _LAST_QUESTION))
+
     def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:
         """What ranks have answered last, to this question or a later one: ``where`` each is, and what it reports."""
         names = {f"answer/{rank}": rank for rank in ranks}
@@ -71,14 +102,23 @@ class Lookout:
 
     def look_out(self) -> None:
         """Answer, if somebody has asked since the last time."""
+        frame = sys._current_frames().get(self._trains)
+        watchers = [(look(), judge()) for look, judge in self._watchers]
+        for look, _ in watchers:
+            if look is not None:
+                look(frame)
         question = self._notes.count("question", 0)
         if question > self._answered:
             reports = {name: report() for name, method in self._reports.items() if (report := method()) is not None}
-            where = place_of(sys._current_frames().get(threading.main_thread().ident or 0))
-            self._notes.write(
-                f"answer/{self._rank}", json.dumps({"question": question, "where": where, "reports": reports})
-            )
+            self._write_answer({"question": question, "where": place_of(frame), "reports": reports})
             self._answered = question
+        del frame  # which holds what it works with
+        for _, judge in watchers:
+            if judge is not None:
+                judge()
+
+    def _write_answer(self, answer: dict[str, Any]) -> None:
+        self._notes.write(f"answer/{self._rank}", json.dumps(answer))
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -92,6 +132,17 @@ def place_of(frame: FrameType | None) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+
+
+def lightning_calls() -> bool:
+    """Whether it is Lightning that has called this package, and not the user."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("shardeddp", "contextlib"):
+            return package in LIGHTNING
+        frame = frame.f_back
+    return False
 
 
 def _look_out(alive: weakref.ref[Lookout], over: threading.Event) -> None:
@@ -115,3 +166,4 @@ _STARTED: weakref.WeakSet[Lookout] = weakref.WeakSet()
 def _stop_all() -> None:
     for lookout in list(_STARTED):
         lookout.stop()
+        lookout.end()

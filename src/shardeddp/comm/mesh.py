@@ -1,25 +1,33 @@
 """Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks."""
 
-import weakref
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardeddp.comm.attendance import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, Attendance
+from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.collectives import Collectives, SoloCollectives
+from shardeddp.comm.desync import LANES, DesyncCheck, Progress
 from shardeddp.comm.ending import end_quietly
 from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.comm.lanes import Lane, make_lane
 from shardeddp.comm.linked import LinkedCollectives
-from shardeddp.comm.lookout import Lookout
+from shardeddp.comm.lookout import Lookout, place_of
 from shardeddp.comm.native import NativeCollectives
+from shardeddp.comm.notes import LostStoreError, Notes
+from shardeddp.comm.sequence import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, begun, describe_mismatches
 from shardeddp.comm.traffic import Traffic
 from shardeddp.plan.topology import Topology
+
+_OTHERS_S = 3.0
+"""How long ranks that have come to different operations wait to hear of each other's."""
 
 REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 
@@ -50,6 +58,7 @@ class Mesh:
         debug: bool = False,
     ) -> None:
         end_quietly()
+        before = _names_of_groups()
         self.topology = topology
         self.device = device
         self.rank = dist.get_rank()
@@ -92,15 +101,34 @@ class Mesh:
         """Where errors are left for the other ranks."""
         self.gather_lane: Lane = make_lane(device)
         self.reduce_lane: Lane = make_lane(device)
-        self.meetings = 0
-        """How often ranks have met on the host at their users' request."""
+        everyone = [range(topology.world_size)]
+        self._meetings = Notes("meetings", self.rank)
+        describe_mismatches(self.control, partial(_describe, self._meetings, [*everyone[0]], self.rank))
+        self.users = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES)
+        """Of all ranks, before what their users communicate."""
+        self.compares = debug
+        """Whether everything is compared that users communicate, and not only what would hang."""
         self.attendance = self._attendance("owners", owner_groups, timeout)
         """Of the ranks that own all of the model together."""
-        everyone = [range(topology.world_size)]
-        self.assembly = self.attendance if len(owner_groups) == 1 else self._attendance("all", everyone, timeout)
+        self.assembly = self.attendance if len(owner_groups) == 1 else self._attendance("everyone", everyone, timeout)
         """Of all ranks."""
-        self.comparison = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES) if debug else None
-        """Of all ranks, before what their users communicate; None: nobody looks."""
+        neighbours = {
+            ranks[(place + step) % len(ranks)]
+            for groups in (everyone, shard_groups, replicate_groups)
+            for ranks in groups
+            if self.rank in ranks
+            for place in [list(ranks).index(self.rank)]
+            for step in (-1, 1)
+        }
+        self.desync = DesyncCheck(
+            self.rank,
+            sorted(neighbours),
+            self._progress(),
+            _names_of_groups() - before,
+            self.lookout,
+            self.failures,
+        )
+        """Ends waits that cannot be over."""
         if topology.world_size > 1 and backend != "fake":
             self.lookout.start()
         self.device_mesh = DeviceMesh.from_group(
@@ -125,25 +153,39 @@ class Mesh:
         self.gather_lane.drain()
         self.reduce_lane.drain()
 
-    def begun(self) -> int:
-        """How much communication this rank has begun, apart from agreements; equal on all ranks at equal places."""
-        return self.gather_lane.issued + self.reduce_lane.issued + self.meetings
+    def begin_run(self) -> None:
+        """A run of a Trainer begins on the thread that calls this; all ranks call it."""
+        self.lookout.begin_run()
+        self.failures.begin_run()
+
+    def _progress(self) -> Callable[[], Progress]:
+        """What tells how much this rank has begun."""
+        lanes = {"gathers": self.gather_lane, "reductions": self.reduce_lane}
+        hosts = {"everyone": self.control, "world": cast(dist.ProcessGroup, dist.group.WORLD)}
+        if self.attendance.group is not None:
+            hosts[f"owners {self.owners.ranks}"] = self.attendance.group
+
+        def progress() -> Progress:
+            return {LANES: {name: lane.issued for name, lane in lanes.items()}} | {
+                name: begun(group) for name, group in hosts.items()
+            }
+
+        return progress
 
     def _attendance(
         self, name: str, groups: Sequence[Sequence[int]], timeout: timedelta, advice: str = ABOUT_PARAMETERS
     ) -> Attendance:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         alone = len(ranks) == 1 or dist.get_backend() == "fake"
-        group = None if alone else _own_group(groups, self.rank, timeout, backend="gloo")
-        mesh = weakref.ref(self)  # not a circle: the mesh ends with the last reference to it
-
-        def begun() -> int:
-            alive = mesh()
-            return 0 if alive is None else alive.begun()
-
-        return Attendance(
-            group, ranks=ranks, rank=self.rank, begun=begun, lookout=self.lookout, name=name, advice=advice
-        )
+        if alone:
+            group = None
+        elif len(groups) == 1:
+            group = self.control
+        else:
+            group = _own_group(groups, self.rank, timeout, backend="gloo")
+        if group is not None:
+            describe_mismatches(group, partial(_describe, self._meetings, ranks, self.rank))
+        return Attendance(group, ranks=ranks, rank=self.rank, failures=self.failures, name=name, advice=advice)
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)
@@ -160,6 +202,23 @@ class Mesh:
                 return LinkedCollectives(group, ranks, self.traffic, nodes)
             return GlooCollectives(group, ranks, self.traffic)
         return NativeCollectives(group, ranks, self.traffic)
+
+
+def _describe(notes: Notes, ranks: Sequence[int], rank: int, meeting: str, operation: str) -> str:
+    """Who has come to what, where that is not the same; all ranks that have come to a meeting call it."""
+    place = f"{operation} at {place_of(sys._getframe())}"
+    others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
+    try:
+        notes.write(f"{meeting}/{rank}", place)
+        texts = notes.wait_for([*others.values()], _OTHERS_S)
+    except LostStoreError:
+        texts = {}
+    listed = ", ".join(f"rank {other} to {texts[name]}" for other, name in others.items() if name in texts)
+    return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {listed}"
+
+
+def _names_of_groups() -> set[str]:
+    return {group.group_name for group in distributed_c10d._world.pg_map}
 
 
 def _own_group(

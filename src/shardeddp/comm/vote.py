@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardeddp.comm.sequence import reduce_highest
 
 _LET_GO_S = 1.0
 
@@ -36,18 +36,14 @@ class Vote:
         if self._alone:
             self._cast = lambda: number
             return
-        self._ballot = torch.tensor([number], dtype=torch.uint8)
-        work: Any = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._cast = partial(self._await, work)
+        reduction = reduce_highest(torch.tensor([number], dtype=torch.uint8), "vote on signals", self._group)
+        self._ballot = reduction.message
+        self._cast = lambda: int(reduction.wait())
 
     def count(self) -> int:
         """The highest number of those cast; 0 if none were since the last count. Waits for what is not there yet."""
         cast, self._cast = self._cast, None
         return 0 if cast is None else cast()
-
-    def _await(self, work: dist.Work) -> int:
-        work.wait()
-        return int(self._ballot)
 
     def close(self) -> int:
         """The last count, after which nothing is on its way.

@@ -18,6 +18,7 @@ class ShardedMultiProcessingLauncher(MultiProcessingLauncher):
         strategy: Whose ranks.
         start_method: How they start.
         gather: Makes a state full on the ranks that pass True; it is sent to spawned ranks, so it can be imported.
+        on_error: Called in a rank that is about to end with an error.
     """
 
     def __init__(
@@ -25,9 +26,11 @@ class ShardedMultiProcessingLauncher(MultiProcessingLauncher):
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
         gather: Callable[[Any, bool], Any],
+        on_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(strategy, start_method)
         self._gather = gather
+        self._on_error = on_error
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -35,6 +38,15 @@ class ShardedMultiProcessingLauncher(MultiProcessingLauncher):
             resolve_last(trainer)
         with handed_down():
             return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    @override
+    def _wrapping_function(self, *arguments: Any, **named: Any) -> None:
+        try:
+            super()._wrapping_function(*arguments, **named)
+        except BaseException as error:
+            # Lightning tells strategies of errors in the main process alone, where it has the text of one of them.
+            self._on_error(error)
+            raise
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:

@@ -240,8 +240,8 @@ class Visits:
         self._warned = True
         warnings.warn(
             f"units run in another order than in the first pass: expected {expected}, found {found}. The result is "
-            f"right; gathers that could not be foreseen are not overlapped. To make it fast, let one unit hold the parts "
-            f"whose order changes (auto_wrap_policy), or keep parameters gathered between forward and backward "
+            f"right; gathers that could not be foreseen are not overlapped. To make it fast, let one unit hold the "
+            f"parts whose order changes (auto_wrap_policy), or keep parameters gathered between forward and backward "
             f"(reshard_after_forward=False). Said once, on rank 0",
             stacklevel=2,
         )

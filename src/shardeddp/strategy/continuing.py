@@ -110,6 +110,10 @@ class ContinuingStrategy(CheckpointStrategy):
         """Write a checkpoint with every rank's random state; nothing if not all ranks are there, after an error."""
         if self._alone():
             return
+        with self._explaining():
+            self._save(checkpoint, filepath, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         if self._mesh is not None:
             checkpoint = self._with_own(checkpoint, self._mesh)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -131,7 +135,8 @@ class ContinuingStrategy(CheckpointStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; its random states come into force when training starts."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        with self._explaining():
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._kept = KeptShards(checkpoint)
         own = checkpoint.pop(KEY, {})  # hooks of the user get the checkpoint that they have seen
         if self._mesh is not None and self._fitting:
@@ -155,7 +160,8 @@ class ContinuingStrategy(CheckpointStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What a checkpoint has of an optimizer; nothing if not all ranks are there to tell theirs."""
-        return {} if self._alone() else super().optimizer_state(optimizer)
+        with self._explaining():
+            return {} if self._alone() else super().optimizer_state(optimizer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

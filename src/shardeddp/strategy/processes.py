@@ -14,6 +14,8 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.writing.full import gather_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor
+from shardeddp.comm.failures import is_transfer_error
+from shardeddp.comm.lookout import lightning_calls
 from shardeddp.comm.rendezvous import meet
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning_api import (
@@ -150,7 +152,9 @@ class ProcessStrategy(AcceptsCompiled):
         if self._start_method == "popen":
             self._launcher = ShardedScriptLauncher(self._environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = ShardedMultiProcessingLauncher(self, self._start_method, gather_full)
+            self._launcher = ShardedMultiProcessingLauncher(
+                self, self._start_method, gather_full, self._explain_and_leave
+            )
 
     @override
     def setup_environment(self) -> None:
@@ -163,12 +167,12 @@ class ProcessStrategy(AcceptsCompiled):
             sharded = None if self.lightning_module is None else runtime_of(self.lightning_module)
             topology = self.placement.topology(self.num_nodes, self.num_processes, self._order)
             self._mesh = self._make_mesh(topology) if sharded is None else sharded.mesh
-        if self.debug and self._mesh.comparison is None:
+        if self.debug and not self._mesh.compares:
             raise ConfigurationError(
                 "debug=True comes too late for this module: it was sharded without it, and keeps its communicators. "
                 "Build it anew, or start a new process"
             )
-        self._mesh.failures.begin_run()
+        self._mesh.begin_run()
         if self.world_size == 1:
             # Said wherever a process group exists; Lightning itself leaves the synchronisation of one rank out.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
@@ -234,20 +238,37 @@ class ProcessStrategy(AcceptsCompiled):
 
     def _compare(self, operation: str) -> None:
         """With ``debug``: raise on every rank if one of them has come to another operation."""
-        if self._mesh is not None and self._mesh.comparison is not None:
-            self._mesh.comparison.call(operation)
+        if self._mesh is not None and self._mesh.compares:
+            self._mesh.users.call(operation)
+
+    def _explain_and_leave(self, error: BaseException) -> None:
+        """Say what a rank ends with that was forked or spawned: such a process may end without coming to its end."""
+        if self._mesh is not None:
+            self._mesh.failures.explain(error)
+            self._mesh.failures.leave()
+
+    @contextmanager
+    def _explaining(self) -> Generator[None]:
+        """Surround what other ranks may not come to, so that errors say why they have not."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._mesh is not None and is_transfer_error(error):
+                self._mesh.failures.explain(error)
+            raise
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._mesh is not None:
-            self._compare(f"barrier({name or ''})")
-            barrier(self._mesh)
+            # Users may give one barrier several names. Lightning does not, and never means one of theirs.
+            of_lightning = lightning_calls()
+            named = f"{name or ''}" if self.debug or of_lightning else ""
+            barrier(self._mesh, f"barrier({named}){' of Lightning' if of_lightning else ''}")
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._mesh is None:
             return obj
-        self._compare(f"broadcast(src={src})")
         return broadcast_object(self._mesh, obj, src)
 
     @override
@@ -258,12 +279,14 @@ class ProcessStrategy(AcceptsCompiled):
             raise NotImplementedError("reduce() is over all ranks; for other groups use torch.distributed")
         kind = "sum" if reduce_op is None else reduce_op
         self._compare(f"reduce({_describe(tensor)}, {kind})")
-        return reduce_tensor(self._mesh, whole(tensor), kind)
+        with self._explaining():
+            return reduce_tensor(self._mesh, whole(tensor), kind)
 
     @override
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         self._compare(f"all_gather({_describe(tensor)})")
-        return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
+        with self._explaining():
+            return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
 
 
 @contextmanager

@@ -1,0 +1,306 @@
+"""Where one rank enters a collective and the others another one or none, all end soon and are told of both."""
+
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from shardeddp import ShardedDP
+from shardeddp.errors import DesyncError
+from support.tasks import Block, EvaluatedGpt, token_loader
+from support.trainers import make_trainer
+from world import Worlds
+
+pytestmark = pytest.mark.timeout(90)
+
+SOON_S = 15.0
+"""Seconds where the timeout is minutes: two or three, and what a busy machine adds."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+Action = Callable[[LightningModule], object]
+
+
+def save(module: LightningModule) -> None:
+    module.trainer.save_checkpoint("/dev/null/nowhere/file.ckpt")
+
+
+def log_everywhere(module: LightningModule) -> None:
+    module.log("odd", 1.0, sync_dist=True, on_step=True, on_epoch=False)
+
+
+def barrier(module: LightningModule) -> None:
+    module.trainer.strategy.barrier("mine")
+
+
+def gather(module: LightningModule) -> None:
+    module.all_gather(torch.zeros(2))
+
+
+def broadcast(module: LightningModule) -> None:
+    module.trainer.strategy.broadcast("found")
+
+
+def read_a_weight(module: LightningModule) -> None:
+    module.blocks[1].up.weight.data.sum().item()
+
+
+def barrier_of_torch(module: LightningModule) -> None:
+    dist.barrier()
+
+
+def reduce_by_torch(module: LightningModule) -> None:
+    dist.all_reduce(torch.zeros(3))
+
+
+def describe_optimizer(module: LightningModule) -> None:
+    module.trainer.optimizers[0].state_dict()
+    module.trainer.strategy.lightning_module_state_dict()
+    [parameter.data.norm().item() for parameter in module.parameters()]
+
+
+def summon(module: LightningModule) -> None:
+    with module.trainer.strategy.summon_full_params():
+        pass
+
+
+class Odd(EvaluatedGpt):
+    """Does something on one rank in one step.
+
+    Args:
+        action: What.
+        rank: Which.
+        step: When; steps are counted from 0.
+    """
+
+    def __init__(self, action: Action, rank: int, step: int) -> None:
+        super().__init__()
+        self.action, self.rank, self.step = action, rank, step
+        self.began = time.monotonic()
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        """One loss."""
+        if batch_index == self.step:
+            self.began = time.monotonic()
+            if self.global_rank == self.rank:
+                self.action(self)
+        return super().training_step(batch, batch_index)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended."""
+
+    kind: str
+    said: str
+    seconds: float
+
+
+def ended_with(run: Callable[[], object], began: Callable[[], float]) -> Ended:
+    """The type of what explains a run's error, its own text, and the seconds since a moment."""
+    try:
+        run()
+    except RuntimeError as error:
+        kind = DesyncError if isinstance(error, DesyncError) else type(error.__cause__)
+        return Ended(kind.__name__, str(error), time.monotonic() - began())
+    return Ended("", "trained", time.monotonic() - began())
+
+
+def make_strategy(name: str, **options: Any) -> ShardedDP:
+    return ShardedDP(name, auto_wrap_policy={Block}, **({"shard_size": 2} if name == "hybrid_shard" else {}), **options)
+
+
+def train(strategy: str, action: Action, rank: int = 0, step: int = 2, options: Mapping[str, Any] = NOTHING) -> Ended:
+    """A training in which one rank does something alone."""
+    model = Odd(action, rank, step)
+    trainer = make_trainer(make_strategy(strategy, **options), max_steps=6)
+    data = token_loader(24 * dist.get_world_size()), token_loader(8)
+    return ended_with(lambda: trainer.fit(model, *data), lambda: model.began)
+
+
+def check(answers: list[Ended], action: Callable[..., object]) -> None:
+    lines, first = inspect.getsourcelines(action)
+    places = [f"{__file__}:{number}" for number in range(first, first + len(lines))]
+    for ended in answers:
+        assert ended.kind == "DesyncError", ended
+        assert ended.seconds < SOON_S
+        assert any(place in ended.said for place in places), ended.said
+        assert sum(f"rank {rank}" in ended.said for rank in range(len(answers))) > 1
+        assert "All ranks have to communicate alike" in ended.said or "asked by all ranks alike" in ended.said
+
+
+IN_STEPS = [
+    save,
+    log_everywhere,
+    barrier,
+    gather,
+    broadcast,
+    read_a_weight,
+    barrier_of_torch,
+    reduce_by_torch,
+    describe_optimizer,
+    summon,
+]
+
+
+@pytest.mark.parametrize("action", IN_STEPS)
+def test_what_one_rank_does_alone_ends_all_of_them(world: Worlds, action: Action) -> None:
+    check(world(2).run(train, "full_shard", action), action)
+
+
+@pytest.mark.parametrize("action", [save, read_a_weight, barrier, log_everywhere])
+def test_it_does_so_in_the_first_step_where_ranks_agree_on_each_unit(world: Worlds, action: Action) -> None:
+    check(world(2).run(train, "full_shard", action, 1, 0), action)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+def test_it_does_so_under_each_strategy(world: Worlds, strategy: str) -> None:
+    size = 4 if strategy == "hybrid_shard" else 2
+    answers = world(size).run(train, strategy, save, 1, 2, {"state_dict_type": "full"})
+    for ended in answers:
+        assert ended.kind == "DesyncError" and "Trainer.save_checkpoint" in ended.said and ended.seconds < SOON_S
+    check(world(size).run(train, strategy, log_everywhere, 0, 2), log_everywhere)
+
+
+class Measured(Odd):
+    """Computes a metric of torchmetrics in validation, which gathers by itself; one rank reads a weight before."""
+
+    def __init__(self, action: Action, rank: int, step: int) -> None:
+        super().__init__(action, rank, -1)
+        self.metric = MeanMetric()
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        """Update a metric."""
+        self.metric.update(self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Where people look at their weights."""
+        self.began = time.monotonic()
+        if self.global_rank == self.rank:
+            self.action(self)
+        self.log("val", self.metric.compute())
+
+
+def validate(rank: int) -> Ended:
+    model = Measured(read_a_weight, rank, 0)
+    trainer = make_trainer(make_strategy("full_shard"), max_epochs=1)
+    return ended_with(lambda: trainer.fit(model, token_loader(16), token_loader(8)), lambda: model.began)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_weight_read_while_others_compute_a_metric_is_told_with_the_metric(world: Worlds, rank: int) -> None:
+    answers = world(2).run(validate, rank)
+    check(answers, read_a_weight)
+    assert all("(torch.distributed.barrier) at " in ended.said for ended in answers)
+
+
+def after_the_run(alone: int, others: str) -> Ended:
+    """One rank saves when training is over; others do something else, or nothing for a while."""
+    model = Odd(barrier, 0, -1)
+    trainer = make_trainer(make_strategy("full_shard"), max_steps=2)
+    trainer.fit(model, token_loader(16))
+    began = time.monotonic()
+
+    def run() -> None:
+        if dist.get_rank() == alone:
+            save(model)
+        elif others == "test":
+            trainer.test(model, token_loader(8), verbose=False)
+        else:
+            barrier(model)
+
+    return ended_with(run, lambda: began)
+
+
+@pytest.mark.parametrize(("alone", "others"), [(0, "barrier"), (1, "test")])
+def test_what_one_rank_does_alone_after_a_run_ends_all_of_them(world: Worlds, alone: int, others: str) -> None:
+    check(world(2).run(after_the_run, alone, others), save)
+
+
+# -- ranks that are slow, and ranks that have failed and go on
+
+
+def sleep(module: LightningModule) -> None:
+    time.sleep(LATE_S)
+
+
+def compute(module: LightningModule) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < LATE_S:
+        torch.randn(200, 200).svd()
+
+
+def late_for_a_weight(module: LightningModule) -> None:
+    time.sleep(LATE_S * (module.global_rank == 0))
+    read_a_weight(module)
+    time.sleep(LATE_S * (module.global_rank == 1))
+    barrier(module)
+    reduce_by_torch(module)
+
+
+LATE_S = 7.0
+"""More than it takes to find ranks that never come."""
+
+
+class Late(Odd):
+    """All ranks do it."""
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        """One loss."""
+        self.rank = self.global_rank
+        return super().training_step(batch, batch_index)
+
+
+def train_late(strategy: str, action: Action, step: int, everybody: bool) -> Ended:
+    model = (Late if everybody else Odd)(action, 0, step)
+    trainer = make_trainer(make_strategy(strategy), max_steps=3)
+    return ended_with(lambda: trainer.fit(model, token_loader(24 * dist.get_world_size())), lambda: model.began)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "action", "step", "everybody"),
+    [
+        ("full_shard", sleep, 0, False),
+        ("full_shard", compute, 2, False),
+        ("no_shard", sleep, 1, False),
+        ("full_shard", late_for_a_weight, 1, True),
+    ],
+)
+def test_a_rank_that_is_late_is_waited_for(
+    world: Worlds, strategy: str, action: Action, step: int, everybody: bool
+) -> None:
+    for ended in world(2).run(train_late, strategy, action, step, everybody):
+        assert ended.said == "trained" and ended.seconds > LATE_S - 1
+
+
+def fail(module: LightningModule) -> None:
+    raise LookupError("no such token")
+
+
+def fail_and_live(linger_s: float) -> Ended:
+    """The rank that fails does not end: a notebook, or a script that catches errors."""
+    model = Odd(fail, 1, 2)
+    trainer = make_trainer(make_strategy("full_shard"), max_steps=6)
+
+    def run() -> None:
+        try:
+            trainer.fit(model, token_loader(48))
+        except LookupError:
+            time.sleep(linger_s)
+
+    return ended_with(run, lambda: model.began)
+
+
+def test_a_rank_that_has_failed_and_lives_on_keeps_nobody_waiting(world: Worlds) -> None:
+    survivor, _ = world(2).run(fail_and_live, 6.0)
+    assert survivor.kind == "RankError" and survivor.seconds < 5.0
+    assert survivor.said.startswith("rank 1 failed: LookupError: no such token\n")
