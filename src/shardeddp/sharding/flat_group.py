@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -284,7 +285,8 @@ class FlatGroup:
                 f"were taken before, other than its module's, are to a copy that is not trained",
                 stacklevel=2,
             )
-        vars(self.unsharded[index])["sharded"] = sharded
+        # Weak: autograd holds unsharded parameters where the garbage collector cannot see it.
+        vars(self.unsharded[index])["sharded"] = weakref.ref(sharded)
         if any(hooks):
             sharded.adopt_hooks(*hooks)  # type: ignore[attr-defined]
         if gradient is not None:

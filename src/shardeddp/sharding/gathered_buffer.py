@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,11 +79,7 @@ class GatheredBuffer:
         self._classes = [
             (unsharded_class(type(spec.parameter)), released_class(type(spec.parameter))) for spec in specs
         ]
-        # Its own scalar each, so that nothing that is written to one could be read from another.
-        hollow = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        self._placeholders = [
-            torch.full((), hollow, dtype=dtype, device=device).expand(spec.parameter.shape) for spec in specs
-        ]
+        self._placeholders = [_hollow(dtype, device).expand(spec.parameter.shape) for spec in specs]
         self.parameters = [self._make(spec, i) for i, spec in enumerate(specs)]
         """The unsharded parameters, in layout order."""
 
@@ -190,7 +187,9 @@ class GatheredBuffer:
 
     def _make(self, spec: ParameterSpec, index: int) -> nn.Parameter:
         usable, released = self._classes[index]
-        parameter: Any = torch.Tensor._make_subclass(usable, self._placeholders[index], spec.parameter.requires_grad)
+        # .data: a version counter of its own, as in an unsharded model.
+        values = self._placeholders[index].data
+        parameter: Any = torch.Tensor._make_subclass(usable, values, spec.parameter.requires_grad)
         vars(parameter).update(spec.parameter.__dict__, fqn=spec.fqn, sharded_dtype=spec.dtype)
         parameter.__class__ = released
         return parameter
@@ -202,6 +201,14 @@ def _cuts(layout: FlatLayout) -> tuple[list[int], list[int]]:
     pieces = sorted([*slots, *((gap.start, gap.stop, -1) for gap in layout.padding_intervals)])
     numbers = {index: number for number, (_, _, index) in enumerate(pieces)}
     return [stop - start for start, stop, _ in pieces], [numbers[index] for index in range(len(slots))]
+
+
+@cache
+def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What released parameters show to whoever gets at them past their class."""
+    return torch.full(
+        (), float("nan") if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device
+    )
 
 
 _ASKING = 1

@@ -52,10 +52,7 @@ class GroupGradients:
         self._outside: dict[int, torch.Tensor] = {}  # by parameter, whole gradients of uses outside of the unit
         self.kept_by_others = False
         """Whether an optimizer may have kept local gradients, where nothing tells that it has."""
-        self.on_outside: Callable[[], None] = _nobody
-        """Called when a gradient of a use outside of the unit arrives."""
-        for index, parameter in enumerate(sharded):
-            parameter.take_part(self, index)
+        self._on_outside: Callable[[], None] | None = None
         self._packed = [False] * len(unsharded)  # whose gradient went into a reduction since the backward began
         self._reduced = False  # whether there was a reduction since the backward began
         self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
@@ -64,6 +61,16 @@ class GroupGradients:
     def shard(self) -> torch.Tensor | None:
         """1D, shard_numel; None before the first reduction."""
         return self._memory.shard
+
+    def attach(self, on_outside: Callable[[], None]) -> None:
+        """Reduce gradients of uses outside of the unit as well, from now on.
+
+        Args:
+            on_outside: Called when one arrives.
+        """
+        self._on_outside = on_outside
+        for index, parameter in enumerate(self._sharded):
+            parameter.take_part(self, index)
 
     # -- what a backward leaves
 
@@ -91,7 +98,8 @@ class GroupGradients:
         former = self._outside.get(index)
         # Not in place: what arrives may belong to the user.
         self._outside[index] = gradient if former is None else former + gradient
-        self.on_outside()
+        if self._on_outside is not None:
+            self._on_outside()
 
     def unreduced(self, index: int) -> torch.Tensor | None:
         """What there is of a parameter's gradient before a later micro-batch completes it.
@@ -273,10 +281,6 @@ class GroupGradients:
             ShardTensor(local_view(shard, self._layout, i, self._mesh.slice_rank), sharded.spec)
             for i, sharded in enumerate(self._sharded)
         ]
-
-
-def _nobody() -> None:
-    pass
 
 
 _IN_A_LIST = next(map(sys.getrefcount, [torch.empty(0)]))

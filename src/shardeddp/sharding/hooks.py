@@ -161,7 +161,7 @@ def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
             parameter.requires_grad_(trainable)
     for group in track.unit.groups:
         group.buffer.count_references()
-        group.gradients.on_outside = _outside_hook(runtime)
+        group.gradients.attach(_outside_hook(runtime))
     return hook
 
 

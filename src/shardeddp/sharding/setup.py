@@ -1,17 +1,18 @@
 """Shard a model: agree on the plan, cut every parameter, and put the runtime in charge."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
 import torch
+from torch import nn
 
 from shardeddp.comm import Mesh, agree_on_layout, together
+from shardeddp.errors import ConfigurationError
 from shardeddp.plan.placement import Placement
 from shardeddp.sharding.materialize import Birth, Materializer
 from shardeddp.sharding.runtime import Prefetch, Runtime
-from shardeddp.sharding.spec import ParameterSpec, UnitSpec
+from shardeddp.sharding.spec import ParameterSpec, UnitSpec, join
 from shardeddp.sharding.unit import Unit
 
 
@@ -47,30 +48,48 @@ def shard_model(
     options = [f"{prefetch}", f"uneven_units={uneven}"]  # what decides in which order units are gathered
     agree_on_layout([*options, *fingerprint(specs, mesh, placement)], mesh.control)
     materializer = together("finding deferred parameters", lambda: Materializer(specs, birth or Birth()), mesh.control)
-    for spec in (spec for unit in specs for spec in unit.parameters):
-        _warn_of_views(spec)
+    views = together("finding views of parameters", lambda: _held_views(specs[0].module, specs), mesh.control)
     follow_rank_zero(specs, mesh)
     if idle and mesh.world.size == 1:
         specs = [_set_idle(spec, mesh.device) for spec in specs]
     units = together("sharding the model", lambda: [Unit(spec, mesh, placement) for spec in specs], mesh.control)
+    for owner, attribute, spec in views:
+        vars(owner)[attribute] = spec.parameter.detach()
     materializer.fill(mesh)
     return Runtime(units, mesh, placement, prefetch, uneven)
 
 
-def _warn_of_views(spec: ParameterSpec) -> None:
-    """Tell who keeps a view of a parameter from before that it will not follow."""
-    parameter = spec.parameter
-    if parameter.is_meta or spec.shares_memory_with is not None or not parameter.numel():
-        return
-    storage = parameter.detach().untyped_storage()
-    alone = storage.nbytes() == parameter.numel() * parameter.element_size()
-    if alone and torch._C._storage_Use_Count(storage._cdata) > 2:
-        warnings.warn(
-            f"parameter {spec.fqn} is sharded, and something else refers to the memory that it had (a detached view, a "
-            f"state dict, an array): that keeps the values of now and does not follow the parameter. Make it anew "
-            f"where it is needed, or clone it if it is to stay what it is",
-            stacklevel=2,
-        )
+def _held_views(root: nn.Module, specs: Sequence[UnitSpec]) -> list[tuple[nn.Module, str, ParameterSpec]]:
+    """The attributes of modules that are all of a parameter's memory, detached; they follow it.
+
+    Raises:
+        ConfigurationError: A buffer has memory of a parameter.
+    """
+    by_storage: dict[int, ParameterSpec] = {}
+    for spec in (spec for unit in specs for spec in unit.parameters):
+        if not spec.parameter.is_meta and spec.parameter.numel() and spec.shares_memory_with is None:
+            by_storage.setdefault(_place(spec.parameter), spec)
+    found: list[tuple[nn.Module, str, ParameterSpec]] = []
+    for name, module in root.named_modules():
+        for attribute, value in (*vars(module).items(), *module._buffers.items()):
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
+                continue
+            spec = None if isinstance(value, nn.Parameter) else by_storage.get(_place(value))
+            if spec is None or f"{attribute}_orig" in module._parameters:  # computed anew before each forward
+                continue
+            is_all = (value.shape, value.stride()) == (spec.parameter.shape, spec.parameter.stride())
+            if attribute in module._buffers or not is_all:
+                raise ConfigurationError(
+                    f"{join(name, attribute)} is made of the memory of parameter {spec.fqn}, which is about to be "
+                    f"sharded, and would not follow it any more: expected tensors of their own beside parameters. "
+                    f"Clone it, or compute it from the parameter where it is needed"
+                )
+            found.append((module, attribute, spec))
+    return found
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_meta else tensor.data_ptr()
 
 
 def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:

@@ -270,13 +270,13 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
             gradient = self._hooks.run(gradient)
         if are_asked():
             return gradient
-        gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient.detach()
+        gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient
+        if self._unit_gradients is None:
+            return _Average.apply(gradient, self._spec, self._local.device)
         with torch.no_grad():
-            if self._unit_gradients is None:
-                return _average(gradient, self._spec, self._local.device)
             self._former_gradient = stored_gradient(self)
             unit_gradients, index = self._unit_gradients
-            unit_gradients.add_outside(index, gradient)
+            unit_gradients.add_outside(index, gradient.detach())
             return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
 
     def _end_accumulation(self, parameter: torch.Tensor) -> None:
@@ -387,12 +387,21 @@ class _FullTensor(torch.autograd.Function):
         return gradient, None
 
 
-def _average(gradient: torch.Tensor, spec: ShardSpec, home: torch.device) -> ShardTensor:
-    """The average of all ranks' whole gradients; this rank's interval of it."""
-    total = gradient.contiguous().clone()
-    spec.mesh.world.all_reduce_(total).wait()
-    local = spec.localize(total).div(spec.mesh.topology.world_size)
-    return ShardTensor(local.to(home), spec)
+class _Average(torch.autograd.Function):
+    """Average whole gradients over all ranks and keep this rank's interval."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device) -> ShardTensor:
+        total = gradient.contiguous().clone()
+        spec.mesh.world.all_reduce_(total).wait()
+        local = spec.localize(total).div(spec.mesh.topology.world_size)
+        return ShardTensor(local.to(home), spec)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        # Whoever used the average took it whole, so what arrives has been averaged over ranks already.
+        return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
 
 
 class _View(torch.autograd.Function):

@@ -65,10 +65,10 @@ class HostCopies(StandIns):
 
     @torch.no_grad()
     def depart(self) -> None:  # noqa: D102
-        for local in self._gradients:
-            copy, _ = self._copies[local]
-            local.copy_(copy, non_blocking=True)
-            self._copies[local] = copy, local._version + 1  # `parameters_changed` counts one more version
+        for local, (copy, _) in self._copies.items():
+            if copy in self._gradients:
+                local.copy_(copy, non_blocking=True)
+                self._copies[local] = copy, local._version + 1  # `parameters_changed` counts one more version
 
     def _wait(self) -> None:
         if any(local.is_cuda for local in self._copies):

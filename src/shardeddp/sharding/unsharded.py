@@ -62,7 +62,12 @@ class ReleasedParameter(nn.Parameter):
 
 def sharded_of(unsharded: nn.Parameter) -> torch.Tensor:
     """The sharded parameter of an unsharded one."""
-    return unsharded.__dict__["sharded"]
+    sharded = unsharded.__dict__["sharded"]()
+    if sharded is None:
+        raise RuntimeError(
+            f"parameter {unsharded.__dict__['fqn']} was kept from inside its unit's forward, and its model is gone"
+        )
+    return sharded
 
 
 @cache
