@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -286,16 +286,29 @@ def fail(module: LightningModule) -> None:
     raise LookupError("no such token")
 
 
+class Notes(Callback):
+    """Hears of exceptions, as those that send messages do."""
+
+    heard = ""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep the text."""
+        self.heard = str(exception)
+
+
 def fail_and_live(linger_s: float) -> Ended:
     """The rank that fails does not end: a notebook, or a script that catches errors."""
-    model = Odd(fail, 1, 2)
-    trainer = make_trainer(make_strategy("full_shard"), max_steps=6)
+    model, notes = Odd(fail, 1, 2), Notes()
+    trainer = make_trainer(make_strategy("full_shard"), max_steps=6, callbacks=[notes])
 
     def run() -> None:
         try:
             trainer.fit(model, token_loader(48))
         except LookupError:
             time.sleep(linger_s)
+        except RuntimeError as error:
+            assert notes.heard == str(error)
+            raise
 
     return ended_with(run, lambda: model.began)
 

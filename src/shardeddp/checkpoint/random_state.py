@@ -191,7 +191,7 @@ class ResumeRandomness:
             # Seeded by numbers that are thrown away with all others drawn before `begin`.
             loader.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
             self._lent.append(loader)
-        if _has_length(loader):
+        if has_length(loader):
             return loader
         before = {
             name.removeprefix(_BEFORE_FETCH): tensor
@@ -289,7 +289,8 @@ def _check(states: object) -> None:
                 )
 
 
-def _has_length(loader: object) -> bool:
+def has_length(loader: object) -> bool:
+    """Whether a loader knows how many batches it has."""
     try:
         len(cast(Any, loader))
     except (TypeError, NotImplementedError):

@@ -38,6 +38,7 @@ if TYPE_CHECKING or NAMESPACE == UNIFIED:
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.core.saving import _load_state as load_state
+    from lightning.pytorch.loops import _FitLoop as FitLoop
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
@@ -84,6 +85,7 @@ else:
     )
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.core.saving import _load_state as load_state
+    from pytorch_lightning.loops import _FitLoop as FitLoop
     from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from pytorch_lightning.loops.progress import _ProcessedTracker as ProcessedTracker
@@ -117,6 +119,7 @@ __all__ = [
     "DeviceDtypeModuleMixin",
     "DoublePrecision",
     "EvaluationLoop",
+    "FitLoop",
     "GradClipAlgorithmType",
     "GradientAccumulationScheduler",
     "HalfPrecision",

@@ -13,10 +13,21 @@ from typing_extensions import override
 
 from shardeddp.checkpoint.kept_shards import KEPT, KEY, KeptShards, places_of_shards
 from shardeddp.checkpoint.loader_states import gather_loader_states, take_loader_state
-from shardeddp.checkpoint.random_state import ResumeRandomness, gather_random_states
+from shardeddp.checkpoint.random_state import ResumeRandomness, Stateful, gather_random_states
+from shardeddp.checkpoint.resumed_streams import ResumedStreams
 from shardeddp.comm import Mesh, exchange
+from shardeddp.comm.failures import is_transfer_error
 from shardeddp.comm.muster import Muster
-from shardeddp.lightning_api import PrefetchDataFetcher, ProcessedTracker, Trainer, TrainerFn, TrainerStatus
+from shardeddp.lightning_api import (
+    FitLoop,
+    PrefetchDataFetcher,
+    ProcessedTracker,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
+    callbacks_of,
+)
+from shardeddp.plugins.foremost import Foremost
 from shardeddp.plugins.interruption import Interruption
 from shardeddp.plugins.preemption import Preemption
 from shardeddp.sharding.hooks import runtime_of
@@ -33,9 +44,11 @@ class ContinuingStrategy(CheckpointStrategy):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._randomness = ResumeRandomness()
+        self._held_back = ResumedStreams()
         self._preemption = Preemption()
         self._interruption: Interruption | None = None
         self._kept: KeptShards | None = None  # from reading a checkpoint until the model is sharded
+        self._foremost: Foremost | None = None
 
     # -- a run begins and ends
 
@@ -45,11 +58,22 @@ class ContinuingStrategy(CheckpointStrategy):
             size = self.mesh.topology.world_size
             self._interruption = Interruption(Muster(self.mesh.rank, size), self.mesh.rank)
         self._preemption.attach(trainer)
+        self._remove_foremost()  # of a run whose setup has failed
+        self._foremost = Foremost(self._begin_streams, self._explain)
+        callbacks_of(trainer).insert(0, self._foremost)
 
     def _end_run(self) -> None:
         """To be called by ``teardown``."""
         self._preemption.detach()
+        self._remove_foremost()
         self._randomness.forget()
+        self._held_back.wait = False
+
+    def _remove_foremost(self) -> None:
+        callbacks = [] if self.trainer is None else callbacks_of(self.trainer)
+        if self._foremost in callbacks:  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
+            callbacks.remove(self._foremost)
+        self._foremost = None
 
     @override
     def on_train_start(self) -> None:
@@ -68,6 +92,17 @@ class ContinuingStrategy(CheckpointStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._randomness.began()
+
+    def _begin_streams(self) -> None:
+        """Training starts, and users may look at its loaders."""
+        loaders = self._trainer_at_work().fit_loop._combined_loader
+        if self._held_back.wait and loaders is not None:
+            loaders.flattened = self._held_back.begin(loaders.flattened)
+
+    def _explain(self, exception: BaseException) -> None:
+        """Let an error that comes from another rank say so before anybody hears of it."""
+        if self._mesh is not None and is_transfer_error(exception):
+            self._mesh.failures.explain(exception)
 
     def _trainer_at_work(self) -> Trainer:
         if self.trainer is None:
@@ -102,8 +137,19 @@ class ContinuingStrategy(CheckpointStrategy):
             fetcher = loop._data_fetcher
             return isinstance(fetcher, PrefetchDataFetcher) and bool(fetcher.batches)
 
+        dataloader = self._held_back.hold_back(dataloader)
         mid_epoch = loop.restarting and not batches.is_last_batch
         return self._randomness.watch(dataloader, self.root_device, mid_epoch=mid_epoch, in_hand=in_hand)
+
+    def _ask_loaders_again(self, loop: FitLoop) -> None:
+        """Training loaders were asked for before Lightning knew where a run goes on.
+
+        Those that know where they are would not be told any more, and the progress of an epoch that is over would go
+        on. In the middle of an epoch others start where they start, as under every strategy.
+        """
+        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        if self._held_back.wait or any(isinstance(each, Stateful) for each in loaders):
+            loop._combined_loader = None
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -142,6 +188,8 @@ class ContinuingStrategy(CheckpointStrategy):
         if self._mesh is not None and self._fitting:
             rank, size = self._mesh.rank, self._mesh.topology.world_size
             self._randomness.hold(own.get("random_states"), rank, size)
+            if self._randomness.holds:
+                self._held_back.load(checkpoint)
             if "loader_states" in own:
                 take_loader_state(checkpoint, own["loader_states"], rank, size)
         if self.lightning_module is not None and runtime_of(self.lightning_module) is not None:

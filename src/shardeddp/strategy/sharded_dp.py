@@ -260,8 +260,7 @@ class ShardedDP(ModelStrategy):
             if self._companions.meet_loaders(trainer):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
-                # Lightning has not read yet where the loaders are to go on, and would not look at it any more.
-                trainer.fit_loop._combined_loader = None
+                self._ask_loaders_again(trainer.fit_loop)
         for optimizer in () if self.runtime.idle else self.optimizers:
             attach_optimizer(optimizer, self.runtime.parameters_changed, self._offloads_optimizer, self.optimizer_scope)
 
