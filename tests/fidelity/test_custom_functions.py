@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case, in_bf16
+from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case, in_bf16
 from support.tasks import Block
 
 pytestmark = pytest.mark.timeout(120)
@@ -375,7 +375,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", UNITS_TOO)
 def test_parameters_in_custom_functions_train_as_under_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
     beside_ddp(CASES, strategy)
 

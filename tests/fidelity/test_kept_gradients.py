@@ -290,10 +290,10 @@ ACCUMULATED = {"accumulate_grad_batches": 3}
 CLIPPED = {"gradient_clip_val": 0.3}
 
 CASES = [
-    case(StepsByDifferences),
+    case(StepsByDifferences, steps=6),
     case(StepsBySigns),
     case(StepsByAngles, options=ACCUMULATED, batches=6),
-    case(StepsByHistory, options=CLIPPED),
+    case(StepsByHistory, steps=6, options=CLIPPED),
     case(StepsByBarzilaiBorwein),
     case(KeepsGradientsInAHook, options=CLIPPED),
     case(KeepsDetachedGradients, options=ACCUMULATED, batches=6),
@@ -308,7 +308,7 @@ CASES = [
     case(AccumulatesByHand),
     case(TakesGradientsAway),
     case(SharpnessAware),
-    case(VarianceReduced),
+    case(VarianceReduced, steps=6),
     case(ChangesWhatWasKept),
 ]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case, in_bf16
+from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case, in_bf16
 from support.tasks import Block, Recorded, image_loader
 
 pytestmark = pytest.mark.timeout(120)
@@ -304,6 +304,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", UNITS_TOO)
 def test_weights_are_read_and_written_in_float32(beside_ddp: BesideDdp, strategy: str) -> None:
     beside_ddp(CASES, strategy)

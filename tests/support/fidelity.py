@@ -21,13 +21,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "shard_grad_op": {},
     "shard_optimizer": {},
     "no_shard": {},
+}
+"""Blocks are units."""
+
+UNITS_TOO: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
     # The default policy makes one unit of a model this small.
     "full_shard in one unit": {"auto_wrap_policy": "auto"},
-    "shard_optimizer in one unit": {"auto_wrap_policy": "auto"},
     "no_shard in one unit": {"auto_wrap_policy": "auto"},
     "full_shard of every leaf": {"auto_wrap_policy": SizePolicy(min_numel=1)},
 }
-"""The first word is the strategy; blocks are units where nothing else is said."""
+"""The same, and other units where it matters what a unit is; the first word is the strategy."""
 
 # Ours that say "the result is right", which is what is tested; and DDP's where nothing was unused after all.
 EXPECTED = (
@@ -55,7 +59,7 @@ class Case(Run):
 
 def case(model: Callable[[], Any], **options: Any) -> Case:
     """A few steps of a model; a parameter that a step does not use is no matter for DDP."""
-    usual = {"loader": token_loader, "steps": 5, "warns": EXPECTED, "ddp": {"find_unused_parameters": True}}
+    usual = {"loader": token_loader, "steps": 4, "warns": EXPECTED, "ddp": {"find_unused_parameters": True}}
     return Case(model=model, **{**usual, **options})
 
 
@@ -89,7 +93,7 @@ def train_in_turn(cases: Sequence[Case], strategy: str | None) -> list[Trained]:
             if strategy is None:
                 trained.append(each.under_ddp())
             else:
-                arguments = {"auto_wrap_policy": each.units, **STRATEGIES[strategy]}
+                arguments = {"auto_wrap_policy": each.units, **UNITS_TOO[strategy]}
                 trained.append(each.sharded(strategy.partition(" ")[0], **arguments))
     return trained
 
