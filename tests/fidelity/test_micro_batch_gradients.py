@@ -15,7 +15,10 @@ MICRO_BATCHES = 3
 
 
 class LooksAtGradients(SmallGpt):
-    """Records all gradients and their norms after each backward, in one row; what is missing is not a number."""
+    """Records all gradients after each backward, in one row, and whether their norms are theirs.
+
+    What is missing is not a number.
+    """
 
     def on_after_backward(self) -> None:
         rows = [self.row(parameter) for parameter in self.parameters()]
@@ -25,8 +28,8 @@ class LooksAtGradients(SmallGpt):
         gradient = parameter.grad
         if gradient is None:
             return torch.full((parameter.numel() + 1,), torch.nan)
-        whole = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient
-        return torch.cat([whole.detach().flatten(), torch.tensor([float(gradient.norm())])])
+        whole = (gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient).detach()
+        return torch.cat([whole.flatten(), gradient.norm().view(1) / whole.norm()])
 
 
 RUN = case(LooksAtGradients, steps=2, batches=6, options={"accumulate_grad_batches": MICRO_BATCHES})
@@ -39,15 +42,22 @@ def gradients(trained: list[Trained]) -> Tensor:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_of_every_micro_batch_are_there(world: Worlds, strategy: str) -> None:
-    """The complete gradient is the average; before, it is the average so far or, as under DDP, this rank's own."""
+    """The complete gradient is the average.
+
+    Before, it is the average so far, that of the rank's shard group where that is all that has been reduced, or, as
+    under DDP, this rank's own.
+    """
     ranks = world(ranks_of(strategy))
     expected = [gradients(trained) for trained in ranks.run(train_in_turn, [RUN], None)]
     found = [gradients(trained) for trained in ranks.run(train_in_turn, [RUN], strategy)]
-    average = torch.stack(expected).mean(0)  # of norms, too, where they are all the same
-    for ours, theirs in zip(found, expected, strict=True):
+    average = torch.stack(expected).mean(0)
+    shard_size = STRATEGIES[strategy].get("shard_size", ranks.size)
+    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        first = rank - rank % shard_size
+        of_shard_group = torch.stack(expected[first : first + shard_size]).mean(0)
         for index in range(len(ours)):
             assert not ours[index].isnan().any(), f"no gradient after backward {index}"
             complete = index % MICRO_BATCHES == MICRO_BATCHES - 1
-            allowed = [average[index]] if complete else [average[index], theirs[index]]
+            allowed = [average[index]] if complete else [average[index], of_shard_group[index], theirs[index]]
             distances = [float((ours[index] - each).norm() / each.norm()) for each in allowed]
             assert min(distances) < 1e-5, f"after backward {index}: {distances}"
