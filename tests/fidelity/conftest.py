@@ -8,5 +8,5 @@ from world import Worlds
 
 @pytest.fixture(scope="session")
 def beside_ddp(world: Worlds) -> BesideDdp:
-    """``beside_ddp(cases, strategy)`` fails where a case does not train as under DDP; see ``tests/support/fidelity.py``."""
+    """``beside_ddp(cases, strategy)`` fails where a case does not train as under DDP."""
     return BesideDdp(world)

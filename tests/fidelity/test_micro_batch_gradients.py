@@ -9,7 +9,7 @@ from support.fidelity import STRATEGIES, SmallGpt, case, ranks_of, train_in_turn
 from support.parity import Trained
 from world import Worlds
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 MICRO_BATCHES = 3
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case, in_bf16
 from support.tasks import Block, Recorded, image_loader
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Pretraining(SmallGpt):

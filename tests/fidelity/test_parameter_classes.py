@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case
 from support.tasks import Block
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Sphere:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case, in_bf16
 from support.tasks import Block
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 class ByHand(SmallGpt):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 class UntiedGpt(SmallGpt):

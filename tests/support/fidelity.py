@@ -1,4 +1,4 @@
-"""Corpora of small models that train beside DistributedDataParallel: many in one call of the world, under one strategy."""
+"""Corpora of small models that train beside DistributedDataParallel, many of them in one call of the world."""
 
 import re
 import warnings
@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from shardeddp import AutoPolicy, SizePolicy
 from support.parity import Run, Trained, assert_same_training
-from support.tasks import TinyGpt, token_loader
+from support.tasks import Block, TinyGpt, token_loader
 from world import Worlds
 
-ALONE_TIMEOUT_S = 30.0
+TOGETHER_TIMEOUT_S, ALONE_TIMEOUT_S = 150.0, 30.0
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full_shard": {},
@@ -45,11 +46,16 @@ EXPECTED = (
 class Case(Run):
     """A training of the corpus."""
 
-    units: Any = AutoPolicy(min_numel=1)
-    """The policy where blocks are units."""
+    units: Any = None
+    """The policy where blocks are units; repeated modules where it is None."""
 
     refused: str = ""
     """Instead of training, an error with this text (a pattern) is as good; nothing: it has to train."""
+
+    @property
+    def key(self) -> str:
+        """Where the model is, too: names may be of several files."""
+        return f"{self.model.__module__}.{self.name}"
 
     @property
     def name(self) -> str:
@@ -80,6 +86,39 @@ class SmallGpt(TinyGpt):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
+class ScaledBlock(nn.Module):
+    """A block with an element-wise weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(8)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: Any, *args: Any) -> Any:
+        """Shape (..., 8) to the same; subclasses take and return other things."""
+        return self.block(x) * self.scale
+
+
+class OfUnits(SmallGpt):
+    """Two units of a class between embedding and head."""
+
+    unit: type[nn.Module] = ScaledBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.unit() for _ in range(2))
+
+    def run(self, x: Tensor) -> Tensor:
+        """From embedded tokens to features."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of tokens."""
+        return self.head(self.run(self.embed(tokens)))
+
+
 def ranks_of(strategy: str) -> int:
     """Two replicates of two ranks, or two ranks."""
     return 4 if strategy.startswith("hybrid") else 2
@@ -93,7 +132,7 @@ def train_in_turn(cases: Sequence[Case], strategy: str | None) -> list[Trained]:
             if strategy is None:
                 trained.append(each.under_ddp())
             else:
-                arguments = {"auto_wrap_policy": each.units, **UNITS_TOO[strategy]}
+                arguments = {"auto_wrap_policy": each.units or AutoPolicy(min_numel=1), **UNITS_TOO[strategy]}
                 trained.append(each.sharded(strategy.partition(" ")[0], **arguments))
     return trained
 
@@ -112,7 +151,9 @@ class BesideDdp:
     def __call__(self, cases: Sequence[Case], strategy: str) -> None:
         """Fail with the name of every case that does not train as under DDP, and how."""
         found = self.differences(cases, strategy)
-        assert not found, "\n".join([f"{len(found)} of {len(cases)}:", *(f"{name}: {how}" for name, how in found.items())])
+        assert not found, "\n".join(
+            [f"{len(found)} of {len(cases)}:", *(f"{name}: {how}" for name, how in found.items())]
+        )
 
     def differences(self, cases: Sequence[Case], strategy: str) -> dict[str, str]:
         """By name of the case, how it fails; nothing for those that train as under DDP."""
@@ -120,34 +161,38 @@ class BesideDdp:
         expected = self._under_ddp(cases, size)
         can_train = [each for each in cases if not each.refused]
         try:
-            results: dict[str, Any] = self._train(can_train, strategy)
+            results: dict[str, Any] = self._train(can_train, strategy, size)
         except Exception:  # noqa: BLE001 - it may be any: of a model, of a rank that died, of one that waits
             results = {each.name: self._alone(each, strategy) for each in can_train}
         results.update({each.name: self._alone(each, strategy) for each in cases if each.refused})
         found = {each.name: _difference(each, results[each.name], expected[each.name]) for each in cases}
         return {name: how for name, how in found.items() if how}
 
-    def _train(self, cases: Sequence[Case], strategy: str | None, size: int = 0, **limit: float) -> dict[str, list[Trained]]:
-        ranks = self._world(size or ranks_of(strategy or "")).run(train_in_turn, cases, strategy, **limit)
+    def _train(
+        self, cases: Sequence[Case], strategy: str | None, size: int, timeout_s: float = TOGETHER_TIMEOUT_S
+    ) -> dict[str, list[Trained]]:
+        ranks = self._world(size).run(train_in_turn, cases, strategy, timeout_s=timeout_s)
         return {each.name: [rank[index] for rank in ranks] for index, each in enumerate(cases)}
 
     def _alone(self, only: Case, strategy: str) -> list[Trained] | Exception:
         try:
-            return self._train([only], strategy, timeout_s=ALONE_TIMEOUT_S)[only.name]
+            return self._train([only], strategy, ranks_of(strategy), ALONE_TIMEOUT_S)[only.name]
         except Exception as error:  # noqa: BLE001 - as above
             return error
 
     def _under_ddp(self, cases: Sequence[Case], size: int) -> dict[str, list[Trained]]:
-        missing = [each for each in cases if (each.name, size) not in self._references]
-        for name, trained in self._train(missing, None, size).items() if missing else ():
-            self._references[name, size] = trained
-        return {each.name: self._references[each.name, size] for each in cases}
+        missing = [each for each in cases if (each.key, size) not in self._references]
+        found = self._train(missing, None, size) if missing else {}
+        self._references.update({(each.key, size): found[each.name] for each in missing})
+        return {each.name: self._references[each.key, size] for each in cases}
 
 
 def _difference(of: Case, found: list[Trained] | Exception, expected: list[Trained]) -> str:
     if isinstance(found, Exception):
         text = f"{type(found).__name__}: {found}"
-        return "" if of.refused and re.search(of.refused, text, re.DOTALL) else text
+        if of.refused and re.search(of.refused, text, re.DOTALL):
+            return ""
+        return "\n    ".join([text, *str(found.__cause__).splitlines()[-8:]])
     try:
         assert_same_training(found, expected)
     except AssertionError as error:
