@@ -1,0 +1,114 @@
+"""A detached view of a parameter that somebody keeps is up to date, as under DDP, or its use an error by name."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case
+from support.tasks import Block
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class DetachedInTheStepsOutput(SmallGpt):
+    """The step's dict has views, which a later hook reads: after the optimizer's step, so the new values."""
+
+    def views(self) -> dict[str, Any]:
+        return {"weight": self.embed.weight.detach()}
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Any:
+        return {"loss": super().training_step(batch, batch_index), **self.views()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        self.losses += [float(outputs[name].sum()) for name in sorted(outputs) if name != "loss"]
+
+
+class DetachedPartsInTheStepsOutput(DetachedInTheStepsOutput):
+    def views(self) -> dict[str, Any]:
+        return {"row": self.embed.weight.data[2], "column": self.head.weight.detach().t()[1]}
+
+
+class ArraysInTheStepsOutput(DetachedInTheStepsOutput):
+    """Arrays that share the memory."""
+
+    def views(self) -> dict[str, Any]:
+        return {"array": self.embed.weight.detach().numpy(), "row": self.embed.weight.detach()[3].numpy()}
+
+
+class DetachedOfABlock(DetachedInTheStepsOutput):
+    """Of a unit that has been released."""
+
+    def views(self) -> dict[str, Any]:
+        return {"up": self.blocks[0].up.weight.detach()[:3], "down": self.blocks[1].down.bias.detach()}
+
+
+class RemembersItself(Block):
+    """Keeps a detached view of its own weight in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.remembered = self.up.weight.detach()[:2]
+        return super().forward(x)
+
+
+class DetachedByTheUnit(SmallGpt):
+    """Read in the step, after the backward and before the next step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RemembersItself(8) for _ in range(2))
+
+    def look(self) -> None:
+        self.losses += [float(block.remembered.sum()) for block in self.blocks if hasattr(block, "remembered")]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.look()
+        loss = super().loss(batch)
+        self.look()
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.look()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+
+
+class KeptToTheNextStep(SmallGpt):
+    """A detached view of the last step, which under DDP is always up to date."""
+
+    last: Tensor | None = None
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if self.last is not None:
+            self.losses.append(float((self.last - self.embed.weight.detach()[:4]).abs().sum()))
+        self.last = self.embed.weight.detach()[:4]
+        return super().loss(batch)
+
+
+class DetachedBeforeTraining(SmallGpt):
+    """A view that was taken when the model was built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.embed.weight.detach()[:4]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.losses.append(float(self.rows.sum()))
+        return super().loss(batch) + (self.rows.mean() - self.head.weight).square().mean()
+
+
+CASES = [
+    case(DetachedInTheStepsOutput, refused=r"embed\.weight"),
+    case(DetachedPartsInTheStepsOutput, refused=r"embed\.weight|head\.weight"),
+    case(ArraysInTheStepsOutput, refused=r"embed\.weight"),
+    case(DetachedOfABlock, refused=r"blocks\.0\.up\.weight|blocks\.1\.down\.bias"),
+    case(DetachedByTheUnit, units={RemembersItself}, refused=r"blocks\.[01]\.up\.weight"),
+    case(KeptToTheNextStep, refused=r"embed\.weight"),
+    case(DetachedBeforeTraining, refused=r"embed\.weight"),
+]
+
+
+@pytest.mark.parametrize("strategy", UNITS_TOO)
+def test_detached_views_are_up_to_date_or_refused_by_name(beside_ddp: BesideDdp, strategy: str) -> None:
+    beside_ddp(CASES, strategy)

@@ -1,0 +1,309 @@
+"""Under bf16-mixed, everything but autocast's own operations reads and writes weights in float32, as under DDP."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case, in_bf16
+from support.tasks import Block, Recorded, image_loader
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Pretraining(SmallGpt):
+    """Features of tokens, and a head in the root unit; `target` is where a teacher comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+
+    def features(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1)
+
+
+class MomentumContrast(Pretraining):
+    """MoCo: the key head follows by 0.999 inside of the step, and keys go into a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = deepcopy(self.query).requires_grad_(False)
+        self.register_buffer("queue", F.normalize(torch.randn(8, 8), dim=-1))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.data = key.data * 0.999 + query.data * 0.001
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.follow()
+        x = self.features(batch)
+        query = F.normalize(self.query(x), dim=-1)
+        with torch.no_grad():
+            key = F.normalize(self.key(x), dim=-1)
+        logits = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.t()], 1) / 0.2
+        self.queue = torch.cat([key.float(), self.queue])[:8]
+        return F.cross_entropy(logits.float(), torch.zeros(len(batch), dtype=torch.long))
+
+
+class MomentumContrastInPlace(MomentumContrast):
+    @torch.no_grad()
+    def follow(self) -> None:
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.mul_(0.999).add_(query, alpha=0.001)
+
+
+class MomentumContrastByLerp(MomentumContrast):
+    @torch.no_grad()
+    def follow(self) -> None:
+        torch._foreach_lerp_(list(self.key.parameters()), list(self.query.parameters()), 0.001)
+
+
+class BootstrapYourOwnLatent(Pretraining):
+    """BYOL: a target of blocks and head, which follows at the end of the step's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictor = nn.Linear(8, 8)
+        self.target = nn.ModuleDict({"block": deepcopy(self.blocks[0]), "head": deepcopy(self.query)})
+        self.target.requires_grad_(False)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch).mean(1)
+        online = self.predictor(self.query(self.blocks[0](x)))
+        with torch.no_grad():
+            target = self.target["head"](self.target["block"](x))
+            for mine, theirs in ((self.target["head"], self.query), (self.target["block"], self.blocks[0])):
+                for slow, fast in zip(mine.parameters(), theirs.parameters(), strict=True):
+                    slow.lerp_(fast, 0.004)
+        return 2 - 2 * F.cosine_similarity(online.float(), target.float()).mean()
+
+
+class Distillation(Pretraining):
+    """DINO: teacher, centre and temperatures; the teacher follows when the batch has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = deepcopy(self.query).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(8))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.features(batch)
+        with torch.no_grad():
+            logits = self.teacher(x).float()
+            self.center.mul_(0.9).add_(logits.mean(0), alpha=0.1)
+        target = ((logits - self.center) / 0.1).softmax(-1)
+        return -(target * (self.query(x).float() / 0.5).log_softmax(-1)).sum(-1).mean()
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.query.parameters(), strict=True):
+            slow.data.mul_(0.996).add_(fast.data, alpha=0.004)
+
+
+class PrototypesOfLengthOne(Pretraining):
+    """SwAV: prototypes are normalised in place before they are used."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.query.weight.copy_(F.normalize(self.query.weight.data.clone(), dim=1))
+        scores = self.query(F.normalize(self.features(batch), dim=-1))
+        return F.cross_entropy(scores.float() / 0.1, batch[:, 0] % 8)
+
+
+class PrototypesOfLengthOneByData(Pretraining):
+    """The same in place on `.data`, of a block as well."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        for weight in (self.query.weight, self.blocks[0].up.weight):
+            weight.data.div_(weight.data.norm(dim=1, keepdim=True))
+        return F.cross_entropy(self.query(self.features(batch)).float(), batch[:, 0] % 8)
+
+
+class AngularMargin(Pretraining):
+    """ArcFace: cosines to the rows of a Linear's weight, which is never called."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        cosine = F.linear(F.normalize(self.features(batch)), F.normalize(self.query.weight)).float()
+        margin = F.one_hot(batch[:, 0] % 8, 8) * 0.2
+        return F.cross_entropy(4 * (cosine.clamp(-0.99, 0.99).acos() + margin).cos(), batch[:, 0] % 8)
+
+
+class PenalizedWeights(SmallGpt):
+    """L2 and orthogonality of weights that their modules use, too."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        for block in self.blocks:
+            gram = block.down.weight @ block.down.weight.t()
+            loss = loss + 0.1 * (gram.float() - torch.eye(8)).square().mean() + block.up.weight.square().sum() * 1e-2
+        return loss + 0.1 * torch.linalg.vector_norm(self.head.weight)
+
+
+class WeightReadsInBlocks(Block):
+    """A block that looks at its own weights: a norm, a dtype, a ternary copy (as BitNet), and one without autocast."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.seen = list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.up.weight
+        self.seen.append(float(weight.detach().float().norm()))
+        scale = weight.abs().mean()
+        ternary = (weight / scale).round().clamp(-1, 1) * scale
+        hidden = F.linear(self.norm(x), weight + (ternary - weight).detach(), self.up.bias)
+        with torch.autocast("cpu", enabled=False):
+            out = F.linear(F.gelu(hidden).to(self.down.weight.dtype), self.down.weight, self.down.bias)
+        return x + out
+
+
+class BlocksThatReadWeights(SmallGpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WeightReadsInBlocks(8) for _ in range(2))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses += [seen for block in self.blocks for seen in block.seen]
+        for block in self.blocks:
+            block.seen.clear()
+
+
+class LinearsWithoutAutocast(SmallGpt):
+    """A loss that is computed in float32, as numerically delicate ones are."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(batch[:, :-1]))
+        with torch.autocast("cpu", enabled=False):
+            logits = self.head(self.blocks[1](x.float()))
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+class FollowsTheWeightsDtype(SmallGpt):
+    """As T5 casts its activations; what it saw is recorded."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for block in self.blocks:
+            x = block(x.to(block.up.weight.dtype))
+        self.losses += [float(w.dtype == torch.float32) for w in (self.head.weight, self.blocks[0].up.weight)]
+        logits = self.head(x).to(self.head.weight.dtype)
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+class WeightsBorrowed(Pretraining):
+    """One weight by its module and by `F.linear`, by a product with a LoRA, and by an embedding's lookup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Parameter(torch.randn(2, 8) * 0.1), nn.Parameter(torch.randn(8, 2) * 0.1)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.query(self.features(batch)) + F.linear(self.features(batch), self.query.weight + self.high @ self.low)
+        x = x + F.embedding(batch[:, 0] % 8, self.query.weight) + F.linear(x, self.blocks[0].up.weight)[:, :8]
+        return F.cross_entropy(F.linear(x, self.embed.weight).float(), batch[:, 1])
+
+
+class SpectralNormByHand(nn.Linear):
+    """Power iteration on a weight, with the vector in a buffer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.register_buffer("u", F.normalize(torch.ones(size), dim=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            v = F.normalize(self.weight.t() @ self.u, dim=0)
+            self.u.copy_(F.normalize(self.weight @ v, dim=0))
+        sigma = torch.dot(self.u, torch.mv(self.weight.float(), v))
+        return F.linear(x, self.weight / sigma, self.bias)
+
+
+class SpectrallyNormalized(SmallGpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleList([SpectralNormByHand(8), SpectralNormByHand(8)])
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for block, mixer in zip(self.blocks, self.mixers, strict=True):
+            x = self.normed(block(mixer(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+class StandardizedConvolution(nn.Conv2d):
+    """Weight standardisation, as in BiT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.weight.mean((1, 2, 3), keepdim=True)
+        deviation = self.weight.std((1, 2, 3), keepdim=True)
+        return F.conv2d(x, (self.weight - mean) / (deviation + 1e-5), self.bias, padding=1)
+
+
+class StandardizedConvolutions(Recorded):
+    """By a subclass in units, by a function on an ordinary convolution, and by a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.plain = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+        self.blocks = nn.ModuleList(StandardizedConvolution(4, 4, 3) for _ in range(2))
+        self.head = nn.Linear(4, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        x = self.plain(self.stem(images))
+        for block in self.blocks:
+            x = F.relu(block(x)) + F.conv2d(x, self.plain.weight - self.plain.weight.mean(), padding=1)
+        penalty = self.stem.weight.flatten(1).norm(dim=1).sum() + self.blocks[0].weight.abs().mean()
+        return F.cross_entropy(self.head(x.mean((2, 3))).float(), labels) + 0.05 * penalty
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class AttentionAndRecurrence(SmallGpt):
+    """Modules with weights of several maps in one, which torch takes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.bilinear = nn.Bilinear(8, 8, 8)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        x = x + self.attention(x, x, x)[0] + self.bilinear(x, x)
+        penalty = self.attention.in_proj_weight.square().mean() + self.bilinear.weight.square().mean()
+        x = self.blocks[1](self.blocks[0](x))
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten()) + penalty
+
+
+CASES = [
+    in_bf16(case(MomentumContrast)),
+    in_bf16(case(MomentumContrastInPlace)),
+    in_bf16(case(MomentumContrastByLerp)),
+    in_bf16(case(BootstrapYourOwnLatent)),
+    in_bf16(case(Distillation)),
+    in_bf16(case(PrototypesOfLengthOne)),
+    in_bf16(case(PrototypesOfLengthOneByData)),
+    in_bf16(case(AngularMargin)),
+    in_bf16(case(PenalizedWeights)),
+    in_bf16(case(BlocksThatReadWeights)),
+    in_bf16(case(LinearsWithoutAutocast)),
+    in_bf16(case(FollowsTheWeightsDtype)),
+    in_bf16(case(WeightsBorrowed, options={"accumulate_grad_batches": 2})),
+    in_bf16(case(SpectrallyNormalized)),
+    in_bf16(case(StandardizedConvolutions, loader=image_loader)),
+    in_bf16(case(AttentionAndRecurrence)),
+]
+
+
+@pytest.mark.parametrize("strategy", UNITS_TOO)
+def test_weights_are_read_and_written_in_float32(beside_ddp: BesideDdp, strategy: str) -> None:
+    beside_ddp(CASES, strategy)

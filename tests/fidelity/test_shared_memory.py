@@ -1,0 +1,186 @@
+"""Parameters that share memory train as under DDP, or are refused by both names."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class UntiedGpt(SmallGpt):
+    """A head of its own, for `tie` to tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 11, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        raise NotImplementedError
+
+
+class HeadTiedByData(UntiedGpt):
+    """As many language models tie their embedding."""
+
+    def tie(self) -> None:
+        self.head.weight.data = self.embed.weight.data
+
+
+class HeadTiedByDataUnderAdam(HeadTiedByData):
+    """Two states for one memory."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class HeadTiedBySet(UntiedGpt):
+    def tie(self) -> None:
+        with torch.no_grad():
+            self.head.weight.set_(self.embed.weight)
+
+
+class HeadTiedByANewParameter(UntiedGpt):
+    def tie(self) -> None:
+        self.head.weight = nn.Parameter(self.embed.weight.data)
+
+
+class HeadTiedByDetach(UntiedGpt):
+    def tie(self) -> None:
+        self.head.weight = nn.Parameter(self.embed.weight.detach())
+
+
+class BlocksTiedByData(UntiedGpt):
+    """Two units share one weight."""
+
+    def tie(self) -> None:
+        self.blocks[1].up.weight.data = self.blocks[0].up.weight.data
+
+
+class ThreeTiedByData(UntiedGpt):
+    """Of two units and the root."""
+
+    def tie(self) -> None:
+        self.third = nn.Parameter(self.blocks[0].norm.weight.data)
+        self.blocks[1].norm.weight.data = self.third.data
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + (self.embed(batch) * self.third).square().mean()
+
+
+class FrozenTeacherOfTheSameMemory(UntiedGpt):
+    """The teacher does not train, but follows, because it is the student."""
+
+    def tie(self) -> None:
+        self.teacher = nn.Linear(8, 11, bias=False).requires_grad_(False)
+        self.teacher.weight.data = self.head.weight.data
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        return super().loss(batch) + F.mse_loss(self.head(x + 0.1), self.teacher(x))
+
+
+class BufferOfAParametersMemory(UntiedGpt):
+    """A buffer that reads as the parameter does."""
+
+    def tie(self) -> None:
+        self.register_buffer("table", self.head.weight.data)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + (self.embed(batch) @ self.table.t()).square().mean()
+
+
+class TransposedHead(UntiedGpt):
+    """The same memory in another shape."""
+
+    def tie(self) -> None:
+        self.back = nn.Parameter(self.head.weight.data.t())
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + (F.one_hot(batch, 11).float() @ self.back.t()).square().mean()
+
+
+class OverlappingTables(UntiedGpt):
+    """Rows that two parameters have in common."""
+
+    def tie(self) -> None:
+        rows = torch.randn(12, 8)
+        self.first, self.second = nn.Parameter(rows[:8]), nn.Parameter(rows[4:])
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + (self.first * 0.5 - self.second).square().mean()
+
+
+class RowsOfAWhole(UntiedGpt):
+    """A parameter and a part of it."""
+
+    def tie(self) -> None:
+        self.prompt = nn.Parameter(self.embed.weight.data[:3])
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + self.prompt.square().mean()
+
+
+class PartsOfOneBuffer(UntiedGpt):
+    """Neighbours in one storage that have no element in common: no reason to refuse."""
+
+    def tie(self) -> None:
+        flat = torch.randn(32)
+        self.scale, self.shift = nn.Parameter(flat[:8]), nn.Parameter(flat[8:16])
+        self.blocks[0].norm.bias.data = flat[16:24]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + (self.embed(batch) * self.scale + self.shift).square().mean()
+
+
+class InterleavedRows(UntiedGpt):
+    """Even and odd rows: overlapping in range, with no element in common."""
+
+    def tie(self) -> None:
+        rows = torch.randn(8, 8)
+        self.even, self.odd = nn.Parameter(rows[::2]), nn.Parameter(rows[1::2])
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + (self.even * 0.5 - self.odd).square().mean()
+
+
+class OneModuleInTwoPlaces(UntiedGpt):
+    """Tied as torch means it, by the object: of two units, and under two names."""
+
+    def tie(self) -> None:
+        self.blocks[1].up = self.blocks[0].up
+        self.again = self.head
+
+
+def names(first: str, second: str) -> str:
+    """Both fqns, in either order."""
+    first, second = (name.replace(".", r"\.") for name in (first, second))
+    return rf"{first}\b.*{second}\b|{second}\b.*{first}\b"
+
+
+CASES = [
+    case(HeadTiedByData, refused=names("embed.weight", "head.weight")),
+    case(HeadTiedByDataUnderAdam, refused=names("embed.weight", "head.weight")),
+    case(HeadTiedBySet, refused=names("embed.weight", "head.weight")),
+    case(HeadTiedByANewParameter, refused=names("embed.weight", "head.weight")),
+    case(HeadTiedByDetach, refused=names("embed.weight", "head.weight"), options={"accumulate_grad_batches": 2}),
+    case(BlocksTiedByData, refused=names("blocks.0.up.weight", "blocks.1.up.weight")),
+    case(ThreeTiedByData, refused=names("third", "blocks.0.norm.weight")),
+    case(FrozenTeacherOfTheSameMemory, refused=names("head.weight", "teacher.weight")),
+    case(BufferOfAParametersMemory, refused=names("head.weight", "table")),
+    case(TransposedHead, refused=names("head.weight", "back")),
+    case(OverlappingTables, refused=names("first", "second")),
+    case(RowsOfAWhole, refused=names("embed.weight", "prompt")),
+    case(PartsOfOneBuffer),
+    case(InterleavedRows),
+    case(OneModuleInTwoPlaces),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shared_memory_stays_shared_or_is_refused_by_name(beside_ddp: BesideDdp, strategy: str) -> None:
+    beside_ddp(CASES, strategy)

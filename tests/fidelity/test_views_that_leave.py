@@ -1,0 +1,269 @@
+"""A view of a parameter that leaves its unit has the values and gradients that it has under DDP."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case, in_bf16
+from support.tasks import Block
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Table(nn.Module):
+    """A unit that computes nothing: it hands out its parameter."""
+
+    def __init__(self, rows: int = 6) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(rows, 8) * 0.3)
+
+    def forward(self, length: int) -> Any:
+        return self.table[:length]
+
+
+class WithATable(SmallGpt):
+    """Positions from a table, as `add` adds them."""
+
+    table_class: type[nn.Module] = Table
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = self.table_class()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.add(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def add(self, x: Tensor) -> Tensor:
+        return x + self.positions(x.shape[1])
+
+
+class WholeTable(Table):
+    """The parameter itself."""
+
+    def forward(self, length: int) -> Tensor:
+        return self.table
+
+
+class ReturnsItsParameter(WithATable):
+    table_class = WholeTable
+
+    def add(self, x: Tensor) -> Tensor:
+        return x + self.positions(5)[:5] * self.positions(6)[-1]
+
+
+class ExpandedPrompt(Table):
+    """Prompt tuning, as peft and everybody writes it."""
+
+    def forward(self, length: int) -> Tensor:
+        return self.table.expand(length, -1, -1)
+
+
+class PromptTuning(WithATable):
+    """The model is frozen, the prompt is all that trains."""
+
+    table_class = ExpandedPrompt
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.positions.requires_grad_(True)
+
+    def add(self, x: Tensor) -> Tensor:
+        prompt = self.positions(len(x))
+        return torch.cat([prompt, x], 1)[:, -x.shape[1] :] + prompt.mean(1, keepdim=True)
+
+
+class PromptsOfAllLayers(Table):
+    """Prefix tuning: one prefix per layer, unbound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefixes = nn.Parameter(torch.randn(2, 3, 8))
+
+    def forward(self, length: int) -> Any:
+        return self.prefixes.unbind(0)
+
+
+class PrefixTuning(WithATable):
+    table_class = PromptsOfAllLayers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block, prefix in zip(self.blocks, self.positions(0), strict=True):
+            x = block(torch.cat([prefix.expand(len(x), -1, -1), x], 1))[:, 3:]
+        return self.head(x)
+
+
+class KeptList(Table):
+    """Views in a list, an attribute and a dict; nothing is returned."""
+
+    def forward(self, length: int) -> None:
+        self.parts = [part.t() for part in self.table.chunk(2)]
+        self.named = {"first": self.table.select(0, 0), "rest": self.table.narrow(0, 1, 3).view(-1)}
+
+
+class TakesViewsFromTheUnit(WithATable):
+    table_class = KeptList
+
+    def add(self, x: Tensor) -> Tensor:
+        self.positions(5)
+        scale = (self.positions.parts[0].t() * self.positions.parts[1].t()).mean(0)
+        return x * (1 + scale) + self.positions.named["first"] + self.positions.named["rest"].view(3, 8).sum(0)
+
+
+class Yielded(Table):
+    """A generator of views."""
+
+    def forward(self, length: int) -> Iterator[Tensor]:
+        for index in range(length):
+            yield self.table[index]
+
+
+class TakesViewsOneByOne(WithATable):
+    table_class = Yielded
+
+    def add(self, x: Tensor) -> Tensor:
+        return torch.stack([part + row for part, row in zip(x.unbind(1), self.positions(5), strict=True)], 1)
+
+
+class Rotary(Table):
+    """A complex view of pairs."""
+
+    def forward(self, length: int) -> Tensor:
+        return torch.view_as_complex(self.table.view(-1, 4, 2))[:length]
+
+
+class RotatesByAComplexView(WithATable):
+    table_class = Rotary
+
+    def add(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.reshape(*x.shape[:-1], 4, 2)) * self.positions(x.shape[1])
+        return torch.view_as_real(turned).flatten(-2)
+
+
+class Codebook(nn.Module):
+    """Vector quantisation; codes and the book that they are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Embedding(5, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cdist(x.flatten(0, 1), self.book.weight).argmin(-1).view(x.shape[:-1]), self.book.weight
+
+
+class Quantizes(WithATable):
+    """The caller looks up in the book that the unit has returned."""
+
+    table_class = Codebook
+
+    def add(self, x: Tensor) -> Tensor:
+        codes, book = self.positions(x)
+        found = book[codes]
+        self.commitment = F.mse_loss(found, x.detach()) + F.mse_loss(found.detach(), x)
+        return x + (found - x).detach()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + self.commitment
+
+
+class HandsOutAWeight(Block):
+    """A hypernetwork: the caller computes with the weight that a unit returns beside its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), {"weight": self.down.weight.t(), "bias": self.norm.bias[:]}
+
+
+class ComputesWithReturnedWeights(SmallGpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HandsOutAWeight(8) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x, returned = block(x)
+            x = x + x @ returned["weight"][:8] + returned["bias"]
+        return self.head(x)
+
+
+class ChangesAClone(WithATable):
+    """In place on a clone of the view, and on a sum of it."""
+
+    def add(self, x: Tensor) -> Tensor:
+        positions = self.positions(x.shape[1])
+        changed = positions.clone()
+        changed[0] = 0
+        changed.mul_(2)
+        total = positions + 0
+        total += x.mean(0)
+        return x + changed + total
+
+
+class SquaredLater(WithATable):
+    """Saved for backward by operations of the caller, long after the unit has run."""
+
+    def add(self, x: Tensor) -> Tensor:
+        self.view = self.positions(5)
+        return x + self.view
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + (self.view**2 * self.view.exp()).mean()
+
+
+class ViewIsThePenalty(SquaredLater):
+    """The loss of a step is of the view alone, every other time."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        return (self.view.sin() ** 2).mean() if len(self.losses) % 2 else loss
+
+
+class ViewByAHook(WithATable):
+    """A forward hook takes the parameter's view and adds it to the output of another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].register_forward_hook(lambda module, args, out: out + module.norm.weight[:8] * self.kept[0])
+        self.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * module.norm.bias.view(-1).add(1),))
+
+    def add(self, x: Tensor) -> Tensor:
+        self.kept = self.positions(5)
+        return x + self.kept
+
+
+CASES = [
+    case(WithATable, units={Block, Table}),
+    case(ReturnsItsParameter, units={Block, Table}),
+    case(PromptTuning, units={Block, Table}, options={"gradient_clip_val": 0.5}),
+    case(PrefixTuning, units={Block, Table}),
+    case(TakesViewsFromTheUnit, units={Block, Table}),
+    case(TakesViewsOneByOne, units={Block, Table}),
+    case(RotatesByAComplexView, units={Block, Table}),
+    case(Quantizes, units={Block, Codebook}, options={"accumulate_grad_batches": 2}),
+    case(ComputesWithReturnedWeights, units={HandsOutAWeight}),
+    case(ChangesAClone, units={Block, Table}),
+    case(SquaredLater, units={Block, Table}),
+    case(ViewIsThePenalty, units={Block, Table}),
+    case(ViewByAHook, units={Block, Table}),
+]
+
+
+@pytest.mark.parametrize("strategy", UNITS_TOO)
+def test_views_that_leave_their_unit_train_as_under_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
+    beside_ddp(CASES, strategy)
+
+
+IN_BF16 = [in_bf16(each) for each in CASES if each.model in (PrefixTuning, Quantizes, ComputesWithReturnedWeights)]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard in one unit"])
+def test_views_that_leave_their_unit_train_as_under_ddp_in_bf16(beside_ddp: BesideDdp, strategy: str) -> None:
+    beside_ddp(IN_BF16, strategy)
