@@ -210,7 +210,7 @@ def compare(program: Program, journal: str) -> Outcome:
         notes.write("sharded\n")
         try:
             found = sharded(program)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - travels to the session
             raise ProgramRaised(f"{type(error).__name__}: {error}", traceback.format_exc()) from None
         error, where = difference(found, expected)
         worst = _largest(error)
@@ -278,7 +278,9 @@ def run(pool: Pool, program: Program) -> Outcome:
             phase = Path(journal.name).read_text().split()[-1:]
             kind = "dies" if isinstance(error, RankDied) else "hangs"
             return Outcome(
-                kind="discarded" if phase == ["ddp"] else kind, text=f"{kind} under {phase}: {error}", details=_causes(error)
+                kind="discarded" if phase == ["ddp"] else kind,
+                text=f"{kind} under {phase}: {error}",
+                details=_causes(error),
             )
         return max(outcomes, key=lambda outcome: (outcome.failed, outcome.kind != "same"))
 
@@ -334,7 +336,7 @@ def main() -> None:
     parser.add_argument("seeds", nargs="*")
     parser.add_argument("--program", help="the text of a program")
     parser.add_argument("--shrink", type=float, nargs="?", const=90.0, help="seconds for each")
-    parser.add_argument("--singles", help="each choice alone, with these changes: \"policy=None, accumulate=2\"")
+    parser.add_argument("--singles", help='each choice alone, with these changes: "policy=None, accumulate=2"')
     parser.add_argument("--details", action="store_true")
     parser.add_argument("--json", help="file to which every outcome is appended")
     options = parser.parse_args()

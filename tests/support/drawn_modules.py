@@ -99,7 +99,16 @@ class Layer(nn.Module):
             self.inner = nn.LSTM(width, width, batch_first=True)
         if kind == "embedding":
             self.inner = nn.Embedding(LENGTH, width)
-        shapes = {"scale": 1, "bias": 1, "prompt": 1, "function": 1, "keeps": 1, "unbind": 2, "slice": 2, "fused": width}
+        shapes = {
+            "scale": 1,
+            "bias": 1,
+            "prompt": 1,
+            "function": 1,
+            "keeps": 1,
+            "unbind": 2,
+            "slice": 2,
+            "fused": width,
+        }
         if kind in shapes:
             size = (shapes[kind], width) if kind in ("unbind", "fused", "prompt") else (shapes[kind] * width,)
             self.weight = nn.Parameter(torch.randn(size) * 0.3 + (kind not in ("bias", "fused")))

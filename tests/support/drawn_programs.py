@@ -117,7 +117,9 @@ ACTIONS: dict[str, tuple[float, str]] = {
 }
 """What a user does between the steps, and in which hooks of the training."""
 
+TIES = {"head": 2, "parameter": 2, "memory": 1}
 SHARDING = {"full_shard": 4, "hybrid_shard": 2, "shard_grad_op": 2, "shard_optimizer": 2, "no_shard": 1.5}
+RESHARDING = ("full_shard", "hybrid_shard")
 
 
 class Printed:
@@ -170,7 +172,7 @@ class Program(Printed):
     """Blocks that are called again after the last."""
 
     ties: tuple[Use, ...] = ()
-    """"head": the head has the embedding's weight; "parameter": two parameters are one; "memory": share their memory."""
+    """"head": the head has the embedding's weight; "parameter": two parameters are one; "memory": they share memory."""
 
     frozen: tuple[int, ...] = ()
     terms: tuple[Use, ...] = ()
@@ -180,7 +182,8 @@ class Program(Printed):
     hooks: tuple[Use, ...] = ()
     actions: tuple[Action, ...] = ()
     backward: str = "automatic"
-    """"automatic", "manual", a manual one for "each" loss, one "overridden" with two parts, or two optimizers ("two")."""
+    """"automatic"; "manual"; manual for "each" loss; "overridden" with one per loss; two optimizers, "two" on one graph or
+    "toggled" in turn."""
 
     optimizer: str = "sgd"
     scope: bool = False
@@ -232,7 +235,7 @@ def draw(seed: int) -> Program:
         width=rng.choice([4, 4, 6, 8]),
         named=rng.random() < 0.3,
         calls=tuple(rng.randrange(100) for _ in range(rng.choice([0, 0, 0, 1, 1, 2]))),
-        ties=tuple((_one(rng, {"head": 2, "parameter": 2, "memory": 1}), rng.randrange(100)) for _ in range(rng.choice([0, 0, 0, 1]))),
+        ties=tuple((_one(rng, TIES), rng.randrange(100)) for _ in range(rng.choice([0, 0, 0, 1]))),
         frozen=tuple(rng.randrange(100) for _ in range(rng.choice([0, 0, 0, 1]))),
         terms=terms,
         main=not terms or rng.random() < 0.8,
@@ -251,7 +254,7 @@ def draw(seed: int) -> Program:
         sharding=sharding,
         policy=rng.choice(["blocks", "blocks", "blocks", "auto", None]),
         prefetch=(rng.choice([0, 1, 1, 2]), rng.choice([0, 1, 1, 2])),
-        reshard_after_forward=rng.choice([None, None, True, False]) if sharding in ("full_shard", "hybrid_shard") else None,
+        reshard_after_forward=rng.choice([None, None, True, False]) if sharding in RESHARDING else None,
     )
     return legal(program)
 

@@ -84,7 +84,8 @@ class DrawnModule(LightningModule):
         self.embed = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(torch.randn(LENGTH, width) * 0.3)
         blocks = [make_block(block, width, program.dropout) for block in program.blocks]
-        self.body = nn.ModuleDict({f"b{i}": b for i, b in enumerate(blocks)}) if program.named else nn.ModuleList(blocks)
+        names = {f"b{index}": block for index, block in enumerate(blocks)}
+        self.body = nn.ModuleDict(names) if program.named else nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.block_names = [name for name, module in self.named_modules() if isinstance(module, DrawnBlock)]
@@ -379,8 +380,8 @@ class DrawnModule(LightningModule):
             case "keep_view" | "keep_rows" | "keep_data":
                 if last is not None:
                     self.note(label, last.norm())
-                views = {"keep_view": p.detach, "keep_rows": lambda: p.detach()[0], "keep_data": lambda: p.data.view(-1)[:3]}
-                self.kept[key] = views[kind]()
+                view = p.data.view(-1) if kind == "keep_data" else p.detach()
+                self.kept[key] = view if kind == "keep_view" else view[0] if kind == "keep_rows" else view[:3]
                 self._read_kept_by_layers()
             case "normalize":
                 p.div_(p.norm(dim=-1, keepdim=True).clamp_min(0.5))
