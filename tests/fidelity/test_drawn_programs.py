@@ -2,8 +2,8 @@
 
 A seed again, with the smallest program that fails in the same way (in `tests/`)::
 
-    PYTHONPATH=../src:. python -m support.drawn_comparison 17 --shrink
-    PYTHONPATH=../src:. python -m support.drawn_comparison --program "Program(seed=17, blocks=(Block(parts=('mlp',)),))"
+    PYTHONPATH=../src:. python -m support.drawn_survey 17 --shrink
+    PYTHONPATH=../src:. python -m support.drawn_survey --program "Program(seed=17, blocks=(Block(parts=('mlp',)),))"
 
 or `pytest tests/fidelity/test_drawn_programs.py -k seed17-`.
 """
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from support.drawn_comparison import Outcome, run
+from support.drawn_model import DrawnModel
 from support.drawn_programs import Program, draw
-from support.drawn_training import DrawnModule
 from world import Worlds
 
 pytestmark = pytest.mark.timeout(150)
@@ -54,5 +54,5 @@ def test_a_drawn_program_trains_as_under_ddp(world: Worlds, tally: Counter[str],
 
 def is_refusal(program: Program, outcome: Outcome) -> bool:
     """Whether an error is documented and names a parameter."""
-    names = DrawnModule(program).state_dict()
+    names = DrawnModel(program).state_dict()
     return any(name in outcome.text for name in names) and any(re.search(text, outcome.text) for text in REFUSED)
