@@ -183,8 +183,8 @@ class Program(Printed):
     hooks: tuple[Use, ...] = ()
     actions: tuple[Action, ...] = ()
     backward: str = "automatic"
-    """"automatic"; "manual"; manual for "each" loss; "overridden" with one per loss; two optimizers, on one graph: "two",
-    or in turn: "toggled"."""
+    """"automatic"; "manual"; manual for "each" loss; "overridden" with one per loss; two optimizers: "two" on a graph,
+    "toggled" in turn."""
 
     optimizer: str = "sgd"
     scope: bool = False
