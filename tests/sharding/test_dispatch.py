@@ -22,12 +22,6 @@ ELEMENTWISE: dict[str, Case] = {
     "scalar on the left": lambda p, x: 1 / (p + 10),
     "0-dim operand": lambda p, x: p * torch.tensor(0.5),
     "0-dim operand of a wider dtype": lambda p, x: p + torch.tensor(0.5, dtype=torch.float64),
-    "full operand": lambda p, x: p + x,
-    "full operand on the left": lambda p, x: x - p,
-    "full operand of a wider dtype": lambda p, x: p * x.double(),
-    "full operand that is not contiguous": lambda p, x: p + x.mT.contiguous().mT if x.ndim > 1 else -p,
-    "operand of one element": lambda p, x: p * torch.full((1,), 3.0) if p.ndim else -p,
-    "operand that is broadcast": lambda p, x: p + x[..., :1] if p.ndim else -p,
     "itself": lambda p, x: p * p,
     "result of an operation": lambda p, x: p.exp() / (p.abs() + 1),
     "comparison": lambda p, x: p > x,
@@ -76,6 +70,12 @@ IN_PLACE: dict[str, Case] = {
 
 # Everything else gathers; the result is plain.
 GATHERED: dict[str, Case] = {
+    "full operand": lambda p, x: p + x,
+    "full operand on the left": lambda p, x: x - p,
+    "full operand of a wider dtype": lambda p, x: p * x.double(),
+    "full operand that is not contiguous": lambda p, x: p + x.mT.contiguous().mT if x.ndim > 1 else -p,
+    "operand of one element": lambda p, x: p * torch.full((1,), 3.0) if p.ndim else -p,
+    "operand that is broadcast": lambda p, x: p + x[..., :1] if p.ndim else -p,
     "sum of a dim": lambda p, x: p.sum(0),
     "mean that keeps dims": lambda p, x: p.mean(-1, keepdim=True),
     "norm of a dim": lambda p, x: torch.linalg.vector_norm(p, 2, dim=-1),

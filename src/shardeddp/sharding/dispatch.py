@@ -3,7 +3,7 @@
 Nothing returns a local answer to a global question, and nothing that is written is lost. In order:
 
 1. questions about the tensor and copies of it are answered from the shard,
-2. element-wise operations work on this rank's interval (their other operands are cut to it),
+2. element-wise operations on sharded tensors alone, or into one, work on this rank's interval,
 3. reductions over all elements combine the ranks' results,
 4. everything else gathers; what it writes into a gathered operand, then or later through a view of it, is brought back
    to the shard.
@@ -11,8 +11,7 @@ Nothing returns a local answer to a global question, and nothing that is written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,8 +43,6 @@ _SAME_ELEMENTS = {
     aten.fill_.Scalar,
     aten.copy_.default,
 }
-
-_OWN: list[None] = []  # one entry for each_rank_its_own() that is entered
 
 # Take dtype and device from their operand, and nothing else.
 _CREATIONS = {
@@ -141,16 +138,6 @@ def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) ->
     return every.amax(0) if kind == "max" else every.amin(0)
 
 
-@contextmanager
-def each_rank_its_own() -> Generator[None]:
-    """Surround code whose plain tensors differ between ranks, so that what they are combined with has to be whole."""
-    _OWN.append(None)
-    try:
-        yield
-    finally:
-        _OWN.pop()
-
-
 def _is_pointwise(func: Any) -> bool:
     # A random number depends on how many were drawn before it; torch.equal is tagged point-wise as well.
     no = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
@@ -168,8 +155,9 @@ def _common_spec(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwarg
 def _spec_of(
     cls: type[ShardTensor], inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> ShardSpec | None:
-    # Where something is written the target decides; whatever else takes part is cut to its interval.
-    if _OWN and not targets and any(tensor.dim() and not isinstance(tensor, cls) for tensor in inputs):
+    # Where something is written the target decides; whatever else takes part is cut to its interval. Else a plain
+    # tensor may be this rank's own (an activation, a gradient), and the result with it: that is whole.
+    if not targets and any(tensor.dim() and not isinstance(tensor, cls) for tensor in inputs):
         return None
     deciding = targets or [tensor for tensor in inputs if isinstance(tensor, cls)]
     specs = {tensor.spec if isinstance(tensor, cls) else None for tensor in deciding}

@@ -5,15 +5,12 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
-
-from shardeddp.sharding.dispatch import each_rank_its_own
 
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardTensor
@@ -90,8 +87,7 @@ class GradientHooks:
         """Call the hooks with a gradient on its way."""
         plain = type(gradient) is torch.Tensor
         for hook in list(self._on_gradient.values()):
-            with each_rank_its_own() if plain else nullcontext():
-                result: Any = hook(gradient)
+            result: Any = hook(gradient)
             if result is not None:
                 # Whole if the unit's gradient is: a hook may mix it with sharded tensors.
                 gradient = result.full_tensor() if plain and type(result) is not torch.Tensor else result
