@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.scripted import registry_of
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec, join
 from shardeddp.wrap.policy import Policy
@@ -42,7 +43,8 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
     chains = _unit_chains(root, modules)
     parameters: dict[int, list[ParameterSpec]] = {key: [] for key in modules}
     for places in _parameter_places(root):
-        spec = ParameterSpec(fqn=places.fqn, parameter=places.parameter, owners=tuple(places.owners))
+        owners = tuple((registry_of(owner), attribute) for owner, attribute in places.owners)
+        spec = ParameterSpec(fqn=places.fqn, parameter=places.parameter, owners=owners)
         parameters[_innermost_common([chain for owner, _ in places.owners for chain in chains[id(owner)]])].append(spec)
     return [
         UnitSpec(name=name, module=module, parameters=tuple(parameters[key]))
