@@ -35,8 +35,8 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
         At least the root's unit. Inner units that end without a parameter are dropped; the root's is kept.
 
     Raises:
-        ConfigurationError: The model has no parameters, or some that cannot be sharded; or the policy chose a module
-            that does not exist.
+        ConfigurationError: The model has parameters that cannot be sharded, or the policy chose a module that does not
+            exist.
     """
     _reject_unshardable(root)
     modules = _unit_modules(root, policy)
@@ -51,6 +51,19 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
         for key, (name, module) in modules.items()
         if parameters[key] or module is root
     ]
+
+
+def require_parameters(root: nn.Module) -> None:
+    """Raise for a model that has nothing to train.
+
+    Raises:
+        ConfigurationError: It has no parameters.
+    """
+    if next(root.parameters(), None) is None:
+        raise ConfigurationError(
+            f"Expected a model with parameters, found none in {type(root).__name__}. Register them in __init__ or "
+            "configure_model, as nn.Parameter or in submodules; a plain Python list of modules registers none."
+        )
 
 
 @dataclass(kw_only=True)
@@ -132,11 +145,6 @@ def _reject_unshardable(root: nn.Module) -> None:
                 "Pass the bare module: the strategy shards it itself."
             )
     parameters = dict(root.named_parameters())
-    if not parameters:
-        raise ConfigurationError(
-            f"Expected a model with parameters, found none in {type(root).__name__}. Register them in __init__ or "
-            "configure_model, as nn.Parameter or in submodules; a plain Python list of modules registers none."
-        )
     lazy = [name for name, parameter in parameters.items() if isinstance(parameter, UninitializedParameter)]
     if lazy:
         raise ConfigurationError(
