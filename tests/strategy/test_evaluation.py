@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardeddp import ShardedDP, ShardTensor
-from support.tasks import Block, EvaluatedGpt, TinyGpt, token_loader
+from support.tasks import VOCABULARY, Block, EvaluatedGpt, TinyGpt, token_loader
 from support.trainers import assert_same_weights, full_weights, make_trainer
 from world import Worlds
 
@@ -195,3 +195,40 @@ def test_the_sanity_check_leaves_training_as_it_is(world: Worlds) -> None:
     ):
         assert without["losses"] == having["losses"]
         assert all(torch.equal(without["weights"][name], having["weights"][name]) for name in without["weights"])
+
+
+# -- without parameters
+
+
+class HasNoParameters(LightningModule):
+    """A baseline: counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(VOCABULARY))
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        self.counts += torch.bincount(batch.flatten(), minlength=VOCABULARY)
+        self.log("most", self.counts.argmax().float(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return batch.float().mean()
+
+
+def evaluate_without_parameters(build: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
+    model, loader = HasNoParameters(), token_loader(8 * dist.get_world_size())
+    trainer = make_trainer(build(**arguments))
+    return [
+        trainer.validate(model, loader, verbose=False),
+        trainer.test(model, loader, verbose=False),
+        trainer.predict(model, loader),
+    ]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"sharding_strategy": "no_shard"}, {"auto_wrap_policy": None}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_without_parameters_is_evaluated(world: Worlds, ranks: int, arguments: dict[str, Any]) -> None:
+    found = world(ranks).run(evaluate_without_parameters, ShardedDP, arguments)
+    assert found == world(ranks).run(evaluate_without_parameters, DDPStrategy, {})

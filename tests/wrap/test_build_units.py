@@ -269,8 +269,11 @@ def test_a_name_that_does_not_exist_is_refused_with_the_policy_and_the_nearest_n
 
 
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(), nn.ModuleList([nn.Dropout(), nn.Identity()])])
-def test_a_model_without_parameters_is_refused(model: nn.Module) -> None:
-    assert f"found none in {type(model).__name__}" in refused(model)
+def test_a_model_without_parameters_is_one_empty_unit_that_cannot_be_trained(model: nn.Module) -> None:
+    (unit,) = build_units(model, SingleUnitPolicy())
+    assert (unit.module, unit.parameters) == (model, ())
+    with pytest.raises(ConfigurationError, match=f"found none in {type(model).__name__}"):
+        require_parameters(model)
 
 
 def test_parameters_on_the_meta_device_have_the_units_of_real_ones() -> None:

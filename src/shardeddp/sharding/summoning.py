@@ -12,6 +12,7 @@ from torch import nn
 from shardeddp.comm import agree_on_any
 from shardeddp.sharding.gathered import gather, mark_written
 from shardeddp.sharding.runtime import Runtime
+from shardeddp.sharding.scripted import module_behind, registry_of
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.unit import Unit, register
 from shardeddp.sharding.unsharded import UnshardedParameter
@@ -75,13 +76,13 @@ def _find(runtime: Runtime, module: nn.Module) -> dict[int, _Summoned]:
     inside = dict.fromkeys(module.modules())  # in the same order on all ranks
     for track in runtime.tracks:
         for owner, sharded in track.unit.resting():
-            if owner in inside and isinstance(sharded, ShardTensor):
+            if module_behind(owner) in inside and isinstance(sharded, ShardTensor):
                 found.setdefault(id(sharded), _Summoned(sharded=sharded, unit=track.unit))
     for owner in inside:
         for name, parameter in owner._parameters.items():
             if isinstance(parameter, ShardTensor):
                 entry = found.setdefault(id(parameter), _Summoned(sharded=parameter, unit=None))
-                entry.owners.append((owner, name))
+                entry.owners.append((registry_of(owner), name))
     return found
 
 

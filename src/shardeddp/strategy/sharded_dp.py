@@ -44,7 +44,7 @@ from shardeddp.strategy.companions import Companions
 from shardeddp.strategy.model import ModelStrategy
 from shardeddp.strategy.planning import plan_units
 from shardeddp.strategy.processes import StartMethod
-from shardeddp.wrap import PolicyLike, resolve_policy
+from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
 
 _DEFAULTS = CheckpointOptions()  # an instance, so that the command line has a flag for each of its fields
 
@@ -208,6 +208,8 @@ class ShardedDP(ModelStrategy):
                 f"this {type(module).__name__} is already sharded by another strategy ({runtime.placement}) and cannot "
                 f"change to {self.placement}. Use the same options, or build the module anew and load a checkpoint"
             )
+        if fitting and self.is_distributed:
+            require_parameters(module)  # as DistributedDataParallel does; whatever else a run does needs none
         self._runtime, self._mesh = runtime, runtime.mesh
         self._watch()
         load = self._companions.join(trainer, module, runtime)

@@ -10,3 +10,4 @@ from shardeddp.wrap.policy import SizePolicy as SizePolicy
 from shardeddp.wrap.resolve import PolicyLike as PolicyLike
 from shardeddp.wrap.resolve import resolve_policy as resolve_policy
 from shardeddp.wrap.units import build_units as build_units
+from shardeddp.wrap.units import require_parameters as require_parameters

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pkgutil import resolve_name
 
+import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.utils import parametrize
@@ -15,7 +16,9 @@ _INSIDE = "_orig_mod"  # the name of the module inside of an OptimizedModule
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called; a unit is gathered when its module is called, so others cannot be units."""
+    """Whether Python calls the module; a unit is gathered when its module is called, so others cannot be units."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False  # code that is not Python's calls what is inside of it
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -43,9 +46,10 @@ def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The direct children below which units may lie; of what ``torch.compile(module)`` returned, the module inside.
 
     ``nn.MultiheadAttention`` reads the weights of its ``out_proj`` without calling it, and a parametrization is
-    evaluated while an attribute is read: no call would gather them, so both belong to the unit around them.
+    evaluated while an attribute is read: no call would gather them, so both belong to the unit around them. So does
+    everything inside of a scripted or traced module.
     """
-    if isinstance(module, nn.MultiheadAttention):
+    if isinstance(module, nn.MultiheadAttention | torch.jit.ScriptModule):
         return
     hidden = "parametrizations" if parametrize.is_parametrized(module) else None
     for name, child in module.named_children():

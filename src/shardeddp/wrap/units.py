@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.sharding.scripted import registry_of
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec, join
 from shardeddp.wrap.policy import Policy
@@ -37,8 +38,8 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
         At least the root's unit. Inner units that end without a parameter are dropped; the root's is kept.
 
     Raises:
-        ConfigurationError: The model has no parameters, or some that cannot be sharded; or the policy chose a module
-            that does not exist; or parameters share a part of their memory.
+        ConfigurationError: The model has parameters that cannot be sharded, or share a part of their memory; or the
+            policy chose a module that does not exist.
     """
     _reject_unshardable(root)
     modules = _unit_modules(root, policy)
@@ -55,6 +56,19 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
         for key, (name, module) in modules.items()
         if parameters[key] or module is root
     ]
+
+
+def require_parameters(root: nn.Module) -> None:
+    """Raise for a model that has nothing to train.
+
+    Raises:
+        ConfigurationError: It has no parameters.
+    """
+    if next(root.parameters(), None) is None:
+        raise ConfigurationError(
+            f"Expected a model with parameters, found none in {type(root).__name__}. Register them in __init__ or "
+            "configure_model, as nn.Parameter or in submodules; a plain Python list of modules registers none."
+        )
 
 
 @dataclass(kw_only=True)
@@ -80,7 +94,7 @@ def _spec_of(places: _Places, shares_memory_with: nn.Parameter | None = None) ->
     return ParameterSpec(
         fqn=places.fqn,
         parameter=places.parameter,
-        owners=tuple(places.owners),
+        owners=tuple((registry_of(owner), attribute) for owner, attribute in places.owners),
         shares_memory_with=shares_memory_with,
     )
 
@@ -173,11 +187,6 @@ def _reject_unshardable(root: nn.Module) -> None:
                 "Pass the bare module: the strategy shards it itself."
             )
     parameters = dict(root.named_parameters())
-    if not parameters:
-        raise ConfigurationError(
-            f"Expected a model with parameters, found none in {type(root).__name__}. Register them in __init__ or "
-            "configure_model, as nn.Parameter or in submodules; a plain Python list of modules registers none."
-        )
     lazy = [name for name, parameter in parameters.items() if isinstance(parameter, UninitializedParameter)]
     if lazy:
         raise ConfigurationError(

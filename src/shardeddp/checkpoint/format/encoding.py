@@ -119,7 +119,7 @@ class _Encoder:
             self.open.remove(id(value))
 
     def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             return {TAG + _TENSOR: self.put(value)}
         if type(value) is list:
             return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
@@ -268,6 +268,30 @@ def _build_scalar(kind: type[np.generic], parts: Any) -> np.generic:
     return kind(parts)
 
 
+def _sparse_parts(value: torch.Tensor) -> Any:
+    """The plain tensors that a sparse one consists of."""
+    layout = str(value.layout).removeprefix("torch.")
+    value = value.detach()
+    if value.layout is torch.sparse_coo:
+        return [layout, list(value.shape), [value._indices(), value._values()], value.is_coalesced()]
+    if value.layout in _COMPRESSED_ROWS:
+        return [layout, list(value.shape), [value.crow_indices(), value.col_indices(), value.values()], True]
+    if value.layout in _COMPRESSED_COLUMNS:
+        return [layout, list(value.shape), [value.ccol_indices(), value.row_indices(), value.values()], True]
+    return NotImplemented
+
+
+def _build_sparse(parts: Any) -> torch.Tensor:
+    layout, shape, tensors, coalesced = _list(parts)
+    if not all(isinstance(tensor, torch.Tensor) for tensor in _list(tensors)):
+        raise TypeError("expected the tensors of a sparse one")
+    size, tensors = _build_size(shape), [tensor.clone() for tensor in tensors]  # its elements have to be there
+    if layout == "sparse_coo":
+        return torch.sparse_coo_tensor(*tensors, size, is_coalesced=bool(coalesced), check_invariants=True)
+    layouts = {str(it).removeprefix("torch."): it for it in (*_COMPRESSED_ROWS, *_COMPRESSED_COLUMNS)}
+    return torch.sparse_compressed_tensor(*tensors, size, layout=layouts[_text(layout)], check_invariants=True)
+
+
 def _build_size(parts: Any) -> torch.Size:
     if not all(type(length) is int and _is_plain_scalar(length) for length in _list(parts)):
         raise TypeError("expected integers below 2**53")
@@ -291,6 +315,9 @@ _NUMPY: dict[str, type[np.generic]] = {
     for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 }
 
+
+_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (Opaque, "opaque", lambda it: it.type_name, lambda parts: Opaque(_text(parts))),
@@ -328,6 +355,7 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
     (torch.dtype, "dtype", lambda it: str(it).removeprefix("torch."), lambda parts: _DTYPES[_text(parts)]),
     (torch.device, "device", str, lambda parts: torch.device(_text(parts))),
     (torch.Size, "size", list, _build_size),
+    (torch.Tensor, "sparse", _sparse_parts, _build_sparse),
     (np.ndarray, "array", _array_parts, lambda parts: parts.detach().cpu().numpy()),
     *((kind, f"numpy.{name}", lambda it: it.item(), partial(_build_scalar, kind)) for name, kind in _NUMPY.items()),
 )
