@@ -193,8 +193,8 @@ def _difference(of: Case, strategy: str, found: list[Trained] | Exception, expec
         if of.refused and re.search(of.refused, text, re.DOTALL):
             return ""
         return "\n    ".join([text, *str(found.__cause__).splitlines()[-8:]])
-    # Two ranks add in one order only. Where sums have another order than DDP's, the last bit of a float32 may differ, and
-    # where bfloat16 rounds the two apart, its last bit does, which is 4e-3.
+    # Two ranks add in one order only. Where sums have another order than DDP's, the last bit of a float32 may differ,
+    # and where bfloat16 rounds the two apart, its last bit does, which is 4e-3.
     in_order = ranks_of(strategy) == 2 and "every leaf" not in strategy
     try:
         assert_same_training(found, expected, 1e-5 if in_order or not of.options.get("precision") else 3e-3)
