@@ -14,7 +14,16 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec
-from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, Policy, SingleUnitPolicy, SizePolicy, build_units
+from shardeddp.wrap import (
+    AutoPolicy,
+    ClassPolicy,
+    NamePolicy,
+    Policy,
+    SingleUnitPolicy,
+    SizePolicy,
+    build_units,
+    require_parameters,
+)
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -1,7 +1,7 @@
 """BufferSync: buffers follow rank 0, as under DistributedDataParallel.
 
-Those that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay each rank's own, as they do
-there with ``broadcast_buffers=False``.
+Those that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay each rank's own, as they
+do there with ``broadcast_buffers=False``.
 """
 
 import torch
@@ -34,7 +34,8 @@ class BufferSync:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for owner, name in self._places:
-            buffer = owner._buffers[name] if name in owner._buffers else None  # scripted modules have no get()
+            # Scripted modules have no get().
+            buffer = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
             if buffer is not None and _has_elements_of_its_own(buffer):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():

@@ -19,7 +19,7 @@ class ScriptedParameters(dict[str, torch.Tensor | None]):
 
     def get(self, name: str, default: torch.Tensor | None = None) -> torch.Tensor | None:  # type: ignore[override]  # noqa: D102
         parameters = self._module._parameters
-        return parameters[name] if name in parameters else default
+        return parameters[name] if name in parameters else default  # noqa: SIM401  # what torch has here has no get()
 
     def __getitem__(self, name: str) -> torch.Tensor | None:
         return self._module._parameters[name]

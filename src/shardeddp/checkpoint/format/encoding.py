@@ -287,9 +287,12 @@ def _build_sparse(parts: Any) -> torch.Tensor:
         raise TypeError("expected the tensors of a sparse one")
     size, tensors = _build_size(shape), [tensor.clone() for tensor in tensors]  # its elements have to be there
     if layout == "sparse_coo":
-        return torch.sparse_coo_tensor(*tensors, size, is_coalesced=bool(coalesced), check_invariants=True)
+        indices, values = tensors
+        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=bool(coalesced), check_invariants=True)
     layouts = {str(it).removeprefix("torch."): it for it in (*_COMPRESSED_ROWS, *_COMPRESSED_COLUMNS)}
-    return torch.sparse_compressed_tensor(*tensors, size, layout=layouts[_text(layout)], check_invariants=True)
+    compressed, plain, values = tensors
+    found = layouts[_text(layout)]
+    return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=found, check_invariants=True)
 
 
 def _build_size(parts: Any) -> torch.Size:
