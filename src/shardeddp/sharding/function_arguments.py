@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch._functorch.utils as functorch_utils
 
-from shardeddp.sharding.gathered import Gathered, GatheredView, gather
+from shardeddp.sharding.gathered import gather
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
 
@@ -42,5 +42,4 @@ def _full(argument: Any) -> Any:
     if argument.requires_grad and torch.is_grad_enabled():
         argument.warn_outside()
         return argument.full_for_autograd(operation)
-    full = gather(argument, operation)
-    return GatheredView(full, Gathered(argument, full))  # what is written to it reaches the shard
+    return gather(argument, operation)

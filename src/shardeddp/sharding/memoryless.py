@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from shardeddp.sharding.shard_tensor import ShardSpec
 
 
 class Memoryless:
     """What a sharded tensor and a view of one refuse, because what is written to raw memory could not be seen."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def spec(self) -> ShardSpec:
-            """Of what it is a part."""
-            ...
 
     def data_ptr(self) -> int:  # noqa: D102
         raise self._refusal("data_ptr")
@@ -39,7 +29,8 @@ class Memoryless:
         raise self._refusal("map2_")
 
     def _refusal(self, asked: str) -> RuntimeError:
+        tensor: Any = self  # both have a spec
         return RuntimeError(
-            f"{self.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask to_local() for this "
+            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask to_local() for this "
             f"rank's elements, or full_tensor() for a copy of all of them, and write to it with copy_()"
         )

@@ -14,7 +14,6 @@ from typing_extensions import override
 from shardeddp.checkpoint.kept_shards import KEPT, KEY, KeptShards, places_of_shards
 from shardeddp.checkpoint.loader_states import gather_loader_states, take_loader_state
 from shardeddp.checkpoint.random_state import ResumeRandomness, Stateful, gather_random_states
-from shardeddp.checkpoint.resumed_streams import ResumedStreams
 from shardeddp.comm import Mesh, exchange
 from shardeddp.comm.failures import is_transfer_error
 from shardeddp.comm.muster import Muster
@@ -30,6 +29,7 @@ from shardeddp.lightning_api import (
 from shardeddp.plugins.foremost import Foremost
 from shardeddp.plugins.interruption import Interruption
 from shardeddp.plugins.preemption import Preemption
+from shardeddp.plugins.resumed_streams import ResumedStreams
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.checkpoints import CheckpointStrategy
 
