@@ -29,9 +29,9 @@ from shardeddp.lightning_api import (
 from shardeddp.plugins.foremost import Foremost
 from shardeddp.plugins.interruption import Interruption
 from shardeddp.plugins.preemption import Preemption
-from shardeddp.plugins.resumed_streams import ResumedStreams
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.checkpoints import CheckpointStrategy
+from shardeddp.strategy.resumed_streams import ResumedStreams
 
 
 class ContinuingStrategy(CheckpointStrategy):
