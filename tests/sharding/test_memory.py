@@ -116,7 +116,8 @@ def added_at_worst(training: Training, micro_batches: int = 1) -> int:
         training.step(micro_batches)
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    assert abs(sum(sizes)) < 1024, f"the step has kept {sum(sizes):,} bytes"
+    # The transport's threads may hold what the last agreements sent for a moment.
+    assert abs(sum(sizes)) < 4096, f"the step has kept {sum(sizes):,} bytes"
     return max(accumulate(sizes))
 
 

@@ -52,10 +52,10 @@ class AutocastCopies:
             return False  # the forward is called outside of autocast, or inside of one that the user has changed
         return all(copies.are_current(module._modules[name]) for name, copies in self._inner.items())  # type: ignore[arg-type]
 
-    def hold(self, name: str, sharded: torch.Tensor, gathered: nn.Parameter) -> None:
-        """Compute with a gathered parameter where the module holds a sharded one."""
+    def hold(self, name: str, sharded: torch.Tensor, gathered: nn.Parameter, dtype: torch.dtype) -> None:
+        """Compute with a gathered parameter, in its dtype, where the module holds a sharded one."""
         self.sharded[name], self._gathered[name] = sharded, gathered
-        self.dtype, self._device_type = gathered.dtype, sharded.device.type
+        self.dtype, self._device_type = dtype, sharded.device.type
 
     def activate(self, module: nn.Module) -> None:
         """The gathered parameters are usable from here on."""

@@ -86,7 +86,7 @@ class Unit:
                     computes_with = unsharded if copies is None else None
                     self._slots.append(_Slot(owner, attribute, sharded, sharded, computes_with))
                     if copies is not None:
-                        copies.hold(attribute, sharded, unsharded)
+                        copies.hold(attribute, sharded, unsharded, parameter.param_dtype)
                         self._copies[id(owner)] = owner, copies
         self._ticket: list[Ticket] = []  # all-gathers in flight -> wait()
         for slot in self._slots:
