@@ -15,13 +15,14 @@ LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-models test-cluster torture torture-cluster lint types bench clean
+.PHONY: help demo test test-models test-fidelity test-cluster torture torture-cluster lint types bench clean
 
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
 	@echo "make test             run all tests but the long harnesses"
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
 	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
+	@echo "make test-fidelity    hostile modules and drawn programs, each beside DDP (minutes)"
 	@echo "make torture          the long harnesses: kills, system calls, mutations, hostile files (half an hour)"
 	@echo "make torture-cluster  twenty preemptions, killed ranks and lost nodes there (half an hour)"
 	@echo "make lint             ruff: rules and format"
@@ -65,6 +66,9 @@ test-models: $(VENV)/.installed-models
 test-cluster: $(VENV)/.installed-test
 	@tests/cluster/install
 	$(BIN)/python -m pytest -m "cluster and not torture" tests/cluster
+
+test-fidelity: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "fidelity and not torture" tests/fidelity
 
 torture: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "torture and not cluster"
