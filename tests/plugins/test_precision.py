@@ -132,7 +132,7 @@ def scaler_states(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any], float
     trainer.save_checkpoint(tmp_path / "sharded.ckpt")
     plugin = trainer.precision_plugin
     assert isinstance(plugin, ShardedMixedPrecision) and plugin.scaler is not None
-    saved = torch.load(path, weights_only=True), open_checkpoint(tmp_path / "sharded.ckpt", None)
+    saved = [torch.load(each, weights_only=True) for each in (path, tmp_path / "sharded.ckpt")]
     states = [checkpoint["MixedPrecision"] for checkpoint in saved]
     return states[0], states[1], plugin.scaler.get_scale()
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from training import (
@@ -34,7 +35,7 @@ def test_a_changed_order_warns_once_with_both_names_and_stays_right(strategy: st
             warnings.simplefilter("always")
             trial.train(square)
         messages = [str(warning.message) for warning in caught]
-        if order == [2, 0, 1]:
+        if order == [2, 0, 1] and dist.get_rank() == 0:
             assert len(messages) == 1
             assert re.search(r"expected blocks\.0, found blocks\.2", messages[0])
         else:

@@ -135,7 +135,8 @@ class Reduction:
         """
         if self.work is not None:
             self.work.wait()
-        if not torch.equal(self.message[:4], 255 - self.message[4:_HEADER_NBYTES]):
+        header = self.message[:_HEADER_NBYTES].tolist()
+        if any(code + complement != 255 for code, complement in zip(header[:4], header[4:], strict=True)):
             describe = _record_of(self._group).describe
             described = self.operation if describe is None else describe(self._meeting, self.operation)
             raise DesyncError(f"{described}. {self._advice}")

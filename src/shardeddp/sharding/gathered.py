@@ -115,10 +115,12 @@ class Gathered:
         if spec.mesh.world.size == 1:
             return changed
         self._assemble(func)
-        digest = self.digest()
-        ballot = torch.tensor([digest, -digest, changed])
-        agree_on_highest(ballot, spec.mesh.control)
-        if ballot[2] and ballot[0] != -ballot[1]:
+        said = self.digest().to_bytes(4, "big")
+        # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte are equal.
+        ballot = torch.tensor([*said, *(255 - byte for byte in said), changed], dtype=torch.uint8)
+        agree_on_highest(ballot, spec.mesh.control, f"{func.overloadpacket.__name__} of {spec.fqn}")
+        *highest, written = ballot.tolist()
+        if written and any(high + low != 255 for high, low in zip(highest[:4], highest[4:], strict=True)):
             raise RuntimeError(
                 f"{func} has left different values of {spec.fqn} on different ranks (this is rank {spec.mesh.rank}): "
                 f"it is sharded and has one value for all of them. Expected what every rank gets alike (all_reduce, "

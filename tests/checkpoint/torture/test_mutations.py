@@ -187,7 +187,7 @@ def _exchange(tree: Any) -> None:
 UNFIT: dict[str, Callable[[Any], object]] = {
     "an optimizer group is missing": lambda tree: _optimizer(tree)["param_groups"].pop(),
     "an optimizer group has too few parameters": lambda tree: _optimizer(tree)["param_groups"][0]["params"].pop(),
-    "an optimizer is missing": lambda tree: tree["optimizer_states"].clear(),
+    "there is an optimizer too many": lambda tree: tree["optimizer_states"].append(_optimizer(tree)),
     "a parameter is missing": lambda tree: _weights(tree).pop(),
     "a parameter is unknown": lambda tree: _weights(tree).append(["more", _weights(tree)[0][1]]),
     "a parameter is no tensor": lambda tree: _weights(tree)[1].__setitem__(1, 3),
