@@ -64,11 +64,12 @@ class Attendance:
         self._failures, self._kind = failures, f"roll call of {name}"
         self._failure = ""  # what a former call has ended with; the ranks are not together any more
 
-    def call(self, operation: str) -> None:
+    def call(self, operation: str, advice: str = "") -> None:
         """Return when all ranks have come to the operation.
 
         Args:
             operation: What needs them, the same on all ranks, and of whom.
+            advice: What to do about ranks that do not come; empty: the usual one.
 
         Raises:
             DesyncError: Some ranks have come to another operation.
@@ -76,14 +77,15 @@ class Attendance:
         """
         if self.group is None:
             return
+        advice = advice or self.advice
         decorated = _decorated_caller()
         if decorated:
             here = self._describe(operation)
-            raise DesyncError(f"{here}, who never come: it is inside of {decorated}. {self.advice}")
+            raise DesyncError(f"{here}, who never come: it is inside of {decorated}. {advice}")
         if self._failure:
             raise DesyncError(f"{self._describe(operation)}, which were not together before: {self._failure}")
         nothing = torch.empty(0, dtype=torch.uint8)
-        self._wait(reduce_highest(nothing, operation, self.group, kind=self._kind, advice=self.advice))
+        self._wait(reduce_highest(nothing, operation, self.group, kind=self._kind, advice=advice))
 
     def _wait(self, call: Reduction) -> None:
         try:
@@ -91,7 +93,7 @@ class Attendance:
                 call.work.wait(timedelta(seconds=WARNING_S))
         except RuntimeError:
             if call.work is not None and not call.work.is_completed():
-                sys.stderr.write(f"rank {self._rank} waits: {self._describe(call.operation)}. {self.advice}\n")
+                sys.stderr.write(f"rank {self._rank} waits: {self._describe(call.operation)}. {call.advice}\n")
         try:
             call.wait()
         except DesyncError as error:

@@ -28,7 +28,7 @@ from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.failures import Failures
 from shardeddp.comm.lookout import LIGHTNING, Lookout, place_of
 from shardeddp.comm.relay import disconnect
-from shardeddp.comm.sequence import ABOUT_COLLECTIVES, ABOUT_PARAMETERS
+from shardeddp.comm.sequence import ABOUT_COLLECTIVES, ADVICE
 
 ALARM_S = 1.0
 """After how long without any progress a rank that waits asks its neighbours, and counts as standing still."""
@@ -129,10 +129,10 @@ class DesyncCheck:
     def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
         reports = dict(sorted((odd | {self._rank: self._report}).items()))
         places = "; ".join(f"rank {rank} waits in {report['what']}" for rank, report in reports.items())
-        advice = {report["advice"] for report in reports.values()}
+        advice = max((report["advice"] for report in reports.values()), key=ADVICE.index)
         self._failures.report_desync(
             f"ranks have come to different operations, each of which needs the other ranks, and none of them can go "
-            f"on: {places}. {ABOUT_PARAMETERS if ABOUT_PARAMETERS in advice else ABOUT_COLLECTIVES}"
+            f"on: {places}. {advice}"
         )
         self._break_off()
 
@@ -197,7 +197,7 @@ def _describe(frame: FrameType | None) -> tuple[str, str]:
     innermost, place, callee, within = frame, place_of(frame), None, None
     while frame is not None and f"{_file(frame)}:{frame.f_lineno}" != place:
         if frame.f_code is Attendance.call.__code__:
-            return frame.f_locals["operation"], frame.f_locals["self"].advice
+            return frame.f_locals["operation"], frame.f_locals["advice"] or frame.f_locals["self"].advice
         if within is None and _package(frame) in LIGHTNING:
             within = frame
         callee, frame = frame, frame.f_back

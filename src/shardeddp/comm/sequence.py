@@ -37,7 +37,13 @@ ABOUT_PARAMETERS = (
     "conditions that only some ranks fulfil, or put it inside of strategy.summon_full_params(), which all ranks enter: "
     "there parameters are whole, and each rank may do what it likes"
 )
-"""Two kinds of advice."""
+ABOUT_UNITS = (
+    "All ranks gather units in one order. If ranks may use different parts of the model in a step (experts, modalities, "
+    "random depth), set ShardedDP(uneven_units=True): then they agree before each gather, and those that do not use a "
+    "unit take part with zeros. Or let auto_wrap_policy put all such parts into one unit"
+)
+ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS)
+"""Kinds of advice; where ranks wait in different operations, the last one that fits any of them is the most useful."""
 
 Describe = Callable[[str, str], str]
 """From the name of a meeting and what this rank has come to, which ranks have come to what."""
@@ -123,8 +129,8 @@ class Reduction:
         advice: str,
     ) -> None:
         self.message, self.work = message, work
-        self.operation = operation
-        self._numbers, self._group, self._advice = numbers, group, advice
+        self.operation, self.advice = operation, advice
+        self._numbers, self._group = numbers, group
         self._meeting = f"{group.group_name}/{sum(_record_of(group).begun.values())}"
 
     def wait(self) -> torch.Tensor:
@@ -139,7 +145,7 @@ class Reduction:
         if any(code + complement != 255 for code, complement in zip(header[:4], header[4:], strict=True)):
             describe = _record_of(self._group).describe
             described = self.operation if describe is None else describe(self._meeting, self.operation)
-            raise DesyncError(f"{described}. {self._advice}")
+            raise DesyncError(f"{described}. {self.advice}")
         numbers, payload = self._numbers.view(-1), self.message[_HEADER_NBYTES:]
         numbers[:_PAYLOAD_NBYTES] = payload[: numbers.numel()]
         if numbers.numel() > _PAYLOAD_NBYTES:

@@ -10,6 +10,7 @@ from enum import IntEnum
 import torch
 
 from shardeddp.comm import Mesh, agree_on_highest
+from shardeddp.comm.sequence import ABOUT_UNITS
 from shardeddp.plan.order import ExecutionOrder
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.reducer import Reduced, Reducer
@@ -223,16 +224,7 @@ class Visits:
 
     def _confirm(self, found: str, expected: str) -> None:
         """Go on if all ranks come to something that no pass of this kind has come to here."""
-        try:
-            self._mesh.assembly.call(f"{found} instead of {expected}")
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self._mesh.rank} comes to {found} where every rank has come to {expected} so far, and not all "
-                f"ranks do: all of them gather parameters in one order, and the others are waiting for {expected}. If "
-                f"ranks may use different parts of the model in a step (experts, modalities, random depth), set "
-                f"ShardedDP(uneven_units=True): then they agree before each gather, and those that do not use a unit "
-                f"take part with zeros. Or let auto_wrap_policy put all such parts into one unit ({error})"
-            ) from error
+        self._mesh.assembly.call(f"{found} instead of {expected}", ABOUT_UNITS)
 
     def _warn_once(self, found: str, expected: str) -> None:
         if self._warned or self._mesh.rank:
