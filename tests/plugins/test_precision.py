@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from shardeddp import ConfigurationError, ShardedDP, ShardTensor
-from shardeddp.checkpoint.reading.opening import open_checkpoint
 from shardeddp.plan.placement import PLACEMENTS
 from shardeddp.plugins.precision import ShardedMixedPrecision, ShardedPrecision, shard_precision
 from support.parity import Run, assert_same_training

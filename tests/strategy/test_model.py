@@ -101,7 +101,7 @@ def train_alone(model: type[TinyGpt]) -> None:
     ("model", "message"),
     [
         (SavesOnRankZero, r"norm of blocks\.0\.up\.weight at .*SavesOnRankZero\.save_norm, which rank_zero_only runs"),
-        (AsksOnRankZero, r"waits in sum of blocks\.0\.up\.weight at .*test_model\.py:\d+; rank 1 waits in Trainer\.fit"),
+        (AsksOnRankZero, r"in sum of blocks\.0\.up\.weight at .*test_model\.py:\d+; rank 1 waits in Trainer\.fit"),
         (RunsOnRankZero, r"waits in the forward of \(root\) at .*test_model\.py:\d+; rank 1 waits in Trainer\.fit"),
     ],
 )
