@@ -39,8 +39,8 @@ ABOUT_PARAMETERS = (
 )
 ABOUT_UNITS = (
     "All ranks gather units in one order. If they may use different parts of the model in a step (experts, modalities, "
-    "random depth), set ShardedDP(uneven_units=True): then they agree before each gather, and those that do not use a unit "
-    "take part with zeros. Or let auto_wrap_policy put all such parts into one unit"
+    "random depth), set ShardedDP(uneven_units=True): then they agree before each gather, and those that do not use a "
+    "unit take part with zeros. Or let auto_wrap_policy put all such parts into one unit"
 )
 ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS)
 """Kinds of advice; where ranks wait in different operations, the last one that fits any of them is the most useful."""
