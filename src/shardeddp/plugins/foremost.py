@@ -1,6 +1,7 @@
 """Foremost: a callback that comes before those of the user, for what has to be done before they are called."""
 
 from collections.abc import Callable
+from typing import Any
 
 from typing_extensions import override
 
@@ -18,6 +19,10 @@ class Foremost(Callback):
     def __init__(self, on_train_start: Callable[[], None], on_exception: Callable[[BaseException], None]) -> None:
         super().__init__()
         self._on_train_start, self._on_exception = on_train_start, on_exception
+
+    def __reduce__(self) -> Any:
+        """In the copy of a Trainer it does nothing: it belongs to a run."""
+        return Callback, ()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

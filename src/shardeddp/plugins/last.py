@@ -47,6 +47,10 @@ def resolve_last(trainer: Trainer) -> None:
 class ShardedScriptLauncher(SubprocessScriptLauncher):
     """Lightning's own launcher of scripts, for a strategy that finds checkpoints."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has started no processes."""
+        return {**vars(self), "procs": []}
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:

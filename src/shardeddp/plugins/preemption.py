@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from shardeddp.comm.vote import Vote
 from shardeddp.lightning_api import (
+    Callback,
     Checkpoint,
     LightningModule,
     ModelCheckpoint,
@@ -68,6 +69,10 @@ class Preemption:
         self._owner = 0  # the process whose signals count: workers of loaders inherit handlers
         self._trainer: Trainer | None = None
         self._boundary: _Boundary | None = None
+
+    def __reduce__(self) -> Any:
+        """A copy, of a Trainer for instance, is at work in no run."""
+        return type(self), ()
 
     def attach(self, trainer: Trainer) -> None:
         """Take the place of Lightning's handlers, which it registers after this, beside those of the user.
@@ -172,6 +177,10 @@ class _Boundary(Checkpoint):
         self.launcher: int | None = None
         self._vote, self._answer, self._seen = vote, answer, seen
         self._agreed = _NOTHING
+
+    def __reduce__(self) -> Any:
+        """In the copy of a Trainer it does nothing: it belongs to a run."""
+        return Callback, ()
 
     @override
     def on_train_batch_end(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch._dynamo import OptimizedModule
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.track import UnitTrack
 from shardeddp.sharding.untraced import never_traced
 
@@ -141,6 +142,30 @@ def runtime_of(module: nn.Module) -> Runtime | None:
 def take_charge(runtime: Runtime) -> None:
     """Let a runtime be found by the module that it drives."""
     _RUNTIMES[id(runtime.root_module)] = runtime
+
+
+def make_plain(module: nn.Module) -> None:
+    """Let the deep copy of a sharded module be a module like any other; a collective of all ranks.
+
+    Its parameters become whole ones. What else is sharded, because a setup has failed half way, stays as it is.
+
+    Args:
+        module: Any module that is not sharded as a root.
+    """
+    whole: dict[int, torch.Tensor] = {}
+    for each in module.modules():
+        for name, parameter in [*each._parameters.items()]:
+            if isinstance(parameter, ShardTensor) and not parameter.is_of_a_unit:
+                if id(parameter) not in whole:
+                    whole[id(parameter)] = parameter.whole("setting up a copy of")
+                each._parameters[name] = cast("nn.Parameter", whole[id(parameter)])
+        for key, hook in [*each._forward_pre_hooks.items(), *each._forward_hooks.items()]:
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, UnitHook) and not owner.belongs_to(each):
+                for hooks in (each._forward_pre_hooks, each._forward_pre_hooks_with_kwargs, each._forward_hooks):
+                    hooks.pop(key, None)
+                for flags in (each._forward_hooks_with_kwargs, each._forward_hooks_always_called):
+                    flags.pop(key, None)
 
 
 def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:

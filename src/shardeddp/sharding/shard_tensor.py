@@ -341,16 +341,26 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         made._source = self
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = gather(self, "pickling")
+    def whole(self, operation: str) -> torch.Tensor:
+        """A plain tensor in its place, or a parameter of the class that it had; a collective of all ranks."""
+        whole = gather(self, operation)
         if not isinstance(self, nn.Parameter):
-            return whole.__reduce_ex__(protocol)
+            return whole
         kind = _original_class(type(self))
         if kind is nn.Parameter:
-            return nn.Parameter(whole, self.requires_grad).__reduce_ex__(protocol)
-        parameter = torch.Tensor._make_subclass(kind, whole, self.requires_grad)
+            parameter = nn.Parameter(whole, self.requires_grad)
+        else:
+            parameter = torch.Tensor._make_subclass(kind, whole, self.requires_grad)
         vars(parameter).update(self.user_attributes())
-        return parameter.__reduce_ex__(protocol)
+        return parameter
+
+    @property
+    def is_of_a_unit(self) -> bool:
+        """False for the copy of a parameter: no unit gathers and reduces it."""
+        return self._unit_gradients is not None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole("pickling").__reduce_ex__(protocol)
 
     @classmethod
     @outside_of_graphs

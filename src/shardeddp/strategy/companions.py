@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -30,6 +31,10 @@ class Companions:
         self.uneven_batches: UnevenBatches = check_uneven_batches(uneven_batches)
         self._training: EvenTraining | None = None  # both: in a run of several ranks
         self._evaluation: UnevenEvaluation | None = None
+
+    def __reduce__(self) -> Any:
+        """A copy, of a Trainer for instance, accompanies no run yet."""
+        return type(self), (self.uneven_batches,)
 
     def meet(self, trainer: Trainer, module: LightningModule) -> None:
         """The module of a run is about to be sharded.

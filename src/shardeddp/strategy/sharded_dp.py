@@ -34,7 +34,7 @@ from shardeddp.plugins.offload import resolve_offload
 from shardeddp.plugins.placing import place_module
 from shardeddp.plugins.registry import introduction
 from shardeddp.plugins.uneven_training import UnevenBatches
-from shardeddp.sharding.hooks import runtime_of
+from shardeddp.sharding.hooks import make_plain, runtime_of
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.optimizer_scope import Scope, check_stated
 from shardeddp.sharding.runtime import Prefetch, Runtime
@@ -47,6 +47,9 @@ from shardeddp.strategy.processes import StartMethod
 from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
 
 _DEFAULTS = CheckpointOptions()  # an instance, so that the command line has a flag for each of its fields
+
+
+_OF_A_RUN = ("_mesh", "_runtime", "_interruption", "_foremost", "_kept", "_pending_load", "_replaced")
 
 
 class ShardedDP(ModelStrategy):
@@ -174,6 +177,10 @@ class ShardedDP(ModelStrategy):
     def __repr__(self) -> str:
         return introduction(self._sharding_strategy)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has, and a pickle: options and optimizers. What belongs to this process and its run stays behind."""
+        return {**super().__getstate__(), **dict.fromkeys(_OF_A_RUN)}
+
     # -- setup and teardown
 
     @contextmanager
@@ -200,6 +207,7 @@ class ShardedDP(ModelStrategy):
                 self._layer_sync.apply(module)
             if self.root_device.type == "cpu":
                 synchronize_on_host(module)
+            make_plain(module)
             self._deferred.note_dtypes(module)
             self.precision_plugin.convert_module(module)
             runtime = self._shard(module)
