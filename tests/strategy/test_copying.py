@@ -1,4 +1,4 @@
-"""Copies and pickles of a Trainer and its parts, as tuners, loggers and callbacks make them: before, in and after fit."""
+"""Copies and pickles of a Trainer and its parts, as tuners, loggers and callbacks make them: in a fit and after it."""
 
 import copy
 import pickle

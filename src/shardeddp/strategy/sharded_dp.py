@@ -178,7 +178,7 @@ class ShardedDP(ModelStrategy):
         return introduction(self._sharding_strategy)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has, and a pickle: options and optimizers. What belongs to this process and its run stays behind."""
+        """What a copy or a pickle has: options and optimizers. What belongs to a process or a run stays behind."""
         return {**super().__getstate__(), **dict.fromkeys(_OF_A_RUN)}
 
     # -- setup and teardown
