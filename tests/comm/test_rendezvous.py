@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardeddp.comm.rendezvous import INTERFACE_VARIABLES, meet
+from shardeddp.comm.rendezvous import INTERFACE_VARIABLES, leave_loopback, meet, stay_on_loopback
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.seats import Seat
 from support.sockets import listening
@@ -129,7 +129,14 @@ def test_on_one_machine_nothing_listens_beyond_loopback() -> None:
     port = free_port()
     _, found = listeners(lambda: all_meet(port, [seat(0, 1, 2), seat(1, 1, 2)], address=socket.gethostname()))
     assert found == {"127.0.0.1"}
+
+
+def test_interfaces_are_those_of_loopback_for_a_run_and_as_they_were_after_it() -> None:
+    stay_on_loopback()
+    stay_on_loopback()
     assert [os.environ[variable] for variable in INTERFACE_VARIABLES] == ["lo", "lo"]
+    leave_loopback()
+    assert [variable for variable in INTERFACE_VARIABLES if variable in os.environ] == []
 
 
 def test_across_machines_the_store_listens_on_the_address_that_was_given() -> None:
@@ -141,5 +148,7 @@ def test_across_machines_the_store_listens_on_the_address_that_was_given() -> No
 
 def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INTERFACE_VARIABLES[0], "eth7")
-    all_meet(free_port(), [seat(0, 1, 1)])
+    stay_on_loopback()
     assert os.environ[INTERFACE_VARIABLES[0]] == "eth7"
+    leave_loopback()
+    assert os.environ[INTERFACE_VARIABLES[0]] == "eth7" and INTERFACE_VARIABLES[1] not in os.environ

@@ -55,6 +55,7 @@ def test_a_signal_while_nothing_is_trained_ends_the_process_at_once(trainer: Tra
         with pytest.raises(SIGTERMException) as caught:
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.code == EXIT_CODE == 143
+        assert trainer.received_sigterm
     finally:
         trainer._signal_connector.teardown()
 

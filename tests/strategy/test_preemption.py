@@ -36,6 +36,7 @@ def assert_preempted(running: Job, launcher: str) -> None:
     assert codes == ([1] if launcher == "torchrun" else [EXIT_CODE] * len(codes)), running.stderr()
     heard = [(each["rank"], each["heard"]) for each in running.said() if "heard" in each]
     assert sorted(heard) == [(0, "SIGTERMException"), (1, "SIGTERMException")]
+    assert all(each["received_sigterm"] for each in running.said() if "heard" in each)
     last = [max(each["step"] for each in running.said() if "step" in each and each["rank"] == rank) for rank in (0, 1)]
     assert last[0] == last[1]
     if launcher != "torchrun":  # whose agent reports how its ranks have ended

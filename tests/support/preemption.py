@@ -95,7 +95,7 @@ class SaysHowItEnds(Callback):
 
     def on_exception(self, trainer: Trainer, _: Any, exception: BaseException) -> None:
         """Say it."""
-        say(rank=trainer.global_rank, heard=type(exception).__name__)
+        say(rank=trainer.global_rank, heard=type(exception).__name__, received_sigterm=trainer.received_sigterm)
 
 
 def callbacks(name: str, out: Path) -> list[Callback]:

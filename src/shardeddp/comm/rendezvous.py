@@ -52,8 +52,6 @@ def meet(address: str, port: int, seat: Seat, timeout: timedelta) -> tuple[dist.
         ConfigurationError: The ranks do not fit together, on every rank.
         TimeoutError: Some have not come.
     """
-    if seat.num_nodes == 1:
-        stay_on_loopback()
     if has_agent_store():
         store = _join(address, port, min(timeout, _AGENT_TIMEOUT))  # it was there before any rank was started
     else:
@@ -76,11 +74,27 @@ def has_agent_store() -> bool:
     return os.environ.get(_AGENT_VARIABLE) == str(True)
 
 
+_LOOPBACK_INTERFACE = "lo" if sys.platform.startswith("linux") else "lo0"
+_ours: set[str] = set()  # of the variables
+
+
 def stay_on_loopback() -> None:
-    """Let this process's gloo and NCCL listen on the loopback interface, unless the user has chosen one."""
-    loopback = "lo" if sys.platform.startswith("linux") else "lo0"
+    """Let this process's gloo and NCCL listen on the loopback interface, unless the user has chosen one.
+
+    They look whenever a group is made or first used, so it is for the whole of a run.
+    """
     for variable in INTERFACE_VARIABLES:
-        os.environ.setdefault(variable, loopback)  # read whenever a group is made, so it stays
+        if variable not in os.environ:
+            os.environ[variable] = _LOOPBACK_INTERFACE
+            _ours.add(variable)
+
+
+def leave_loopback() -> None:
+    """Take back what :func:`stay_on_loopback` has set: processes that are started after a run have other tasks."""
+    for variable in _ours:
+        if os.environ.get(variable) == _LOOPBACK_INTERFACE:
+            del os.environ[variable]
+    _ours.clear()
 
 
 def _join(address: str, port: int, timeout: timedelta) -> dist.Store:

@@ -133,6 +133,7 @@ class Preemption:
             # Nothing would be saved, so nobody has to be asked; ranks that this one has started end with it.
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signum)
+            trainer._signal_connector.received_sigterm = True
             raise SIGTERMException(EXIT_CODE)
         self._seen = _END
 
@@ -153,6 +154,8 @@ class Preemption:
                 finally:
                     self.requeues = False
             return
+        # Not before: Lightning ends the run by itself where it is set, on one rank alone.
+        trainer._signal_connector.received_sigterm = True
         if self._requeued:
             rank_zero_info(f"The job was given back to SLURM, which ends it now, at step {trainer.global_step}")
             raise SIGTERMException(EXIT_CODE)

@@ -16,7 +16,7 @@ from shardeddp.checkpoint.writing.full import gather_full, whole
 from shardeddp.comm import Mesh, Traffic, barrier, broadcast_object, reduce_tensor
 from shardeddp.comm.failures import is_transfer_error
 from shardeddp.comm.lookout import lightning_calls
-from shardeddp.comm.rendezvous import meet
+from shardeddp.comm.rendezvous import meet, stay_on_loopback
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning_api import (
     LIGHTNING_VERSION,
@@ -161,6 +161,8 @@ class ProcessStrategy(AcceptsCompiled):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
+        if self.num_nodes == 1:
+            stay_on_loopback()
         self._make_process_group()
         if self._mesh is None:
             # A module that another Trainer has sharded brings its communicators along.

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardeddp.comm import together
+from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import CheckpointOptions, CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning_api import (
@@ -286,6 +287,7 @@ class ShardedDP(ModelStrategy):
             self._companions.leave(self.trainer, self.trainer.lightning_module)
         self._deferred.forget()
         self._environment.teardown()
+        leave_loopback()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
