@@ -238,11 +238,16 @@ def test_inputs_are_left_alone_where_casting_is_switched_off() -> None:
 
 @pytest.mark.parametrize("strategy", RUNTIMES)
 @on_ranks(2)
-def test_a_write_inside_a_step_leaves_other_elements_at_full_precision(strategy: str) -> None:
+def test_a_write_inside_a_step_is_said_to_be_rounded_and_leaves_other_elements_at_full_precision(strategy: str) -> None:
     trial = trial_of(MixedPrecision(param_dtype="bf16"), strategy)
     before = {name: full(parameter).clone() for name, parameter in trial.model.named_parameters()}
-    with torch.no_grad(), trial.runtime.step("validation_step"):
-        trial.model.head.weight[0].fill_(0.5)
+    for expected in (1, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.no_grad(), trial.runtime.step("validation_step"):
+                trial.model.head.weight[0].fill_(0.5)
+        said = [str(each.message) for each in caught]
+        assert len(said) == expected and all("head.weight is written to inside of a step" in each for each in said)
     before["head.weight"][0] = 0.5
     for name, parameter in trial.model.named_parameters():
         assert torch.equal(full(parameter), before[name]), name

@@ -236,6 +236,16 @@ class FlatGroup:
         slot, local = self.layout.slots[index], self.local[index]
         elements = self.layout.parameter_interval(slot, self._mesh.slice_rank).shift(slot.offset)
         known = local.to(self._mesh.device)
+        warned = self.sharded[index].spec.warned
+        if memory[0].dtype is not local.dtype and "rounded" not in warned:
+            warned.append("rounded")
+            warnings.warn(
+                f"parameter {slot.fqn} is written to inside of a step, where it is a copy in {memory[0].dtype} "
+                f"(MixedPrecision(param_dtype=...)): what is written is rounded before it reaches the parameter, which "
+                f"is in {local.dtype}. Write to it outside of the step, or use Trainer(precision='bf16-mixed'), where "
+                f"modules read and write the parameters themselves",
+                stacklevel=2,
+            )
         for flat in memory:
             found = flat[elements.start : elements.stop]
             # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
