@@ -70,6 +70,20 @@ class HasABuffer(TinyGpt):
             self.register_buffer("empty", MATRICES["empty"]())
 
 
+class Saves(HasABuffer):
+    """Has the buffer elsewhere in its checkpoints as well."""
+
+    def __init__(self, buffer: str, persistent: bool) -> None:
+        super().__init__(buffer, persistent)
+        self.save_hyperparameters(ignore=["buffer", "persistent"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = [self.blocks[-1].matrix]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        [self.loaded] = checkpoint["own"]
+
+
 def dense(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: tensor.to_dense().double() for name, tensor in state.items()}
 
@@ -92,14 +106,18 @@ def test_buffers_of_every_kind_train_as_under_ddp(world: Worlds, kind: str) -> N
 def save_and_load(buffer: str, path: str, kind: str) -> None:
     warnings.filterwarnings("ignore", "Sparse CSR")
     trainer = make_trainer(ShardedDP(state_dict_type=kind), max_steps=2)
-    first = HasABuffer(buffer, persistent=True)
+    first = Saves(buffer, persistent=True)
     trainer.fit(first, token_loader(16))
     trainer.save_checkpoint(path)
-    again = HasABuffer(buffer, persistent=True)
+    again = Saves(buffer, persistent=True)
     make_trainer(ShardedDP(), max_steps=2).fit(again, token_loader(16), ckpt_path=path)
     assert_same_weights(dense(full_weights(again)), dense(full_weights(first)))
+    assert torch.equal(again.loaded.to_dense(), first.blocks[-1].matrix.to_dense())
+    twin = Saves.load_from_checkpoint(path, buffer=buffer, persistent=True)
+    assert_same_weights(dense(twin.state_dict()), dense(full_weights(first)))
 
 
-@pytest.mark.parametrize(("buffer", "kind"), [("coo", "sharded"), ("csr", "sharded"), ("eight bits", "full")])
+@pytest.mark.parametrize("buffer", ["coo", "csr", "eight bits", "boolean", "empty"])
+@pytest.mark.parametrize("kind", ["auto", "sharded"])
 def test_buffers_of_every_kind_are_saved_and_loaded(world: Worlds, tmp_path: Path, buffer: str, kind: str) -> None:
     world(2).run(save_and_load, buffer, str(tmp_path / "saved"), kind)

@@ -28,7 +28,7 @@ from shardeddp.checkpoint.reading.restore import load_model, load_optimizer, sta
 from shardeddp.checkpoint.reading.verification import newest_verified
 from shardeddp.checkpoint.writing.full import save_full, stream_full
 from shardeddp.checkpoint.writing.saver import Saver
-from shardeddp.checkpoint.writing.snapshot import ParameterNames, memory_of_shards, take_snapshot, tensors_of
+from shardeddp.checkpoint.writing.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.comm import agree_on_any, gather_results, together
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
@@ -141,7 +141,7 @@ class CheckpointStrategy(ProcessStrategy):
             return "CheckpointOptions(asynchronous=True) is for directories"
         if not options.zip_crc:
             return "CheckpointOptions(zip_crc=False) is for directories"
-        nbytes = sum({memory_of_shards(it): it.nbytes for it in tensors_of(checkpoint)}.values())
+        nbytes = nbytes_of(checkpoint)
         if nbytes <= options.max_file_gb * 1e9 or not self._streams(path, storage_options):
             return None
         return f"one has {nbytes / 1e9:.1f} GB and CheckpointOptions(max_file_gb={options.max_file_gb:g}) is less"

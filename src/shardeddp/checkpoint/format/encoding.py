@@ -268,7 +268,7 @@ def _build_scalar(kind: type[np.generic], parts: Any) -> np.generic:
     return kind(parts)
 
 
-def _sparse_parts(value: torch.Tensor) -> Any:
+def sparse_parts(value: torch.Tensor) -> Any:
     """The plain tensors that a sparse one consists of."""
     layout = str(value.layout).removeprefix("torch.")
     value = value.detach()
@@ -358,7 +358,7 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
     (torch.dtype, "dtype", lambda it: str(it).removeprefix("torch."), lambda parts: _DTYPES[_text(parts)]),
     (torch.device, "device", str, lambda parts: torch.device(_text(parts))),
     (torch.Size, "size", list, _build_size),
-    (torch.Tensor, "sparse", _sparse_parts, _build_sparse),
+    (torch.Tensor, "sparse", sparse_parts, _build_sparse),
     (np.ndarray, "array", _array_parts, lambda parts: parts.detach().cpu().numpy()),
     *((kind, f"numpy.{name}", lambda it: it.item(), partial(_build_scalar, kind)) for name, kind in _NUMPY.items()),
 )

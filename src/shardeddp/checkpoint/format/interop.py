@@ -97,5 +97,7 @@ def _plain(value: Any) -> Any:
         return value if type(value) is torch.Size else tuple(map(_plain, cast("tuple[Any, ...]", value)))
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         tensor = value.detach().cpu()
+        if tensor.layout is not torch.strided:
+            return tensor
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     return value

@@ -114,6 +114,8 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
 
 
 def _memory(tensor: torch.Tensor) -> Hashable:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size(), tensor.stride()
 
 

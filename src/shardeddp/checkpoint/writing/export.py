@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -115,9 +115,9 @@ def to_safetensors(
     notes = list(contents.notes)
     weights = _names(_weights(contents.checkpoint, selection, notes), selection.strip_prefix)
     entries, aliases = _once(weights, contents.memory, selection.dtype)
-    skipped = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
+    skipped = [name for name, value in weights.items() if not _is_dense(value)]
     if skipped:
-        notes.append(f"left out what is no tensor: {', '.join(skipped)}")
+        notes.append(f"left out what is no tensor, or a sparse one: {', '.join(skipped)}")
     files = safetensors.split(entries, max_nbytes)
     paths = safetensors.file_paths(target, len(files))
     nbytes = sum(entry.nbytes for entry in entries)
@@ -252,6 +252,10 @@ def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return renamed
 
 
+def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
 def _once(
     weights: Mapping[str, Any], memory: Callable[[torch.Tensor], Hashable], dtype: torch.dtype | None
 ) -> tuple[list[Entry], dict[str, str]]:
@@ -259,7 +263,7 @@ def _once(
     entries: dict[Hashable, Entry] = {}
     aliases: dict[str, str] = {}
     for name, tensor in weights.items():
-        if not isinstance(tensor, torch.Tensor):
+        if not _is_dense(tensor):
             continue
         key = memory(tensor), tensor.dtype, tuple(tensor.shape)
         if key in entries:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardeddp.checkpoint.format.encoding import Codec, decode, encode, opaque_paths
+from shardeddp.checkpoint.format.encoding import Codec, decode, encode, opaque_paths, sparse_parts
 from shardeddp.checkpoint.format.interop import lightning_meta
 from shardeddp.checkpoint.format.manifest import PLAIN_EXTRA, SHARDED_EXTRA, Path, name_of
 from shardeddp.checkpoint.reading.lazy import LazyTensor
@@ -160,6 +160,16 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
         return [tree]
     values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
     return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def nbytes_of(tree: Any) -> int:
+    """How many bytes the tensors in nested mappings and sequences have, on all ranks together; shared memory once."""
+    parts = [
+        part
+        for tensor in tensors_of(tree)
+        for part in ([tensor] if tensor.layout == torch.strided else tensors_of(sparse_parts(tensor)))
+    ]
+    return sum({memory_of_shards(it): it.numel() * it.element_size() for it in parts}.values())
 
 
 class _Collector:
