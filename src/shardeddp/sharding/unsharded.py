@@ -1,6 +1,5 @@
 """The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded one after that."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -54,9 +53,16 @@ class ReleasedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         positional, named = pytree.tree_map_only(ReleasedParameter, sharded_of, (args, kwargs or {}))
+        # By name where it is a method or an attribute: the sharded parameter's class may have its own.
+        if args and isinstance(args[0], ReleasedParameter):
+            name = func.__name__
+            if getattr(torch.Tensor, name, None) is func:
+                return getattr(positional[0], name)(*positional[1:], **named)
+            if name == "__get__":
+                return getattr(positional[0], func.__self__.__name__)
         return func(*positional, **named)
 
 
