@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -18,6 +19,7 @@ from shardeddp.comm.notes import LostStoreError, Notes, SilentStoreError
 PERIOD_S = 0.5
 """How often it looks whether somebody asks."""
 
+_POLL_S = 0.1
 _LAST_QUESTION = 1 << 62
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
@@ -99,6 +101,17 @@ class Lookout:
         names = {f"answer/{rank}": rank for rank in ranks}
         found = {names[name]: json.loads(text) for name, text in self._notes.read_all(list(names)).items()}
         return {rank: answer for rank, answer in found.items() if answer["question"] >= question}
+
+    def ask_now(self, ranks: Iterable[int], within_s: float) -> dict[int, dict[str, Any]]:
+        """Ask, and wait for answers; those of these ranks that have come in time."""
+        ranks = list(ranks)
+        question = self.ask() if ranks else 0
+        deadline = time.monotonic() + within_s
+        found: dict[int, dict[str, Any]] = {}
+        while len(found) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            found = self.answers(ranks, question)
+        return found
 
     def look_out(self) -> None:
         """Answer, if somebody has asked since the last time."""

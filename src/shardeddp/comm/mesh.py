@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -103,7 +104,7 @@ class Mesh:
         self.reduce_lane: Lane = make_lane(device)
         everyone = [range(topology.world_size)]
         self._meetings = Notes("meetings", self.rank)
-        describe_mismatches(self.control, partial(_describe, self._meetings, [*everyone[0]], self.rank))
+        describe_mismatches(self.control, partial(_describe, self._meetings, self.lookout, [*everyone[0]], self.rank))
         self.users = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES)
         """Of all ranks, before what their users communicate."""
         self.compares = debug
@@ -184,7 +185,7 @@ class Mesh:
         else:
             group = _own_group(groups, self.rank, timeout, backend="gloo")
         if group is not None:
-            describe_mismatches(group, partial(_describe, self._meetings, ranks, self.rank))
+            describe_mismatches(group, partial(_describe, self._meetings, self.lookout, ranks, self.rank))
         return Attendance(group, ranks=ranks, rank=self.rank, failures=self.failures, name=name, advice=advice)
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
@@ -204,17 +205,21 @@ class Mesh:
         return NativeCollectives(group, ranks, self.traffic)
 
 
-def _describe(notes: Notes, ranks: Sequence[int], rank: int, meeting: str, operation: str) -> str:
+def _describe(notes: Notes, lookout: Lookout, ranks: Sequence[int], rank: int, meeting: str, operation: str) -> str:
     """Who has come to what, where that is not the same; all ranks that have come to a meeting call it."""
     place = f"{operation} at {place_of(sys._getframe())}"
     others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
-    try:
+    listed: dict[int, str] = {}
+    with suppress(LostStoreError):
         notes.write(f"{meeting}/{rank}", place)
         texts = notes.wait_for([*others.values()], _OTHERS_S)
-    except LostStoreError:
-        texts = {}
-    listed = ", ".join(f"rank {other} to {texts[name]}" for other, name in others.items() if name in texts)
-    return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {listed}"
+        listed = {other: f"rank {other} has come to {texts[name]}" for other, name in others.items() if name in texts}
+        # Who has only begun it, and waits for something else, does not know of the meeting.
+        answers = lookout.ask_now(others.keys() - listed.keys(), _OTHERS_S)
+        for other, answer in answers.items():
+            listed[other] = f"rank {other} is in {answer['reports'].get('desync', {}).get('what', answer['where'])}"
+    elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"
+    return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"
 
 
 def _names_of_groups() -> set[str]:

@@ -124,7 +124,8 @@ def _known() -> Mapping[str, Any]:
     return {
         **BUILTINS,
         **{name: Maker(partial(Record, name.rpartition(".")[2])) for name in classes},
-        **{name: Maker(_make_number) for name in formats},
+        **dict.fromkeys(formats, _FORMAT),
+        "builtins.getattr": Maker(_make_format),
         # Where the checkpoint was when it was written does not matter.
         **{name: Maker(lambda *parts: None) for name in places},
         "torch.serialization._get_layout": Maker(_make_layout),
@@ -133,6 +134,17 @@ def _known() -> Mapping[str, Any]:
 
 def _make_number(number: int) -> int:
     return number
+
+
+_FORMAT = Maker(_make_number)
+_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+
+
+def _make_format(kind: Any, name: Any) -> int:
+    """How Python 3.11.0 to 3.11.3 spell the member of an enumeration; any other attribute might be code."""
+    if kind is not _FORMAT or name not in _FORMATS:
+        raise ValueError("expected a memory format")
+    return _FORMATS.index(name)
 
 
 def _make_layout(name: Any) -> torch.layout:
