@@ -86,7 +86,7 @@ def test_above_a_size_there_are_several_files_and_an_index(path: Path, tmp_path:
 def test_an_entry_that_is_no_tensor_is_left_out_and_said(tmp_path: Path) -> None:
     path = put(tmp_path / "step=7.ckpt", checkpoint(state_dict={"weight": torch.ones(2), "_extra_state": {"a": 1}}))
     exported = to_safetensors(path, tmp_path / "model.safetensors")
-    assert exported.notes == ["left out what is no tensor: _extra_state"]
+    assert exported.notes == ["left out what is no dense tensor: _extra_state"]
     assert set(read_safetensors(tmp_path / "model.safetensors")[0]) == {"weight"}
 
 

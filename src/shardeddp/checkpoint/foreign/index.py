@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardeddp.checkpoint.foreign.unpickling import BUILTINS, Maker, Record, make_size, unpickle
+from shardeddp.checkpoint.foreign.unpickling import BUILTINS, CodeAskedForError, Maker, Record, make_size, unpickle
 from shardeddp.checkpoint.format.manifest import DATA_FILE, DCP_METADATA, Item, Path, StoredObject, name_of
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.intervals import Box
@@ -143,7 +143,7 @@ _FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FO
 def _make_format(kind: Any, name: Any) -> int:
     """How Python 3.11.0 to 3.11.3 spell the member of an enumeration; any other attribute might be code."""
     if kind is not _FORMAT or name not in _FORMATS:
-        raise ValueError("expected a memory format")
+        raise CodeAskedForError("builtins.getattr")
     return _FORMATS.index(name)
 
 

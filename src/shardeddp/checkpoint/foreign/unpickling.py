@@ -34,9 +34,16 @@ _SCALARS = (str, int, float, bool, bytes, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What stands for a class or function: ``make`` raises ValueError or TypeError for arguments that do not fit."""
+    """What stands for a class or function: ``make`` raises ValueError or TypeError for arguments that do not fit.
+
+    And :class:`CodeAskedForError` for those with which it would be a program.
+    """
 
     make: Callable[..., Any]
+
+
+class CodeAskedForError(Exception):
+    """A global that may run code, by its dotted name."""
 
 
 class Record:
@@ -226,7 +233,10 @@ class _Machine:
         arguments, maker = self.stack.pop(), self.stack.pop()
         if not isinstance(maker, Maker) or not isinstance(arguments, tuple):
             raise ValueError(f"a {type(maker).__name__} was to be called")
-        self.stack.append(maker.make(*arguments))
+        try:
+            self.stack.append(maker.make(*arguments))
+        except CodeAskedForError as error:
+            self.refuse_global(str(error))
 
     def build(self) -> None:
         """Give an object its state, once."""

@@ -117,7 +117,7 @@ def to_safetensors(
     entries, aliases = _once(weights, contents.memory, selection.dtype)
     skipped = [name for name, value in weights.items() if not _is_dense(value)]
     if skipped:
-        notes.append(f"left out what is no tensor, or a sparse one: {', '.join(skipped)}")
+        notes.append(f"left out what is no dense tensor: {', '.join(skipped)}")
     files = safetensors.split(entries, max_nbytes)
     paths = safetensors.file_paths(target, len(files))
     nbytes = sum(entry.nbytes for entry in entries)
