@@ -140,7 +140,7 @@ def test_what_all_ranks_change_for_good_is_asked_about_in_one_step_only() -> Non
     trial = Trial(Experts(), Sharding(units=("experts.*",)))
     calls: list[str] = []
     call = trial.runtime.mesh.assembly.call
-    trial.runtime.mesh.assembly.call = lambda what: (calls.append(what), call(what))[1]  # type: ignore[method-assign]
+    trial.runtime.mesh.assembly.call = lambda what, *advice: (calls.append(what), call(what, *advice))[1]  # type: ignore[method-assign]
     for step in range(6):
         with another_order() if step == 2 else nullcontext(), trial.runtime.step("training_step") as outputs:
             outputs.append(routed(trial.model, 0, 0, [[[0, 1] if step < 2 else [2, 1, 3]]]))
