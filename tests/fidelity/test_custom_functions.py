@@ -13,6 +13,7 @@ from support.custom_functions import (
     KeepsTheWeight,
     Reversed,
     Rounded,
+    SavedAdjoint,
     Scale,
     affine,
     linear,
@@ -203,6 +204,29 @@ class OdeOverAModule(Gated):
         return Adjoint.apply(self.field, x, *self.field.parameters()) * self.scale
 
 
+class OdeOverAUnit(Gated):
+    """A field that is a unit of its own; its parameters are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = Block(8)
+
+    def gate(self, x: Tensor) -> Tensor:
+        return SavedAdjoint.apply(self.field, x, *self.field.parameters()) * self.scale
+
+
+class OdeThatUsesArgumentsToo(OdeOverAUnit):
+    """A field that is a unit, whose parameters are used beside it."""
+
+    def gate(self, x: Tensor) -> Tensor:
+        weight = self.field.norm.weight
+
+        def field(y: Tensor) -> Tensor:
+            return self.field(y) * weight + self.scale
+
+        return SavedAdjoint.apply(field, x, *self.field.parameters(), self.scale)
+
+
 ACCUMULATED = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
 
 CASES = [
@@ -227,6 +251,8 @@ CASES = [
     case(QuantizedInItsUnits),
     case(OdeBlock),
     case(OdeOverAModule),
+    case(OdeOverAUnit),
+    case(OdeThatUsesArgumentsToo),
 ]
 
 

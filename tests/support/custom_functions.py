@@ -144,6 +144,33 @@ class Adjoint(torch.autograd.Function):
         return None, *torch.autograd.grad(out, (x, *ctx.parameters), slope, allow_unused=True)
 
 
+class SavedAdjoint(torch.autograd.Function):
+    """The same, with parameters among the saved tensors, and several steps (odeint_adjoint)."""
+
+    steps = 2
+
+    @staticmethod
+    def forward(ctx: Any, field: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.field = field
+        with torch.no_grad():
+            for _ in range(SavedAdjoint.steps):
+                x = x + field(x)
+        ctx.save_for_backward(x, *parameters)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        totals = [torch.zeros_like(each) for each in parameters]
+        for _ in range(SavedAdjoint.steps):
+            x = (x - ctx.field(x)).detach().requires_grad_()
+            with torch.enable_grad():
+                out = x + ctx.field(x)
+            slope, *found = torch.autograd.grad(out, (x, *parameters), slope, allow_unused=True)
+            totals = [total if each is None else total + each for total, each in zip(totals, found, strict=True)]
+        return None, slope, *totals
+
+
 @torch.library.custom_op("fidelity::affine", mutates_args=())
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x * weight + bias

@@ -1,9 +1,14 @@
-"""What ``torch.autograd.Function.apply`` is given in the place of sharded parameters: full tensors.
+"""What ``torch.autograd.Function`` is given in the place of sharded parameters: full tensors, and their gradients.
 
 ``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of a function would
 compute with a shard, its backward return a gradient that nobody averages, and a kernel read memory that is not there.
 All calls of ``apply``, also by references that were taken at import, pass their arguments through one private function
 of torch; that one is extended here.
+
+A backward that builds a graph (adjoint methods, reversible layers) asks for gradients with respect to the arguments
+that its forward has seen, while what it runs may use the parameters themselves. In one process the two are one leaf. So
+whoever asks for the gradient of such an argument asks for that of the parameter: torch's way into its engine, private
+as well, is extended for that.
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ from typing import Any
 import torch
 import torch._functorch.utils as functorch_utils
 
+from shardeddp.sharding.asked_gradients import asked_gradients
 from shardeddp.sharding.gathered import gather
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
 from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
 
 
-def gather_function_arguments() -> None:
+def extend_functions() -> None:
     """Let every ``autograd.Function`` see full tensors from now on; calling it again does nothing."""
     unwrap = functorch_utils.unwrap_dead_wrappers
+    run_backward: Any = torch.autograd._engine_run_backward
     if unwrap.__module__ == __name__:
         return
 
@@ -30,7 +37,17 @@ def gather_function_arguments() -> None:
             return tuple(map(_full, args))
         return args
 
+    def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        grad_outputs, retain_graph, create_graph, inputs, *flags = args
+        found = [] if kwargs["accumulate_grad"] else [origin_of(each) for each in inputs]
+        if not any(each is not None for each in found):
+            return run_backward(outputs, *args, **kwargs)
+        asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]
+        graph = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": flags[0]}
+        return asked_gradients(ShardTensor, outputs, asked, grad_outputs=grad_outputs, **graph)
+
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+    torch.autograd._engine_run_backward = engine_run_backward
 
 
 def _full(argument: Any) -> Any:

@@ -19,7 +19,7 @@ from shardeddp.comm import Mesh
 from shardeddp.comm.failures import is_transfer_error
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.buffers import BufferSync
-from shardeddp.sharding.function_arguments import gather_function_arguments
+from shardeddp.sharding.function_arguments import extend_functions
 from shardeddp.sharding.gathered_buffer import SavedView
 from shardeddp.sharding.hooks import attach_hooks, take_charge
 from shardeddp.sharding.outputs import find_tensors
@@ -92,7 +92,7 @@ class Runtime:
         self._backwards = 0  # since the last forward of the root began
         self._backward_kind = backward_kind(0)
         self._buffers = BufferSync(self.root_module, mesh)
-        gather_function_arguments()
+        extend_functions()
         self._saved = SavedTensors(self._restore)
         self._saves_views = placement.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
         for track in self.tracks:

@@ -390,11 +390,18 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardTensor, operation: str) -> torch.Tensor:
+        ctx.sharded = weakref.ref(sharded)
         return gather(sharded, operation)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return gradient, None
+
+
+def origin_of(tensor: Any) -> ShardTensor | None:
+    """The sharded parameter that autograd knows a plain tensor to be the whole of; None for any other."""
+    node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+    return node.sharded() if isinstance(node, _FullTensor._backward_cls) else None  # type: ignore[attr-defined]
 
 
 class _Average(torch.autograd.Function):
