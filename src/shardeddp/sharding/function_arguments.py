@@ -44,7 +44,8 @@ def extend_functions() -> None:
             return run_backward(outputs, *args, **kwargs)
         asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]
         graph = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": flags[0]}
-        return asked_gradients(ShardTensor, outputs, asked, grad_outputs=grad_outputs, **graph)
+        with torch._C.DisableTorchFunctionSubclass():
+            return asked_gradients(ShardTensor, outputs, asked, grad_outputs=grad_outputs, **graph)
 
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
     torch.autograd._engine_run_backward = engine_run_backward
