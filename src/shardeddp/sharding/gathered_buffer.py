@@ -85,7 +85,7 @@ class GatheredBuffer:
 
         self._is_bound = False
         self._references: list[int] = []  # to each parameter while neither a graph nor a view refers to it
-        self._outlived: list[StorageWeakRef] = []  # memory of former gathers that something else holds
+        self._outlived: dict[int, StorageWeakRef] = {}  # by storage, memory of former gathers that something else holds
         if memory is not None:
             self.bind()
 
@@ -134,10 +134,12 @@ class GatheredBuffer:
                 parameter.__class__ = released
         storage = self.flat.untyped_storage()
         self.flat, self._is_bound = None, False
-        if self.watched is not None:
-            self.watched.pop(storage._cdata, None)
+        self._forget_expired()
         if torch._C._storage_Use_Count(storage._cdata) > _ASKING:
-            self._outlived.append(StorageWeakRef(storage))
+            # Views that have left are saved like others. The weak reference keeps the number from being used again.
+            self._outlived[storage._cdata] = StorageWeakRef(storage)
+        elif self.watched is not None:
+            self.watched.pop(storage._cdata, None)
 
     # -- views that outlive their gather
 
@@ -145,7 +147,7 @@ class GatheredBuffer:
         """Whether something outside of the engine refers to memory that it may read stale values from later."""
         if self._resident:
             return False
-        self._outlived = [reference for reference in self._outlived if not reference.expired()]
+        self._forget_expired()
         if self._outlived or self.flat is None or not self._is_bound:
             return bool(self._outlived)
         storage = self.flat.untyped_storage()
@@ -154,11 +156,17 @@ class GatheredBuffer:
     def outlived(self) -> list[torch.Tensor]:
         """The memory of former gathers that something still refers to; 1D, padded_numel."""
         found: list[torch.Tensor] = []
-        for reference in self._outlived:
+        for reference in self._outlived.values():
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # None when it is gone
             if storage is not None:
                 found.append(torch.empty(0, dtype=self.dtype, device=self._device).set_(storage))
         return found
+
+    def _forget_expired(self) -> None:
+        for number in [number for number, reference in self._outlived.items() if reference.expired()]:
+            del self._outlived[number]
+            if self.watched is not None:
+                self.watched.pop(number, None)
 
     # -- what graphs save
 
@@ -168,7 +176,12 @@ class GatheredBuffer:
             return None
         offset = int(tensor.storage_offset())
         place = bisect_right(self._offsets, offset) - 1
-        return SavedView(self, place, self.parameters[place]._version, tensor.size(), tensor.stride(), offset)
+        if self.flat is None:
+            with torch._C.DisableTorchFunctionSubclass():  # its class leads elsewhere
+                version = self.parameters[place]._version
+        else:
+            version = self.parameters[place]._version
+        return SavedView(self, place, version, tensor.size(), tensor.stride(), offset)
 
     def restore(self, saved: SavedView) -> torch.Tensor:
         """The view as it was saved, of the memory of the latest gather.
