@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from shardeddp.sharding.shard_tensor import ShardTensor
 
 _COPIES = "_shardeddp_autocast_copies"  # in the dictionary of a module
 
@@ -37,6 +40,8 @@ class AutocastCopies:
         self.sharded: dict[str, torch.Tensor | None] = dict.fromkeys(names)
         """By name, what the module holds as long as nobody has put something else there."""
 
+        self._locals: list[torch.Tensor] = []
+        self._versions: list[int] = []  # of these when they were gathered
         self.dtype = torch.float32
         self._device_type = "cpu"
         self.shadow = object.__new__(type(module))
@@ -50,6 +55,8 @@ class AutocastCopies:
         device = self._device_type
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != self.dtype:
             return False  # the forward is called outside of autocast, or inside of one that the user has changed
+        if not torch.compiler.is_compiling() and [local._version for local in self._locals] != self._versions:
+            return False  # written to in the step; compiled code sees that when the unit is entered next
         return all(copies.are_current(module._modules[name]) for name, copies in self._inner.items())  # type: ignore[arg-type]
 
     def hold(self, name: str, sharded: torch.Tensor, gathered: nn.Parameter, dtype: torch.dtype) -> None:
@@ -63,7 +70,13 @@ class AutocastCopies:
         children = {name: copies.shadow for name, copies in self._inner.items()}
         vars(self.shadow).update(state, _parameters={**state["_parameters"], **self._gathered})
         vars(self.shadow)["_modules"] = {**state["_modules"], **children}
+        self.note_gather()
         self.active = True
+
+    def note_gather(self) -> None:
+        """What the copies hold is what the shards hold now."""
+        self._locals = [cast("ShardTensor", sharded).to_local() for sharded in self.sharded.values()]
+        self._versions = [local._version for local in self._locals]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutocastCopies:
         copied = object.__new__(AutocastCopies)
@@ -75,6 +88,7 @@ class AutocastCopies:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.active, self.sharded, self._gathered, self._inner = False, {}, {}, {}
+        self._locals, self._versions = [], []
 
 
 def compute_with_copies(module: nn.Module, names: tuple[str, ...], inner: Mapping[str, nn.Module]) -> None:

@@ -154,6 +154,8 @@ class Unit:
         self._move("refresh")
         self._ticket = [group.unshard() for group in self.groups]
         self._finish_gather()
+        for _, copies in self._copies.values():
+            copies.note_gather()
 
     def renew_views(self) -> None:
         """Bring views that have outlived their gather up to date; a collective that leaves the unit's state alone."""
