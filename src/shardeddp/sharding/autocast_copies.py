@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from shardeddp.sharding.unsharded import accumulate_in
+
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardTensor
 
@@ -36,6 +38,9 @@ class AutocastCopies:
     def __init__(self, module: nn.Module, names: tuple[str, ...], inner: Mapping[str, AutocastCopies]) -> None:
         self.active = False
         """Whether the gathered parameters are usable."""
+
+        self.uses = 0
+        """How often the forward has run, for a backward that has not begun."""
 
         self.sharded: dict[str, torch.Tensor | None] = dict.fromkeys(names)
         """By name, what the module holds as long as nobody has put something else there."""
@@ -71,7 +76,14 @@ class AutocastCopies:
         vars(self.shadow).update(state, _parameters={**state["_parameters"], **self._gathered})
         vars(self.shadow)["_modules"] = {**state["_modules"], **children}
         self.note_gather()
-        self.active = True
+        self.uses, self.active = 0, True
+
+    def note_use(self) -> None:
+        """Let gradients of several uses add up in the parameters' own dtype: Lightning's autocast casts for each."""
+        self.uses += 1
+        if self.uses == 2:
+            for name, gathered in self._gathered.items():
+                accumulate_in(gathered, cast("ShardTensor", self.sharded[name]).dtype)
 
     def note_gather(self) -> None:
         """What the copies hold is what the shards hold now."""
@@ -87,7 +99,7 @@ class AutocastCopies:
         return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.active, self.sharded, self._gathered, self._inner = False, {}, {}, {}
+        self.active, self.uses, self.sharded, self._gathered, self._inner = False, 0, {}, {}, {}
         self._locals, self._versions = [], []
 
 
@@ -113,5 +125,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     copies: AutocastCopies = self.__dict__[_COPIES]
     if not copies.are_current(self):
         return type(self).forward(self, *args, **kwargs)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        copies.note_use()
     copies.shadow.training = self.training
     return type(self).forward(copies.shadow, *args, **kwargs)

@@ -12,6 +12,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from shardeddp.sharding.unsharded import accumulate_in
+
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardTensor
 
@@ -56,8 +58,8 @@ class GradientHooks:
             trainable = unsharded.requires_grad
             torch.Tensor.requires_grad_(unsharded, True)  # a frozen parameter takes no hook, and may be unfrozen later
             # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks know the model.
-            if unsharded.dtype != sharded.dtype and unsharded.grad is None:
-                unsharded.grad_dtype = sharded.dtype  # hooks see gradients in the parameter's own dtype
+            if unsharded.dtype != sharded.dtype:
+                accumulate_in(unsharded, sharded.dtype)  # hooks see gradients in the parameter's own dtype
             torch.Tensor.register_hook(unsharded, _weakly(self, GradientHooks.run))
             torch.Tensor.requires_grad_(unsharded, trainable)
 

@@ -14,6 +14,7 @@ from shardeddp.sharding.gradient_memory import GradientMemory
 from shardeddp.sharding.memory import local_view
 from shardeddp.sharding.reduction import Arrival, Reduction
 from shardeddp.sharding.shard_tensor import ShardTensor, store_gradient, stored_gradient, stored_gradients
+from shardeddp.sharding.unsharded import accumulate_in
 
 
 class GroupGradients:
@@ -83,10 +84,8 @@ class GroupGradients:
         """Let autograd add up gradients in the dtype that they are reduced in, as it does without gathered copies."""
         if self._param_dtype is self._reduce_dtype or self._param_dtype is self._main_dtype:
             return
-        with torch._C.DisableTorchFunctionSubclass():
-            for unsharded in self._unsharded:
-                if unsharded.grad is None:
-                    unsharded.grad_dtype = self._reduce_dtype
+        for unsharded in self._unsharded:
+            accumulate_in(unsharded, self._reduce_dtype)
 
     def add_outside(self, index: int, gradient: torch.Tensor) -> None:
         """Take this rank's gradient of a use of a parameter outside of its unit; it is reduced with the unit's.

@@ -268,6 +268,8 @@ class Runtime:
         if not differentiable:
             return
         track.awaiting_backward = True
+        if track.unreached_uses:
+            track.unit.add_up_gradients()
         use = object()
         track.unreached_uses.add(use)
         # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place by a view of it and

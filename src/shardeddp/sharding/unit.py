@@ -251,6 +251,8 @@ class Unit:
 
     def begin_backward(self) -> None:
         """Start counting what a backward uses."""
+        for _, copies in self._copies.values():
+            copies.uses = 0
         for group in self.groups:
             group.gradients.begin_backward()
 

@@ -66,6 +66,18 @@ class ReleasedParameter(nn.Parameter):
         return func(*positional, **named)
 
 
+def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let autograd add up the gradients of an unsharded parameter in another dtype than its own, from now on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        former = unsharded.grad
+        if unsharded.grad_dtype is dtype or (former is not None and former.is_sparse):
+            return
+        unsharded.grad = None  # torch refuses to change the dtype of one that is there
+        unsharded.grad_dtype = dtype
+        if former is not None:
+            unsharded.grad = former.to(dtype)
+
+
 def sharded_of(unsharded: nn.Parameter) -> torch.Tensor:
     """The sharded parameter of an unsharded one."""
     sharded = unsharded.__dict__["sharded"]()
