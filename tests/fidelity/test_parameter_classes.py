@@ -119,11 +119,11 @@ class DirectionsAskedForInForward(SmallGpt):
 
 
 class GroupsByClass(Directions):
-    """Parameter groups by exact type."""
+    """Parameter groups by class; by exact type (`type(p) is ManifoldParameter`) there are none of sharded parameters."""
 
     def configure_optimizers(self) -> optim.Optimizer:
-        points = [p for p in self.parameters() if type(p) is ManifoldParameter]
-        others = [p for p in self.parameters() if type(p) is nn.Parameter]
+        points = [p for p in self.parameters() if isinstance(p, ManifoldParameter)]
+        others = [p for p in self.parameters() if isinstance(p, nn.Parameter) and not isinstance(p, ManifoldParameter)]
         self.losses += [len(points), len(others)]
         return optim.SGD([{"params": points, "lr": 0.3}, {"params": others}], lr=0.05)
 

@@ -20,6 +20,7 @@ from shardeddp.sharding.identity import swap_bodies
 from shardeddp.sharding.memory import empty_on_host, local_view
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor, sharded_class
 from shardeddp.sharding.spec import ParameterSpec
+from shardeddp.sharding.unsharded import OURS
 
 
 class FlatGroup:
@@ -296,7 +297,7 @@ class FlatGroup:
                 stacklevel=2,
             )
         # Weak: autograd holds unsharded parameters where the garbage collector cannot see it.
-        vars(self.unsharded[index])["sharded"] = weakref.ref(sharded)
+        vars(self.unsharded[index])[OURS[2]] = weakref.ref(sharded)
         if any(hooks):
             sharded.adopt_hooks(*hooks)  # type: ignore[attr-defined]
         if gradient is not None:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.sharding.spec import ParameterSpec
-from shardeddp.sharding.unsharded import released_class, unsharded_class
+from shardeddp.sharding.unsharded import OURS, released_class, unsharded_class
 
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]  # past the property of UnshardedParameter
 
@@ -203,7 +203,7 @@ class GatheredBuffer:
         # .data: a version counter of its own, as in an unsharded model.
         values = self._placeholders[index].data
         parameter: Any = torch.Tensor._make_subclass(usable, values, spec.parameter.requires_grad)
-        vars(parameter).update(spec.parameter.__dict__, fqn=spec.fqn, sharded_dtype=spec.dtype)
+        vars(parameter).update(zip(OURS, (spec.fqn, spec.dtype), strict=False))
         parameter.__class__ = released
         return parameter
 

@@ -1,14 +1,43 @@
 """The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded one after that."""
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+if TYPE_CHECKING:
+    from shardeddp.sharding.shard_tensor import ShardTensor
 
-class UnshardedParameter(nn.Parameter):
+
+OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
+"""In the dictionary of an unsharded parameter: its name, its dtype outside, a weak reference to what it is there."""
+
+
+class _Attributes(nn.Parameter):
+    """What users set on a parameter is the same, wherever they meet it: it belongs to the sharded one."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = cast("ShardTensor", sharded_of(self)).user_attributes() if OURS[-1] in self.__dict__ else {}
+        if name not in found:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
+        return found[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(sharded_of(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            delattr(sharded_of(self), name)
+
+
+class UnshardedParameter(_Attributes):
     """The class of an unsharded parameter while it is usable: a plain one whose writes can be counted.
 
     ``data`` of a plain parameter has a version counter of its own, and assigning to it takes the parameter out of the
@@ -26,7 +55,7 @@ class UnshardedParameter(nn.Parameter):
             if self._has_already(data):
                 return
             raise RuntimeError(
-                f"{self.__dict__['fqn']} is sharded and cannot be given other memory (.data = ...): expected "
+                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (.data = ...): expected "
                 f"{tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, {data.dtype} on "
                 f"{data.device}. Change values in place, and shape, dtype or device before the model is sharded"
             )
@@ -39,12 +68,12 @@ class UnshardedParameter(nn.Parameter):
         Modules that insist on a dtype do so in their forward, where the parameter may be in a lower one.
         """
         same_place = data.shape == self.shape and data.device == self.device
-        if not same_place or data.dtype != self.__dict__.get("sharded_dtype"):
+        if not same_place or data.dtype != self.__dict__.get(OURS[1]):
             return False
         return torch.equal(data.detach().to(self.dtype), self.detach())
 
 
-class ReleasedParameter(nn.Parameter):
+class ReleasedParameter(_Attributes):
     """The class of an unsharded parameter while its memory is released: whatever meets it meets the sharded one.
 
     Who has kept a reference from inside of the unit's forward computes with the same values, gathered for each use.
@@ -80,10 +109,10 @@ def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
 
 def sharded_of(unsharded: nn.Parameter) -> torch.Tensor:
     """The sharded parameter of an unsharded one."""
-    sharded = unsharded.__dict__["sharded"]()
+    sharded = unsharded.__dict__[OURS[2]]()
     if sharded is None:
         raise RuntimeError(
-            f"parameter {unsharded.__dict__['fqn']} was kept from inside its unit's forward, and its model is gone"
+            f"parameter {unsharded.__dict__[OURS[0]]} was kept from inside its unit's forward, and its model is gone"
         )
     return sharded
 
