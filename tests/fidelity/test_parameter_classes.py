@@ -119,7 +119,7 @@ class DirectionsAskedForInForward(SmallGpt):
 
 
 class GroupsByClass(Directions):
-    """Parameter groups by class; by exact type (`type(p) is ManifoldParameter`) there are none of sharded parameters."""
+    """Parameter groups by class; `type(p) is ManifoldParameter` holds for no sharded parameter."""
 
     def configure_optimizers(self) -> optim.Optimizer:
         points = [p for p in self.parameters() if isinstance(p, ManifoldParameter)]

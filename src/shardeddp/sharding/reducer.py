@@ -135,6 +135,9 @@ class Reducer:
             for track in self._waiting():
                 self._issue(track)
             self._settle()
+        elif self.leaves_gradients:
+            for track in self._tracks:
+                track.tell_of_gradients()
         self._running = False
 
     def abort(self) -> None:

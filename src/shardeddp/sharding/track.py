@@ -69,6 +69,10 @@ class UnitTrack:
         self.entered = self.issued = False
         self.unit.begin_backward()
 
+    def tell_of_gradients(self) -> None:
+        """Call what users have set to hear of gradients, of those that this backward has added to."""
+        self.unit.tell_of_gradients((self.expected & self.unit.trainable()) - self.missing)
+
     def forget_forwards(self) -> None:
         """Expect no backward of what has been computed so far."""
         self.awaiting_backward, self.open_uses = False, 0

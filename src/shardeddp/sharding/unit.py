@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
@@ -248,6 +249,12 @@ class Unit:
     def used(self) -> list[bool]:
         """By unsharded parameter, whether this rank has a gradient of it in this backward."""
         return [flag for group in self.groups for flag in group.gradients.used()]
+
+    def tell_of_gradients(self, indices: AbstractSet[int]) -> None:
+        """The backward that is running has added to the gradients of some parameters, which are not reduced yet."""
+        sharded = [each for group in self.groups for each in group.sharded]
+        for index in sorted(indices):
+            sharded[index].gradient_completes()
 
     def begin_backward(self) -> None:
         """Start counting what a backward uses."""
