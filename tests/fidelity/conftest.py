@@ -7,9 +7,9 @@ from world import Worlds
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of this folder are run by ``make test-fidelity``."""
+    """The named cases of this folder are run by ``make test-fidelity``; thirty drawn programs by ``make test``."""
     for item in items:
-        if "fidelity" in item.path.parts:
+        if "fidelity" in item.path.parts and item.path.stem != "test_drawn_programs":
             item.add_marker("fidelity")
 
 

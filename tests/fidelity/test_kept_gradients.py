@@ -286,6 +286,22 @@ class ChangesWhatWasKept(ByHand):
             each.add_(0.01)
 
 
+class ScalesInHooksOfCompletion(SmallGpt):
+    """Hooks that change `.grad` when a backward has added to it, of uses inside and outside of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.scale)
+
+    @staticmethod
+    def scale(parameter: Tensor) -> None:
+        parameter.grad.mul_(0.7)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + 0.1 * self.blocks[0].up.weight.square().sum()
+
+
 ACCUMULATED = {"accumulate_grad_batches": 3}
 CLIPPED = {"gradient_clip_val": 0.3}
 
@@ -310,6 +326,7 @@ CASES = [
     case(SharpnessAware),
     case(VarianceReduced, steps=6),
     case(ChangesWhatWasKept),
+    case(ScalesInHooksOfCompletion, options=ACCUMULATED, batches=6),
 ]
 
 

@@ -284,7 +284,34 @@ class AttentionAndRecurrence(SmallGpt):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten()) + penalty
 
 
+class SharedLayers(SmallGpt):
+    """A unit that runs three times in a step, and a layer that runs twice inside of one."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for block in [self.blocks[0]] * 3:
+            x = block(block.down(F.relu(block.up(x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+class TwiceInABlock(Block):
+    """The matrices of a block twice in each of its forwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return x
+
+
+class SharedInsideOfUnits(SmallGpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TwiceInABlock(8) for _ in range(2))
+
+
 CASES = [
+    in_bf16(case(SharedLayers)),
+    in_bf16(case(SharedInsideOfUnits, options={"accumulate_grad_batches": 2}, batches=4)),
     in_bf16(case(MomentumContrast)),
     in_bf16(case(MomentumContrastInPlace)),
     in_bf16(case(MomentumContrastByLerp)),

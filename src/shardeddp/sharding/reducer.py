@@ -193,6 +193,8 @@ class Reducer:
         for track, by_any, each in zip(tracks, any_entered, any_used, strict=True):
             if not self._keeps_partial():
                 track.unit.install_gradients(each)
+            else:
+                track.tell_of_gradients()
             track.learn(by_any, each)
         if not self._order_is_agreed:
             self._agree_on_order()

@@ -281,11 +281,10 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     def _end_accumulation(self, parameter: torch.Tensor) -> None:
         """Take back that autograd has accumulated nothing in the place of what the unit reduces."""
-        if self._unit_gradients is None:
-            self.gradient_completes()
-        else:
+        if self._unit_gradients is not None:
             former, self._former_gradient = self._former_gradient, None
             store_gradient(self, former)
+        self.gradient_completes()
 
     def gradient_completes(self) -> None:
         """Take note that the backward that is running has set ``.grad``."""
