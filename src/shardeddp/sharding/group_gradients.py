@@ -13,7 +13,8 @@ from shardeddp.plan.layout import FlatLayout
 from shardeddp.sharding.gradient_memory import GradientMemory
 from shardeddp.sharding.memory import local_view
 from shardeddp.sharding.reduction import Arrival, Reduction
-from shardeddp.sharding.shard_tensor import ShardTensor, store_gradient, stored_gradient, stored_gradients
+from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.stored_gradients import store_gradient, stored_gradient, stored_gradients
 from shardeddp.sharding.unsharded import accumulate_in
 
 
@@ -105,12 +106,11 @@ class GroupGradients:
 
         This rank's own, whole; where micro-batches are reduced in the shard group, their average so far, sharded.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient, outside = self._unsharded[index].grad, self._outside.pop(index, None)
-            if outside is not None:
-                gradient = outside if gradient is None else gradient + outside
-                self._unsharded[index].grad_dtype = gradient.dtype
-                self._unsharded[index].grad = gradient
+        gradient, outside = stored_gradient(self._unsharded[index]), self._outside.pop(index, None)
+        if outside is not None:
+            gradient = outside if gradient is None else gradient + outside
+            accumulate_in(self._unsharded[index], gradient.dtype)
+            store_gradient(self._unsharded[index], gradient)
         if gradient is None and self._memory.partial is not None and self._partly_used[index]:
             local = local_view(self._memory.partial, self._layout, index, self._mesh.slice_rank)
             gradient = ShardTensor(local, self._sharded[index].spec)
@@ -118,8 +118,7 @@ class GroupGradients:
 
     def drop(self, index: int) -> None:
         """Forget what there is of a parameter's gradient before it is complete."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._unsharded[index].grad = None
+        store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
         if self._memory.partial is not None and self._partly_used[index]:
             local_view(self._memory.partial, self._layout, index, self._mesh.slice_rank).zero_()
@@ -139,17 +138,15 @@ class GroupGradients:
         return any(self._waiting())
 
     def _waiting(self) -> list[bool]:
-        with torch._C.DisableTorchFunctionSubclass():
-            left = [unsharded.grad is not None for unsharded in self._unsharded]
+        left = [gradient is not None for gradient in stored_gradients(self._unsharded)]
         for index in self._outside:
             left[index] = True
         return left
 
     def drop_waiting(self) -> None:
         """Forget gradients that have not been reduced."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for unsharded in self._unsharded:
-                unsharded.grad = None
+        for unsharded in self._unsharded:
+            store_gradient(unsharded, None)
         self._outside = {}
         self._forget_partial()
 
@@ -251,7 +248,7 @@ class GroupGradients:
         sources: list[torch.Tensor] = []
         outside, self._outside = self._outside, {}
         for i, (slot, unsharded) in enumerate(zip(slots, self._unsharded, strict=False)):
-            gradient = unsharded.grad
+            gradient = stored_gradient(unsharded)
             if gradient is None:
                 gradient = outside.pop(i, None)
             if gradient is None:
@@ -260,7 +257,7 @@ class GroupGradients:
             self._packed[i] = True
             targets.append(slot)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-            unsharded.grad = None
+            store_gradient(unsharded, None)
         for padding in slots[len(self._unsharded) :]:
             padding.zero_()
         if scale is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -144,6 +144,14 @@ def take_charge(runtime: Runtime) -> None:
     _RUNTIMES[id(runtime.root_module)] = runtime
 
 
+def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
+    """Let all runtimes take note that an optimizer has stepped, each of its own parameters."""
+    for runtime in list(_RUNTIMES.values()):
+        mine = [each for each in stepped if each.is_of_a_unit and each.spec.mesh is runtime.mesh]
+        if mine:
+            runtime.parameters_changed(mine)
+
+
 def make_plain(module: nn.Module) -> None:
     """Let the deep copy of a sharded module be a module like any other; a collective of all ranks.
 
@@ -181,7 +189,7 @@ def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
             # A frozen parameter takes no hook, and may be unfrozen later.
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)
-            parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, track.index, index))
+            torch.Tensor.register_post_accumulate_grad_hook(parameter, _gradient_hook(runtime, track.index, index))
             track.accumulators.append(get_gradient_edge(parameter).node)
             parameter.requires_grad_(trainable)
     for group in track.unit.groups:

@@ -14,8 +14,9 @@ import torch
 from torch import optim
 
 from shardeddp.sharding.optimizer_scope import ELEMENTWISE, SCALAR_STATES
-from shardeddp.sharding.shard_tensor import ShardTensor, stored_gradients
+from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.stand_ins import HostCopies, StandIns
+from shardeddp.sharding.stored_gradients import stored_gradients
 from shardeddp.sharding.swapped_step import OnStep, OutsideStates, State, SwappedStep
 
 # Those with a fused kernel for the CPU, several times as fast as the others there.

@@ -11,11 +11,14 @@ The first two put plain tensors in the optimizer's hands while it steps, and tak
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import optim
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.local_step import LocalStep
@@ -23,6 +26,7 @@ from shardeddp.sharding.optimizer_scope import ELEMENTWISE, Scope, refuse, scope
 from shardeddp.sharding.owned_step import OwnedStep
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.swapped_step import OnStep, SwappedStep, stepped_parameters
+from shardeddp.sharding.unsharded import OfSharded, sharded_of
 
 
 class GlobalStep:
@@ -39,6 +43,38 @@ class GlobalStep:
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._on_step(stepped_parameters(optimizer))
+
+
+_attached: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+_followed: list[Any] = []  # handles of the hooks of every optimizer
+
+
+def follow_optimizers(on_step: OnStep) -> None:
+    """Follow the optimizers that nobody attaches, from now on; calling it again does nothing.
+
+    One that is made inside of a step is given what modules hold there. It steps on the sharded parameters instead.
+
+    Args:
+        on_step: Called after each of their steps with the parameters that have changed.
+    """
+    if not _followed:
+        _followed.append(register_optimizer_step_pre_hook(_take_sharded))
+        _followed.append(register_optimizer_step_post_hook(partial(_tell, on_step)))
+
+
+def _take_sharded(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if any(isinstance(parameter, OfSharded) for parameter in group["params"]):
+            former = group["params"]
+            group["params"] = [sharded_of(each) if isinstance(each, OfSharded) else each for each in former]
+            for before, after in zip(former, group["params"], strict=True):
+                if before is not after and before in optimizer.state:
+                    optimizer.state[after] = optimizer.state.pop(before)
+
+
+def _tell(on_step: OnStep, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _attached and (stepped := stepped_parameters(optimizer)):
+        on_step(stepped)
 
 
 def attach_optimizer(
@@ -58,6 +94,7 @@ def attach_optimizer(
     Raises:
         ConfigurationError: It cannot work on sharded parameters, or is to be offloaded and is not element-wise.
     """
+    _attached.add(optimizer)
     sharded = [it for group in optimizer.param_groups for it in group["params"] if isinstance(it, ShardTensor)]
     if sharded:
         refuse(optimizer)

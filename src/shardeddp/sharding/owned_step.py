@@ -13,7 +13,7 @@ from torch import optim
 from shardeddp.comm import Mesh
 from shardeddp.sharding.owned_states import OwnedStates
 from shardeddp.sharding.relocation import Relocated, bring, take_back
-from shardeddp.sharding.shard_tensor import stored_gradient
+from shardeddp.sharding.stored_gradients import stored_gradient
 from shardeddp.sharding.swapped_step import OnStep, SwappedStep
 from shardeddp.sharding.whole_parameters import WholeParameter, WholeParameters
 

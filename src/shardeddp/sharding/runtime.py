@@ -140,7 +140,7 @@ class Runtime:
         self._step_name = "forward"
 
     def parameters_changed(self, stepped: Sequence[ShardTensor]) -> None:
-        """Take note that an optimizer has stepped: whatever is in use is gathered anew.
+        """Take note that an optimizer has stepped: what is in use is gathered anew, the rest when it is used.
 
         Args:
             stepped: The sharded parameters that had a gradient; the same on all ranks.
@@ -148,8 +148,11 @@ class Runtime:
         # Fused optimizers do not count versions.
         torch.autograd.graph.increment_version([sharded.to_local() for sharded in stepped])
         for track in self.tracks:
-            if track.active and track.unit.state is UnitState.UNSHARDED and track.unit.stale:
-                track.unit.refresh()
+            if track.unit.state is UnitState.UNSHARDED and track.unit.stale:
+                if track.active:
+                    track.unit.refresh()
+                else:
+                    track.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
             if track.is_viewed:
                 track.unit.renew_views()
 

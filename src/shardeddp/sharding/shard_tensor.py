@@ -19,7 +19,7 @@ import copy
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ from shardeddp.sharding.gathered import Gathered, GatheredView, gather, outside_
 from shardeddp.sharding.gradient_hooks import CompletionHook, GradientHook, GradientHooks
 from shardeddp.sharding.memoryless import Memoryless
 from shardeddp.sharding.questions import asks_only_about
+from shardeddp.sharding.stored_gradients import store_gradient, stored_gradient
 
 Dispatch = Callable[..., Any]
 
@@ -466,27 +467,6 @@ def _run_on_full(func: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 _ATTRIBUTES = (*ShardTensor.__annotations__,)
-
-_get_gradient: Any = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]  # past the property
-_set_gradient: Any = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
-
-
-def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What autograd and the engine have as a parameter's gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _get_gradient(parameter)
-
-
-def stored_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The same of many."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [_get_gradient(parameter) for parameter in parameters]
-
-
-def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set that, and leave what waits to be reduced alone."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _set_gradient(parameter, gradient)
 
 
 def _weakly(sharded: ShardTensor, method: Callable[[ShardTensor, torch.Tensor], Any]) -> Callable[..., Any]:

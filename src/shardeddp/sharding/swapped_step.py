@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardeddp.sharding.shard_tensor import ShardTensor, stored_gradients
+from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.stored_gradients import stored_gradients
 
 State = dict[str, Any]
 OnStep = Callable[[list[ShardTensor]], None]

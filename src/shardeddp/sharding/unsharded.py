@@ -1,11 +1,15 @@
 """The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded one after that."""
 
+import copy
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from shardeddp.sharding.stored_gradients import store_gradient, stored_gradient
 
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardTensor
@@ -15,11 +19,40 @@ OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
 """In the dictionary of an unsharded parameter: its name, its dtype outside, a weak reference to what it is there."""
 
 
-class _Attributes(nn.Parameter):
-    """What users set on a parameter is the same, wherever they meet it: it belongs to the sharded one."""
+class OfSharded(nn.Parameter):
+    """What belongs to the sharded parameter, wherever users meet it: gradient, hooks, and attributes of their own."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient of the sharded parameter; autograd's own, of this rank and this unit, is the engine's."""
+        return sharded_of(self).grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        sharded_of(self).grad = gradient
+
+    @grad.deleter
+    def grad(self) -> None:
+        sharded_of(self).grad = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:  # type: ignore[override]
+        """Call a hook with each gradient on its way to the parameter."""
+        return sharded_of(self).register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call a hook with the parameter when a backward has completed its gradient."""
+        return sharded_of(self).register_post_accumulate_grad_hook(hook)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return sharded_of(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(sharded_of(self), memo)
+        return memo[id(self)]
 
     def __getattr__(self, name: str) -> Any:
-        found = cast("ShardTensor", sharded_of(self)).user_attributes() if OURS[-1] in self.__dict__ else {}
+        found = cast("ShardTensor", sharded_of(self)).user_attributes() if vars(self).get(OURS[-1]) else {}
         if name not in found:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
         return found[name]
@@ -37,12 +70,20 @@ class _Attributes(nn.Parameter):
             delattr(sharded_of(self), name)
 
 
-class UnshardedParameter(_Attributes):
+class UnshardedParameter(OfSharded):
     """The class of an unsharded parameter while it is usable: a plain one whose writes can be counted.
 
     ``data`` of a plain parameter has a version counter of its own, and assigning to it takes the parameter out of the
     gathered buffer.
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            kind = next(base for base in type(self).__mro__ if not issubclass(base, OfSharded))
+            copied = torch.Tensor._make_subclass(kind, self.detach().clone(), self.requires_grad)
+            vars(copied).update(copy.deepcopy(cast("ShardTensor", sharded_of(self)).user_attributes(), memo))
+            memo[id(self)] = copied
+        return memo[id(self)]
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -73,7 +114,7 @@ class UnshardedParameter(_Attributes):
         return torch.equal(data.detach().to(self.dtype), self.detach())
 
 
-class ReleasedParameter(_Attributes):
+class ReleasedParameter(OfSharded):
     """The class of an unsharded parameter while its memory is released: whatever meets it meets the sharded one.
 
     Who has kept a reference from inside of the unit's forward computes with the same values, gathered for each use.
@@ -97,14 +138,14 @@ class ReleasedParameter(_Attributes):
 
 def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
     """Let autograd add up the gradients of an unsharded parameter in another dtype than its own, from now on."""
+    former = stored_gradient(unsharded)
     with torch._C.DisableTorchFunctionSubclass():
-        former = unsharded.grad
         if unsharded.grad_dtype is dtype or (former is not None and former.is_sparse):
             return
-        unsharded.grad = None  # torch refuses to change the dtype of one that is there
+        store_gradient(unsharded, None)  # torch refuses to change the dtype of one that is there
         unsharded.grad_dtype = dtype
-        if former is not None:
-            unsharded.grad = former.to(dtype)
+    if former is not None:
+        store_gradient(unsharded, former.to(dtype))
 
 
 def sharded_of(unsharded: nn.Parameter) -> torch.Tensor:

@@ -35,8 +35,8 @@ from shardeddp.plugins.offload import resolve_offload
 from shardeddp.plugins.placing import place_module
 from shardeddp.plugins.registry import introduction
 from shardeddp.plugins.uneven_training import UnevenBatches
-from shardeddp.sharding.hooks import make_plain, runtime_of
-from shardeddp.sharding.optimizer import attach_optimizer
+from shardeddp.sharding.hooks import make_plain, parameters_changed, runtime_of
+from shardeddp.sharding.optimizer import attach_optimizer, follow_optimizers
 from shardeddp.sharding.optimizer_scope import Scope, check_stated
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
@@ -272,6 +272,7 @@ class ShardedDP(ModelStrategy):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
                 self._ask_loaders_again(trainer.fit_loop)
+        follow_optimizers(parameters_changed)
         for optimizer in () if self.runtime.idle else self.optimizers:
             attach_optimizer(optimizer, self.runtime.parameters_changed, self._offloads_optimizer, self.optimizer_scope)
 
