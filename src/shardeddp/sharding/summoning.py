@@ -15,7 +15,7 @@ from shardeddp.sharding.runtime import Runtime
 from shardeddp.sharding.scripted import module_behind, registry_of
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.unit import Unit, register
-from shardeddp.sharding.unsharded import UnshardedParameter
+from shardeddp.sharding.unsharded import OURS, WholeParameter
 
 
 @dataclass(kw_only=True)
@@ -27,7 +27,7 @@ class _Summoned:
     """None for a parameter of a copy of the model, which no unit gathers."""
 
     owners: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
-    whole: UnshardedParameter | None = None
+    whole: WholeParameter | None = None
     """None on ranks that don't get it."""
 
     version: int = 0
@@ -94,10 +94,10 @@ def _idle(runtime: Runtime, module: nn.Module) -> Iterator[tuple[nn.Parameter, t
             yield parameter, parameter.data
 
 
-def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> UnshardedParameter:
+def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
     with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
-        whole = UnshardedParameter(values.clone() if values.is_inference() else values, sharded.requires_grad)
-    vars(whole)["fqn"] = fqn = sharded.spec.fqn
+        whole = WholeParameter(values.clone() if values.is_inference() else values, sharded.requires_grad)
+    vars(whole)[OURS[0]] = fqn = sharded.spec.fqn
 
     def refuse(parameter: torch.Tensor) -> None:
         parameter.grad = None

@@ -19,6 +19,41 @@ OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
 """In the dictionary of an unsharded parameter: its name, its dtype outside, a weak reference to what it is there."""
 
 
+class WholeParameter(nn.Parameter):
+    """A plain parameter whose writes can be counted, and that stays in its memory.
+
+    ``data`` of a plain one has a version counter of its own, and assigning to it gives the parameter other memory.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The values without history; writing to them in place changes the parameter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        if data.shape != self.shape or data.dtype != self.dtype or data.device != self.device:
+            if self._has_already(data):
+                return
+            raise RuntimeError(
+                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (.data = ...): expected "
+                f"{tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, {data.dtype} on "
+                f"{data.device}. Change values in place, and shape, dtype or device before the model is sharded"
+            )
+        with torch.no_grad():
+            self.copy_(data)
+
+    def _has_already(self, data: torch.Tensor) -> bool:
+        """Whether these are its values in the dtype that it has outside of its unit: ``module.to()`` with that dtype.
+
+        Modules that insist on a dtype do so in their forward, where the parameter may be in a lower one.
+        """
+        same_place = data.shape == self.shape and data.device == self.device
+        if not same_place or data.dtype != self.__dict__.get(OURS[1]):
+            return False
+        return torch.equal(data.detach().to(self.dtype), self.detach())
+
+
 class OfSharded(nn.Parameter):
     """What belongs to the sharded parameter, wherever users meet it: gradient, hooks, and attributes of their own."""
 
@@ -70,12 +105,8 @@ class OfSharded(nn.Parameter):
             delattr(sharded_of(self), name)
 
 
-class UnshardedParameter(OfSharded):
-    """The class of an unsharded parameter while it is usable: a plain one whose writes can be counted.
-
-    ``data`` of a plain parameter has a version counter of its own, and assigning to it takes the parameter out of the
-    gathered buffer.
-    """
+class UnshardedParameter(OfSharded, WholeParameter):
+    """The class of an unsharded parameter while it is usable: its memory is a gathered buffer's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -84,34 +115,6 @@ class UnshardedParameter(OfSharded):
             vars(copied).update(copy.deepcopy(cast("ShardTensor", sharded_of(self)).user_attributes(), memo))
             memo[id(self)] = copied
         return memo[id(self)]
-
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The values without history; writing to them in place changes the parameter."""
-        return self.detach()
-
-    @data.setter
-    def data(self, data: torch.Tensor) -> None:
-        if data.shape != self.shape or data.dtype != self.dtype or data.device != self.device:
-            if self._has_already(data):
-                return
-            raise RuntimeError(
-                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (.data = ...): expected "
-                f"{tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, {data.dtype} on "
-                f"{data.device}. Change values in place, and shape, dtype or device before the model is sharded"
-            )
-        with torch.no_grad():
-            self.copy_(data)
-
-    def _has_already(self, data: torch.Tensor) -> bool:
-        """Whether these are its values in the dtype that it has outside of its unit: ``module.to()`` with that dtype.
-
-        Modules that insist on a dtype do so in their forward, where the parameter may be in a lower one.
-        """
-        same_place = data.shape == self.shape and data.device == self.device
-        if not same_place or data.dtype != self.__dict__.get(OURS[1]):
-            return False
-        return torch.equal(data.detach().to(self.dtype), self.detach())
 
 
 class ReleasedParameter(OfSharded):
