@@ -121,6 +121,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     _is_routed: bool  # whether gradients of uses outside of a unit find their way
     _former_gradient: torch.Tensor | None  # what `.grad` was, while one of those is on its way
     _source: ShardTensor | None  # of an alias: what it is one of; whoever holds the one holds the other
+    _aliases: list[weakref.ref[ShardTensor]] | None  # of a parameter: what `.data` has handed out
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(
@@ -134,6 +135,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         made._is_routed = False
         made._former_gradient = None
         made._source = None
+        made._aliases = None
         torch._C._set_throw_on_mutable_data_ptr(made)  # it has none: kernels that are handed it fail, and do not crash
         return made
 
@@ -170,8 +172,15 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The same shard without its history; writing to it changes the parameter, assigning copies the values."""
-        return self.detach()
+        """The same shard without its history; writing to it changes the parameter.
+
+        Assigning copies values in, and what was handed out before keeps the former ones, as it does where a parameter
+        gets other memory.
+        """
+        alias: Any = self.detach()
+        self._aliases = [each for each in self._aliases or () if each() is not None]
+        self._aliases.append(weakref.ref(alias))
+        return alias
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
@@ -183,6 +192,9 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
                 f"it to stay {tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, "
                 f"{data.dtype} on {data.device}. Change that before the model is sharded"
             )
+        for alias in [found for each in self._aliases or () if (found := each()) is not None]:
+            alias.move_to(alias._local.clone())
+        self._aliases = None
         with torch.no_grad():
             self.copy_(data)
 
