@@ -42,7 +42,11 @@ ABOUT_UNITS = (
     "random depth), set ShardedDP(uneven_units=True): then they agree before each gather, and those that do not use a "
     "unit take part with zeros. Or let auto_wrap_policy put all such parts into one unit"
 )
-ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS)
+ABOUT_TRAINED = (
+    "All ranks have to train the same parameters: freeze and unfreeze (requires_grad_) the same ones on each of them, "
+    "at the same time"
+)
+ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS, ABOUT_TRAINED)
 """Kinds of advice; where ranks wait in different operations, the last one that fits any of them is the most useful."""
 
 Describe = Callable[[str, str], str]

@@ -10,6 +10,7 @@ from itertools import takewhile
 import torch
 
 from shardeddp.comm import Mesh, agree_on_any, exchange
+from shardeddp.comm.sequence import ABOUT_TRAINED
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.reduction import Reduction
 from shardeddp.sharding.track import UnitTrack
@@ -65,6 +66,7 @@ class Reducer:
         self._sync = True
         self._running = False  # between begin() and end()
         self._reached: list[UnitTrack] = []  # in this backward, in order
+        self._trained: list[frozenset[int]] | None = None  # by unit, what requires gradients; None: no backward yet
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
 
     def begin(self, sync_gradients: bool) -> None:
@@ -76,12 +78,26 @@ class Reducer:
         """
         self._reached = []
         self._running = True
+        self._agree_on_trained()
         self._across_replicas = sync_gradients
         self._sync = sync_gradients or self._accumulates_sharded
         self.leaves_gradients = any(track.gets_gradients() for track in self._tracks)
         if not self._sync:
             for track in self._tracks:
                 track.unit.add_up_gradients()
+
+    def _agree_on_trained(self) -> None:
+        """Ask all ranks, where parameters have been frozen or unfrozen: they would reduce other units."""
+        former, self._trained = self._trained, [frozenset(track.missing) for track in self._tracks]
+        if former is None or former == self._trained or self._mesh.world.size == 1:
+            return
+        changed = [
+            track.unit.sharded_parameters()[index].spec.fqn
+            for track, before, now in zip(self._tracks, former, self._trained, strict=True)
+            for index in sorted(before ^ now)
+        ]
+        operation = f"the first backward since requires_grad of {changed[0]} and {len(changed) - 1} more has changed"
+        self._mesh.assembly.call(operation, ABOUT_TRAINED)
 
     def note_gradient(self) -> None:
         """A gradient is there: this backward leaves some, even if its graph (of reentrant checkpointing) hid that."""

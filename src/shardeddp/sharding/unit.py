@@ -252,9 +252,13 @@ class Unit:
 
     def tell_of_gradients(self, indices: AbstractSet[int]) -> None:
         """The backward that is running has added to the gradients of some parameters, which are not reduced yet."""
-        sharded = [each for group in self.groups for each in group.sharded]
+        sharded = self.sharded_parameters()
         for index in sorted(indices):
             sharded[index].gradient_completes()
+
+    def sharded_parameters(self) -> list[ShardTensor]:
+        """In the order of the unsharded ones."""
+        return [each for group in self.groups for each in group.sharded]
 
     def begin_backward(self) -> None:
         """Start counting what a backward uses."""

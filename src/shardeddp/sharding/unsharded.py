@@ -67,8 +67,8 @@ class OfSharded(nn.Parameter):
         sharded_of(self).grad = gradient
 
     @grad.deleter
-    def grad(self) -> None:
-        sharded_of(self).grad = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        sharded_of(self).grad = None
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:  # type: ignore[override]
         """Call a hook with each gradient on its way to the parameter."""
@@ -87,7 +87,8 @@ class OfSharded(nn.Parameter):
         return memo[id(self)]
 
     def __getattr__(self, name: str) -> Any:
-        found = cast("ShardTensor", sharded_of(self)).user_attributes() if vars(self).get(OURS[-1]) else {}
+        reference = vars(self).get(OURS[-1])  # none yet while the parameter is being made
+        found = {} if reference is None else cast("ShardTensor", sharded_of(self)).user_attributes()
         if name not in found:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
         return found[name]
@@ -105,7 +106,7 @@ class OfSharded(nn.Parameter):
             delattr(sharded_of(self), name)
 
 
-class UnshardedParameter(OfSharded, WholeParameter):
+class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The class of an unsharded parameter while it is usable: its memory is a gathered buffer's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

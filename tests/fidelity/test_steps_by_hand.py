@@ -1,0 +1,160 @@
+"""Gradients and optimizers that are met inside of a step, where units are unsharded, train as under DDP."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from support.fidelity import EXPECTED, STRATEGIES, BesideDdp, SmallGpt, case
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class ZeroesByModule(SmallGpt):
+    """The override that Lightning documents."""
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        self.zero_grad()
+
+
+class ZeroesByLoop(SmallGpt):
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+class ByHand(SmallGpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.step(loss, batch)
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        raise NotImplementedError
+
+
+class ZeroesAfterTheForward(ByHand):
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        self.zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+class ClipsAfterAnotherForward(ByHand):
+    """A forward that records, for a log, between backward and clipping."""
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.losses.append(self.loss(batch).item())
+        self.losses.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+        self.optimizers().step()
+
+
+class ClipsAListOfTheFirstStep(ByHand):
+    mine: list[nn.Parameter] | None = None
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        self.mine = self.mine or list(self.parameters())
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.losses.append(float(nn.utils.clip_grad_norm_(self.mine, 0.1)))
+        self.optimizers().step()
+
+
+class AssignsGradients(ByHand):
+    """Signs of what `autograd.grad` returns, averaged by hand."""
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        parameters = list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            torch.distributed.all_reduce(gradient)
+            parameter.grad = gradient.sign()
+        self.optimizers().step()
+
+
+class MakesAnOptimizerInTheFirstStep(ByHand):
+    own: optim.Optimizer | None = None
+
+    def configure_optimizers(self) -> None:
+        return None
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        self.own = self.own or optim.AdamW(self.parameters(), lr=0.01)
+        self.own.zero_grad()
+        self.manual_backward(loss)
+        self.own.step()
+
+
+class StepsTwiceInAStep(ByHand):
+    """An optimizer of one step over a part, and a forward that has to see what it has done."""
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        inner = optim.SGD([*self.embed.parameters(), *self.blocks[1].parameters()], lr=0.05)
+        self.manual_backward(loss)
+        inner.step()
+        self.zero_grad()
+        again = self.loss(batch)
+        self.losses.append(again.item())
+        self.manual_backward(again)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class AddsAGroupInAHook(SmallGpt):
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.SGD(self.blocks.parameters(), lr=0.1, momentum=0.9)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.global_step == 1:
+            self.optimizers().optimizer.add_param_group({"params": list(self.embed.parameters()), "lr": 0.05})
+
+
+class BacksUpData(SmallGpt):
+    """The average of weights takes their place for a while; neither is cloned."""
+
+    shadow: dict[str, Tensor] | None = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.shadow is None:
+            self.shadow = {name: p.data.clone() for name, p in self.named_parameters()}
+        for name, parameter in self.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.data
+        backup = {}
+        for name, parameter in self.named_parameters():
+            backup[name] = parameter.data
+            parameter.data = self.shadow[name]
+        self.losses.append(sum(float(p.detach().norm()) for p in self.parameters()))
+        for name, parameter in self.named_parameters():
+            parameter.data = backup[name]
+
+
+class ExchangesData(SmallGpt):
+    def on_train_batch_end(self, *_: Any) -> None:
+        first, second = (block.up.weight for block in list(self.blocks)[:2])
+        first.data, second.data = second.data, first.data
+
+
+CASES = [
+    case(ZeroesByModule),
+    case(ZeroesByLoop),
+    case(ZeroesAfterTheForward),
+    case(ClipsAfterAnotherForward),
+    case(ClipsAListOfTheFirstStep),
+    case(AssignsGradients),
+    case(MakesAnOptimizerInTheFirstStep, warns=f"{EXPECTED}|.*this fit will run with no optimizer"),
+    case(StepsTwiceInAStep),
+    case(AddsAGroupInAHook),
+    case(BacksUpData),
+    case(ExchangesData),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_and_optimizers_inside_of_a_step_are_those_of_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
+    beside_ddp(CASES, strategy)
