@@ -15,6 +15,7 @@ from shardeddp.plan.layout import FlatLayout
 from shardeddp.sharding.spec import ParameterSpec
 from shardeddp.sharding.unsharded import OURS, released_class, unsharded_class
 
+_set_attribute = object.__setattr__  # past that of OfSharded: twice for each parameter and gather
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]  # past the property of UnshardedParameter
 
 
@@ -115,7 +116,7 @@ class GatheredBuffer:
             for parameter, piece, slot, (usable, _) in zip(
                 self.parameters, self._pieces, self.layout.slots, self._classes, strict=True
             ):
-                parameter.__class__ = usable
+                _set_attribute(parameter, "__class__", usable)
                 _set_data(parameter, pieces[piece].view(slot.shape))
         self._is_bound = True
         if self.watched is not None:
@@ -131,7 +132,7 @@ class GatheredBuffer:
             ):
                 if parameter._use_count() <= references:  # type: ignore[attr-defined]
                     _set_data(parameter, placeholder)
-                parameter.__class__ = released
+                _set_attribute(parameter, "__class__", released)
         storage = self.flat.untyped_storage()
         self.flat, self._is_bound = None, False
         self._forget_expired()
@@ -204,7 +205,7 @@ class GatheredBuffer:
         values = self._placeholders[index].data
         parameter: Any = torch.Tensor._make_subclass(usable, values, spec.parameter.requires_grad)
         vars(parameter).update(zip(OURS, (spec.fqn, spec.dtype), strict=False))
-        parameter.__class__ = released
+        _set_attribute(parameter, "__class__", released)
         return parameter
 
 
