@@ -163,7 +163,7 @@ def make_plain(module: nn.Module) -> None:
     whole: dict[int, torch.Tensor] = {}
     for each in module.modules():
         for name, parameter in [*each._parameters.items()]:
-            if isinstance(parameter, ShardTensor) and not parameter.is_of_a_unit:
+            if isinstance(parameter, ShardTensor) and parameter.is_copy:
                 if id(parameter) not in whole:
                     whole[id(parameter)] = parameter.whole("setting up a copy of")
                 each._parameters[name] = cast("nn.Parameter", whole[id(parameter)])

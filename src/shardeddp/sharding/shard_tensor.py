@@ -121,6 +121,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     _is_routed: bool  # whether gradients of uses outside of a unit find their way
     _former_gradient: torch.Tensor | None  # what `.grad` was, while one of those is on its way
     _source: ShardTensor | None  # of an alias: what it is one of; whoever holds the one holds the other
+    _is_copy: bool  # whether it is what a deep copy has made of a parameter
     _aliases: list[weakref.ref[ShardTensor]] | None  # of a parameter: what `.data` has handed out
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
@@ -135,6 +136,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         made._is_routed = False
         made._former_gradient = None
         made._source = None
+        made._is_copy = False
         made._aliases = None
         torch._C._set_throw_on_mutable_data_ptr(made)  # it has none: kernels that are handed it fail, and do not crash
         return made
@@ -334,6 +336,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) not in memo:
             copied = type(self)(self._local.detach().clone(), self._spec, self.requires_grad)
+            copied._is_copy = True
             vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in _ATTRIBUTES})
             memo[id(self)] = copied
         return memo[id(self)]
@@ -365,6 +368,11 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
             parameter = torch.Tensor._make_subclass(kind, whole, self.requires_grad)
         vars(parameter).update(self.user_attributes())
         return parameter
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is what a deep copy has made of a parameter."""
+        return self._is_copy
 
     @property
     def is_of_a_unit(self) -> bool:
