@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from shardeddp.comm import Pending
 from shardeddp.comm.gloo import GlooCollectives
@@ -14,6 +13,7 @@ from shardeddp.sharding.materialize import Birth
 from shardeddp.sharding.runtime import Prefetch
 from shardeddp.sharding.setup import shard_model
 from shardeddp.wrap import NamePolicy, build_units
+from support.allocations import ATTEMPTS, all_complete, record_allocations
 from support.deferred import Build, on_meta
 from training import Sharding
 from world import Worlds
@@ -48,6 +48,17 @@ def wide() -> nn.Module:
 def check_peak(sharding: Sharding, build: Build, load: bool) -> None:
     full_nbytes = sum(parameter.nbytes for parameter in build().parameters())
     block = sum(parameter.nbytes for parameter in wide_block().parameters())
+    for _ in range(ATTEMPTS):
+        sizes, shards = record_setup(sharding, build, load)
+        if all_complete(sizes, shards):
+            break
+    assert abs(sum(sizes) - shards) < 0.01 * full_nbytes, f"{sum(sizes):,} bytes stay, shards {shards:,}"
+    peak = max(accumulate(sizes))
+    assert peak <= shards + block + 0.01 * full_nbytes, f"{peak:,} bytes, shards {shards:,}, a block {block:,}"
+
+
+def record_setup(sharding: Sharding, build: Build, load: bool) -> tuple[list[int], float]:
+    """What setting up a model on the meta device allocates and frees, and the bytes of this rank's shards."""
     state = build().state_dict()
     model = on_meta(build)
     units = build_units(model, NamePolicy(sharding.units))
@@ -55,14 +66,9 @@ def check_peak(sharding: Sharding, build: Build, load: bool) -> None:
     birth = Birth(load=lambda: model.load_state_dict(state) and None) if load else Birth()
     # What the transport's threads let go of is freed where the profiler does not look; here all ranks draw alike.
     silent = mock.patch.object(GlooCollectives, "broadcast_", new=lambda *arguments: Pending())
-    with silent, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with silent, record_allocations() as sizes:
         shard_model(units, mesh, PLACEMENTS[sharding.strategy], Prefetch(), birth)
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    shards = full_nbytes / mesh.topology.shard_size
-    assert abs(sum(sizes) - shards) < 0.01 * full_nbytes, f"{sum(sizes):,} bytes stay, shards {shards:,}"
-    peak = max(accumulate(sizes))
-    assert peak <= shards + block + 0.01 * full_nbytes, f"{peak:,} bytes, shards {shards:,}, a block {block:,}"
+    return sizes, sum(parameter.nbytes for parameter in build().parameters()) / mesh.topology.shard_size
 
 
 @pytest.mark.parametrize("build", [wide, Wide])

@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
-from torch.profiler import ProfilerActivity, profile
 
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.sharding.optimizer import attach_optimizer
 from shardeddp.sharding.runtime import Runtime
 from shardeddp.sharding.shard_tensor import ShardTensor
+from support.allocations import ATTEMPTS, all_complete, record_allocations
+from support.waiting import until
 from training import Sharding, batch
 from world import Worlds, on_ranks
 
@@ -112,23 +113,31 @@ class Training:
 
 def added_at_worst(training: Training, micro_batches: int = 1) -> int:
     """Most bytes that a step holds at a time beside what is there before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        training.step(micro_batches)
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    # The transport's threads may hold what the last agreements sent for a moment.
-    assert abs(sum(sizes)) < 4096, f"the step has kept {sum(sizes):,} bytes"
-    return max(accumulate(sizes))
+    for _ in range(ATTEMPTS):
+        with record_allocations() as sizes:
+            training.step(micro_batches)
+        if all_complete(sizes):
+            return max(accumulate(sizes))
+    raise AssertionError(f"every step keeps memory: {sum(sizes):,} bytes")
 
 
 def check_held(training: Training, before: int, expected: int) -> None:
     """What has been taken since is as expected, beside the table of ranks that torch keeps in its device mesh."""
-    for patience in (True, True, True, False):
-        found = living_nbytes() - before - training.runtime.mesh.device_mesh.mesh.nbytes
-        if found == expected or not patience:
-            break
-        time.sleep(0.05)  # the transport's threads may still let go of the last agreement
-    assert found == expected, f"found {found:,} bytes, expected {expected:,}"
+
+    def found() -> int:
+        return living_nbytes() - before - training.runtime.mesh.device_mesh.mesh.nbytes
+
+    # The transport's threads may still have to let go of the last agreement.
+    assert until(lambda: found() == expected), f"found {found():,} bytes, expected {expected:,}"
+
+
+def settled_nbytes() -> int:
+    """Bytes of all tensors, when what former steps have left to other threads is gone."""
+    found = [living_nbytes()]
+    while len(found) < 4 or len(set(found[-4:])) > 1:
+        time.sleep(0.05)
+        found.append(living_nbytes())
+    return found[-1]
 
 
 def living_nbytes() -> int:
@@ -217,10 +226,9 @@ def test_an_evaluation_holds_the_root_and_the_units_at_work() -> None:
             training.model(x)
 
     evaluate()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with record_allocations() as sizes:
         evaluate()
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    added = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    added = max(accumulate(sizes))
     root, *blocks = (sum(cost.full_nbytes for cost in track.unit.costs()) for track in training.runtime.tracks)
     assert abs(added - (root + 2 * blocks[0])) <= ACTIVATIONS * added
 
@@ -229,7 +237,7 @@ def test_an_evaluation_holds_the_root_and_the_units_at_work() -> None:
 
 
 def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
-    before = living_nbytes()
+    before = settled_nbytes()
     training = Training(sharding, frozen=frozen)
     training.step(2)
     training.step()
@@ -251,7 +259,7 @@ def test_between_steps_a_rank_holds_its_shards_and_the_states_of_the_optimizer(
 
 
 def check_split_rest() -> None:
-    before = living_nbytes()
+    before = settled_nbytes()
     training = Training(Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS, split=True))
     training.step(2)
     training.step()
@@ -278,7 +286,7 @@ def test_frozen_parameters_have_neither_gradients_nor_states(world: Worlds) -> N
 
 @on_ranks(2)
 def test_evaluation_leaves_nothing_behind() -> None:
-    before = living_nbytes()
+    before = settled_nbytes()
     training = Training(Sharding(units=BLOCKS))
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))
@@ -287,7 +295,7 @@ def test_evaluation_leaves_nothing_behind() -> None:
 
 @on_ranks(2)
 def test_retained_parameters_are_held_between_steps() -> None:
-    before = living_nbytes()
+    before = settled_nbytes()
     training = Training(Sharding(strategy="shard_optimizer", units=BLOCKS))
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))

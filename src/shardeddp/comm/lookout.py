@@ -115,20 +115,23 @@ class Lookout:
 
     def look_out(self) -> None:
         """Answer, if somebody has asked since the last time."""
-        frame = sys._current_frames().get(self._trains)
         watchers = [(look(), judge()) for look, judge in self._watchers]
-        for look, _ in watchers:
-            if look is not None:
-                look(frame)
+        where = self._see([look for look, _ in watchers if look is not None])
         question = self._notes.count("question", 0)
         if question > self._answered:
             reports = {name: report() for name, method in self._reports.items() if (report := method()) is not None}
-            self._write_answer({"question": question, "where": place_of(frame), "reports": reports})
+            self._write_answer({"question": question, "where": where, "reports": reports})
             self._answered = question
-        del frame  # which holds what it works with
         for _, judge in watchers:
             if judge is not None:
                 judge()
+
+    def _see(self, looks: Iterable[Look]) -> str:
+        # A frame keeps all that its function works with; it must not wait here for the store.
+        frame = sys._current_frames().get(self._trains)
+        for look in looks:
+            look(frame)
+        return place_of(frame)
 
     def _write_answer(self, answer: dict[str, Any]) -> None:
         self._notes.write(f"answer/{self._rank}", json.dumps(answer))

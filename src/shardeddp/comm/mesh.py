@@ -1,6 +1,7 @@
 """Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks."""
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -104,7 +105,7 @@ class Mesh:
         self.reduce_lane: Lane = make_lane(device)
         everyone = [range(topology.world_size)]
         self._meetings = Notes("meetings", self.rank)
-        describe_mismatches(self.control, partial(_describe, self._meetings, self.lookout, [*everyone[0]], self.rank))
+        self._describe_mismatches(self.control, everyone[0])
         self.users = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES)
         """Of all ranks, before what their users communicate."""
         self.compares = debug
@@ -185,8 +186,13 @@ class Mesh:
         else:
             group = _own_group(groups, self.rank, timeout, backend="gloo")
         if group is not None:
-            describe_mismatches(group, partial(_describe, self._meetings, self.lookout, ranks, self.rank))
+            self._describe_mismatches(group, ranks)
         return Attendance(group, ranks=ranks, rank=self.rank, failures=self.failures, name=name, advice=advice)
+
+    def _describe_mismatches(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        # Torch knows a group for longer than anybody needs the lookout.
+        lookout = weakref.ref(self.lookout)
+        describe_mismatches(group, partial(_describe, self._meetings, lookout, ranks, self.rank))
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)
@@ -205,7 +211,9 @@ class Mesh:
         return NativeCollectives(group, ranks, self.traffic)
 
 
-def _describe(notes: Notes, lookout: Lookout, ranks: Sequence[int], rank: int, meeting: str, operation: str) -> str:
+def _describe(
+    notes: Notes, alive: weakref.ref[Lookout], ranks: Sequence[int], rank: int, meeting: str, operation: str
+) -> str:
     """Who has come to what, where that is not the same; all ranks that have come to a meeting call it."""
     place = f"{operation} at {place_of(sys._getframe())}"
     others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
@@ -215,7 +223,8 @@ def _describe(notes: Notes, lookout: Lookout, ranks: Sequence[int], rank: int, m
         texts = notes.wait_for([*others.values()], _OTHERS_S)
         listed = {other: f"rank {other} has come to {texts[name]}" for other, name in others.items() if name in texts}
         # Who has only begun it, and waits for something else, does not know of the meeting.
-        answers = lookout.ask_now(others.keys() - listed.keys(), _OTHERS_S)
+        lookout = alive()
+        answers = lookout.ask_now(others.keys() - listed.keys(), _OTHERS_S) if lookout is not None else {}
         for other, answer in answers.items():
             listed[other] = f"rank {other} is in {answer['reports'].get('desync', {}).get('what', answer['where'])}"
     elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"
