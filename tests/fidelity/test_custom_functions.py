@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from support.custom_functions import (
     AddInPlace,
     Adjoint,
+    Fading,
     FusedLinearCrossEntropy,
     KeepsTheWeight,
     Reversed,
@@ -98,6 +99,17 @@ class FrozenWeightOfAnInnerUnit(WeightOfAnInnerUnit):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].up.weight.requires_grad_(False)
+
+
+class FadingWeightOfAnInnerUnit(FusedHead):
+    """A function writes to a frozen parameter of a unit that is not at work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faded = nn.Sequential(nn.Linear(8, 8, bias=False)).requires_grad_(False)
+
+    def fused(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().fused(Fading.apply(x, self.faded[0].weight), labels)
 
 
 class Gated(FusedHead):
@@ -238,6 +250,7 @@ CASES = [
     case(AppliedAtImport, options=ACCUMULATED, batches=6),
     case(WeightOfAnInnerUnit),
     case(FrozenWeightOfAnInnerUnit),
+    case(FadingWeightOfAnInnerUnit),
     case(Gated),
     case(DirtyActivation),
     case(NewStyle),

@@ -141,6 +141,46 @@ class ExchangesData(SmallGpt):
         first.data, second.data = second.data, first.data
 
 
+class LooksUpParameters(ByHand):
+    """Parameters are keys: of a table made before the step, of the optimizer's states, of a set."""
+
+    importance: dict[nn.Parameter, float]
+
+    def on_fit_start(self) -> None:
+        self.importance = {p: 0.01 * number for number, p in enumerate(self.parameters())}
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        optimizer = self.optimizers()
+        states = optimizer.optimizer.state
+        penalty = sum(self.importance[p] * p.square().sum() for p in self.parameters())
+        assert {*self.parameters()} == {*optimizer.optimizer.param_groups[0]["params"]}
+        for parameter in self.parameters():
+            known = parameter in states
+            assert known == (len(self.losses) > 1)
+            self.losses.append(float(states[parameter]["momentum_buffer"].norm()) if known else 0.0)
+        optimizer.zero_grad()
+        self.manual_backward(loss + penalty)
+        optimizer.step()
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class BacksUpDataInAStep(ByHand):
+    """Looks a little ahead, and returns to what it had; nothing is cloned."""
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        self.optimizers().zero_grad()
+        before = {name: p.data for name, p in self.named_parameters()}
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 1.01
+        self.losses.append(self.loss(batch).item())
+        for name, parameter in self.named_parameters():
+            parameter.data = before[name]
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
 CASES = [
     case(ZeroesByModule),
     case(ZeroesByLoop),
@@ -153,6 +193,8 @@ CASES = [
     case(AddsAGroupInAHook),
     case(BacksUpData),
     case(ExchangesData),
+    case(LooksUpParameters),
+    case(BacksUpDataInAStep),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds is what the cost model says: at rest to the byte, and at the worst moment of a step.
+"""What a rank holds is what the cost model says: at rest to a few bytes, and at the worst moment of a step.
 
 Neither is taken from the engine's own accounting. At rest every living tensor's memory is added up; during a step the
 profiler's record of each allocation and release of the CPU allocator is. The models have so few rows that activations
@@ -33,6 +33,7 @@ TOLERANCE = 0.05
 ACTIVATIONS = 0.02
 """What activations, gradients of activations and small things may add to what is in flight, and at least this much:"""
 ACTIVATIONS_NBYTES = 40_000
+A_NUMBER_NBYTES = 16
 SCRATCH_NBYTES = 100_000
 """The library that multiplies bfloat16 matrices on CPUs keeps a copy of a weight in its own order meanwhile."""
 
@@ -127,8 +128,8 @@ def check_held(training: Training, before: int, expected: int) -> None:
     def found() -> int:
         return living_nbytes() - before - training.runtime.mesh.device_mesh.mesh.nbytes
 
-    # The transport's threads may still have to let go of the last agreement.
-    assert until(lambda: found() == expected), f"found {found():,} bytes, expected {expected:,}"
+    # The transport's threads may still have to let go of the last agreement; a single number may be anywhere.
+    assert until(lambda: abs(found() - expected) <= A_NUMBER_NBYTES), f"found {found():,} bytes, expected {expected:,}"
 
 
 def settled_nbytes() -> int:

@@ -1,5 +1,6 @@
 """Setup is agreed on by all ranks: another model or a failure on one rank is an error of all, and changes nothing."""
 
+import warnings
 from collections.abc import Callable
 from unittest import mock
 
@@ -38,6 +39,36 @@ def another_freeze() -> nn.Module:
 
 def one_layer_less() -> nn.Module:
     return model_of()[:1]
+
+
+Keep = Callable[[nn.Linear], object]
+
+KEPT: dict[str, Keep] = {
+    "a view in a list": lambda layer: [layer.weight.detach()[0]],
+    "an array": lambda layer: layer.weight.detach().numpy(),
+    "a state dict": lambda layer: layer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@on_ranks(2)
+def test_who_keeps_the_former_memory_of_parameters_is_told(kept: str) -> None:
+    model = model_of()
+    held = KEPT[kept](model[0])
+    with pytest.warns(UserWarning, match=r"still refers to the memory that 0\.(bias|weight).*had before") as caught:
+        Sharding().apply(model)
+    assert len(caught) == 1 and held is not None
+
+
+@on_ranks(2)
+def test_parameters_whose_memory_nobody_keeps_are_sharded_without_a_word() -> None:
+    model = model_of()
+    model.same = model[0].weight.data  # follows the parameter
+    copied = [parameter.detach().clone() for parameter in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Sharding().apply(model)
+    assert len(copied) == 4
 
 
 MISMATCHES: list[tuple[Callable[[], nn.Module], str]] = [
@@ -94,7 +125,8 @@ def test_a_graph_from_before_the_sharding_refuses_to_run_backward() -> None:
     model = model_of()
     loss = (model[0].weight * 2).sum()
     parameter = model[0].weight
-    runtime = Sharding().apply(model)
+    with pytest.warns(UserWarning, match="still refers to the memory"):
+        runtime = Sharding().apply(model)
     assert model[0].weight is parameter
     with pytest.raises(RuntimeError, match="recorded before its model was sharded"):
         loss.backward()

@@ -11,7 +11,9 @@ import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardeddp.sharding.shard_tensor import ShardTensor
 from shards import check_same, make_mesh, shard, whole
+from training import Sharding
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(90)
@@ -214,3 +216,114 @@ def test_parameters_stay_leaves_that_can_be_trained() -> None:
     assert pair.sharded.is_leaf
     assert isinstance(pair.sharded, nn.Parameter)
     assert pair.sharded.requires_grad
+
+
+# -- each rank its own
+
+
+class Codebook(nn.Module):
+    """A layer, and entries that are not trained but written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 6))
+        self.codes = nn.Parameter(torch.ones(5, 6), requires_grad=False)
+        self.rows = nn.Sequential(nn.Embedding(5, 6, max_norm=0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (rows, 4) to (rows,)."""
+        return (self.layer(x) - self.codes[0]).square().sum(1)
+
+
+def lerp(model: Codebook, x: Tensor) -> None:
+    model.codes[:2].lerp_(model.layer(x).mean(0), 0.1)
+
+
+def look_up(model: Codebook, x: Tensor) -> None:
+    model.rows(x[0, :1].long())
+
+
+def copy(model: Codebook, x: Tensor) -> None:
+    model.codes.copy_(x.mean().expand(5, 6))
+
+
+def copy_data(model: Codebook, x: Tensor) -> None:
+    model.codes.data.copy_(x.mean().expand(5, 6))
+
+
+def mask(model: Codebook, x: Tensor) -> None:
+    model.codes.mul_(torch.eye(5, 6).roll(int(x[0, 0]), 0))
+
+
+def write_to_a_view(model: Codebook, x: Tensor) -> None:
+    model.codes[1:3] = x.mean()
+
+
+def write_many(model: Codebook, x: Tensor) -> None:
+    torch._foreach_add_([model.codes], [x.mean().expand(5, 6)])
+
+
+def scale(model: Codebook, x: Tensor) -> None:
+    model.codes.mul_(x.mean().item())
+
+
+def on_one_rank(model: Codebook, x: Tensor) -> None:
+    if x[0, 0] == 1:
+        model.codes.zero_()
+
+
+Write = Callable[[Codebook, Tensor], None]
+INSIDE: list[Write] = [lerp, look_up, copy, mask, write_to_a_view]
+OUTSIDE: list[Write] = [copy, copy_data, mask, write_to_a_view, write_many, scale, on_one_rank]
+
+
+def train(strategy: str, write: Write, inside: bool, x: Tensor) -> ShardTensor:
+    """Three steps of a model that writes to its entries, and those entries."""
+    torch.manual_seed(0)
+    model = Codebook()
+    runtime = Sharding(strategy=strategy, units=("layer", "rows")).apply(model)
+    for _ in range(3):
+        with runtime.step("training_step") as outputs:
+            if inside:
+                with torch.no_grad():
+                    write(model, x)
+            outputs.append(model(x).sum())
+        outputs.pop().backward()
+        if not inside:
+            with torch.no_grad():
+                write(model, x)
+    return model.codes  # type: ignore[return-value]
+
+
+WRITES = [*((write, True) for write in INSIDE), *((write, False) for write in OUTSIDE)]
+
+
+@pytest.mark.parametrize(("write", "inside"), WRITES)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+def test_ranks_that_write_different_values_are_told(world: Worlds, strategy: str, write: Write, inside: bool) -> None:
+    name = r"rows\.0\.weight" if write is look_up else "codes"
+    world(2).run(check_told, strategy, write, inside, name)
+
+
+def check_told(strategy: str, write: Write, inside: bool, name: str) -> None:
+    told = rf"parameter {name}: ranks have written different values to it|the first step since {name} was written to"
+    with pytest.raises(RuntimeError, match=told):
+        train(strategy, write, inside, ranked(2, 4))
+
+
+@pytest.mark.parametrize(("write", "inside"), WRITES)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+def test_ranks_that_write_the_same_are_not(world: Worlds, strategy: str, write: Write, inside: bool) -> None:
+    world(2).run(check_not_told, strategy, write, inside)
+
+
+def check_not_told(strategy: str, write: Write, inside: bool) -> None:
+    x = torch.full((2, 4), 2.0)
+    found = train(strategy, write, inside, x)
+    assert torch.equal(found.full_tensor(), train("no_shard", write, inside, x).full_tensor())
+
+
+@on_ranks(2)
+def test_replicas_that_hold_all_of_a_parameter_may_drift_as_they_do_without_sharding() -> None:
+    codes = train("no_shard", copy, True, ranked(2, 4))
+    assert codes.full_tensor()[0, 0] == 1.0 + dist.get_rank()

@@ -2,6 +2,7 @@
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -224,6 +225,80 @@ def after_the_run(alone: int, others: str) -> Ended:
 @pytest.mark.parametrize(("alone", "others"), [(0, "barrier"), (1, "test")])
 def test_what_one_rank_does_alone_after_a_run_ends_all_of_them(world: Worlds, alone: int, others: str) -> None:
     check(world(2).run(after_the_run, alone, others), save)
+
+
+class OddFreezer(Odd):
+    """Does something on one rank to a block after a step; one weight of another block is not trained."""
+
+    def __init__(self, action: Action, rank: int, step: int) -> None:
+        super().__init__(action, rank, -1)
+        self.moment = step
+        self.blocks[0].up.weight.requires_grad_(False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        """Between two steps."""
+        if batch_index == self.moment:
+            self.began = time.monotonic()
+            if self.global_rank == self.rank:
+                self.action(self)
+
+    def configure_optimizers(self) -> Any:
+        """Of what is trained."""
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
+
+
+def freeze(module: LightningModule) -> None:
+    module.blocks[1].requires_grad_(False)
+
+
+def unfreeze(module: LightningModule) -> None:
+    module.blocks[0].requires_grad_(True)
+
+
+def write(module: LightningModule) -> None:
+    with torch.no_grad():
+        module.blocks[0].up.weight.zero_()
+
+
+def train_odd_freezer(strategy: str, action: Action, rank: int) -> Ended:
+    model = OddFreezer(action, rank, 2)
+    trainer = make_trainer(make_strategy(strategy), max_steps=6)
+    return ended_with(lambda: trainer.fit(model, token_loader(24 * dist.get_world_size())), lambda: model.began)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("action", [freeze, unfreeze, write])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+def test_what_one_rank_does_alone_to_parameters_is_told_by_name(
+    world: Worlds, strategy: str, action: Action, rank: int
+) -> None:
+    name = "blocks.0" if action is unfreeze else "blocks.1" if action is freeze else "blocks.0.up.weight"
+    for ended in world(2).run(train_odd_freezer, strategy, action, rank):
+        assert ended.said != "trained" and ended.seconds < SOON_S
+        assert name in ended.said, ended.said
+
+
+class OddSchedule(Odd):
+    """The learning rate follows what one rank has seen."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_index: int) -> None:
+        """As a scheduler on a metric that is not shared."""
+        if self.global_rank == self.rank and batch_index >= 1:
+            self.optimizers().param_groups[0]["lr"] *= 0.5
+
+
+def warnings_of_a_run(strategy: str) -> list[str]:
+    trainer = make_trainer(make_strategy(strategy), max_steps=6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(OddSchedule(barrier, 1, -1), token_loader(24 * dist.get_world_size()))
+    return [str(each.message) for each in caught if "step with different options" in str(each.message)]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+def test_optimizers_that_step_with_different_options_are_told_of_once(world: Worlds, strategy: str) -> None:
+    (said,), others = world(2).run(warnings_of_a_run, strategy)
+    assert "lr of" in said and "sync_dist=True" in said and not others
 
 
 # -- ranks that are slow, and ranks that have failed and go on

@@ -171,6 +171,21 @@ class SavedAdjoint(torch.autograd.Function):
         return None, slope, *totals
 
 
+class Fading(torch.autograd.Function):
+    """A linear map whose weight is not trained, and fades with every use: the forward writes to its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        weight.mul_(0.9)
+        ctx.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return slope @ weight, None
+
+
 @torch.library.custom_op("fidelity::affine", mutates_args=())
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x * weight + bias

@@ -1,6 +1,14 @@
 """The only place that issues collectives: groups of ranks, collectives per backend, lanes, agreement."""
 
-from shardeddp.comm.agreement import agree_on_any, agree_on_highest, agree_on_layout, exchange, gather_results, together
+from shardeddp.comm.agreement import (
+    agree_on_any,
+    agree_on_any_alike,
+    agree_on_highest,
+    agree_on_layout,
+    exchange,
+    gather_results,
+    together,
+)
 from shardeddp.comm.collectives import Collectives, Pending
 from shardeddp.comm.differentiable import sum_over_ranks
 from shardeddp.comm.host import barrier, broadcast_object, reduce_tensor
@@ -16,6 +24,7 @@ __all__ = [
     "Ticket",
     "Traffic",
     "agree_on_any",
+    "agree_on_any_alike",
     "agree_on_highest",
     "agree_on_layout",
     "barrier",

@@ -125,6 +125,21 @@ def agree_on_highest(numbers: torch.Tensor, group: dist.ProcessGroup, operation:
     reduce_highest(numbers, operation, group).wait()
 
 
+def agree_on_any_alike(
+    flags: Sequence[bool], checksum: int, group: dist.ProcessGroup, operation: str
+) -> tuple[list[bool], bool]:
+    """For each flag, whether any rank has it set; and whether all ranks have the same checksum of 32 bits."""
+    if dist.get_world_size(group) == 1:
+        return list(flags), True
+    said = checksum.to_bytes(4, "big")
+    # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte are equal.
+    ballot = torch.tensor([*said, *(255 - octet for octet in said), *flags], dtype=torch.uint8)
+    agree_on_highest(ballot, group, operation)
+    numbers = ballot.tolist()
+    same = all(high + low == 255 for high, low in zip(numbers[:4], numbers[4:8], strict=True))
+    return [bool(flag) for flag in numbers[8:]], same
+
+
 def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     """For each flag, whether any rank has it set. The flags' number must be the same on all ranks."""
     if dist.get_world_size(group) == 1:

@@ -26,6 +26,7 @@ from shardeddp.comm.native import NativeCollectives
 from shardeddp.comm.notes import LostStoreError, Notes
 from shardeddp.comm.sequence import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, begun, describe_mismatches
 from shardeddp.comm.traffic import Traffic
+from shardeddp.comm.written import Written
 from shardeddp.plan.topology import Topology
 
 _OTHERS_S = 3.0
@@ -97,6 +98,8 @@ class Mesh:
         """All ranks, on the host: agreement, never tensors of the model."""
         self.saving = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=saving_timeout or timeout))
         """The same for the saving of checkpoints, which may go on behind the back of training."""
+        self.written = Written()
+        """What users write to sharded parameters; compared when the ranks agree at the end of a backward."""
         self.lookout = Lookout(self.rank)
         """Says where ranks are that others wait for."""
         self.failures = Failures(self.rank, topology.world_size, self.lookout)

@@ -171,6 +171,8 @@ def _run_local(
     cls: type[ShardTensor], func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     targets = written(func, args, kwargs)
+    for target in targets:
+        _note_write(cls, func, target, pytree.tree_leaves((args, kwargs)))
     home = _home(cls, (targets, args, kwargs))
     local_args, local_kwargs = pytree.tree_map_only(
         torch.Tensor, lambda tensor: _operand(cls, tensor, spec, home), (args, dict(kwargs))
@@ -182,6 +184,19 @@ def _run_local(
     if targets:
         return targets[0] if len(targets) == 1 else tuple(targets)
     return pytree.tree_map_only(torch.Tensor, lambda local: cls(local, spec), result)
+
+
+def _note_write(cls: type[ShardTensor], func: Any, target: Any, operands: Sequence[Any]) -> None:
+    """Take note of a write to a parameter, of which every rank keeps its own interval."""
+    spec = target.spec
+    if not target.is_of_a_unit or spec.mesh.owners.size == 1:
+        return
+    spec.mesh.written.note(spec.fqn, func.__name__)
+    for operand in operands:
+        if isinstance(operand, torch.Tensor) and not isinstance(operand, cls):
+            spec.mesh.written.note(spec.fqn, "of", operand)
+        elif isinstance(operand, (bool, int, float, complex)):
+            spec.mesh.written.note(spec.fqn, repr(operand))
 
 
 def _home(cls: type[ShardTensor], arguments: Any) -> torch.device:
@@ -223,6 +238,9 @@ def _run_foreach(cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, 
             for item, spec, home in zip(argument, specs, homes, strict=True)
         ]
 
+    for target, operands in zip(targets, zip(*lists, strict=True), strict=False):
+        if isinstance(target, cls):
+            _note_write(cls, func, target, operands)
     results = func(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
     for target in targets:
         if isinstance(target, cls):

@@ -248,6 +248,7 @@ class FlatGroup:
                 stacklevel=2,
             )
         for flat in memory:
+            self._mesh.written.note(slot.fqn, "in a step", flat[slot.offset : slot.offset + slot.numel])
             found = flat[elements.start : elements.stop]
             # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
             known = torch.where(found != known.to(found.dtype), found.to(known.dtype), known)

@@ -19,7 +19,7 @@ import torch
 import torch._functorch.utils as functorch_utils
 
 from shardeddp.sharding.asked_gradients import asked_gradients
-from shardeddp.sharding.gathered import gather
+from shardeddp.sharding.gathered import Gathered, GatheredView
 from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
 from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
 
@@ -60,4 +60,5 @@ def _full(argument: Any) -> Any:
     if argument.requires_grad and torch.is_grad_enabled():
         argument.warn_outside()
         return argument.full_for_autograd(operation)
-    return gather(argument, operation)
+    gathered = Gathered(argument, operation=operation)
+    return GatheredView(gathered.full, gathered)  # what its forward writes reaches the shard

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from shardeddp.comm import agree_on_highest
+from shardeddp.comm import agree_on_any_alike
 from shardeddp.sharding.memoryless import Memoryless
 from shardeddp.sharding.questions import reshapes, written
 from shardeddp.sharding.untraced import never_traced
@@ -85,6 +85,8 @@ class Gathered:
                 f"expected a result of shape {tuple(spec.shape)} to write to {spec.fqn}, "
                 f"found {tuple(self.full.shape)}; the parameter is unchanged"
             )
+        if self.sharded.is_of_a_unit and spec.mesh.owners.size > 1:
+            spec.mesh.written.note(spec.fqn, "whole", self.full)
         local.copy_(spec.localize(self.full))
         mark_written(local)
         self._version = self._shard_version()
@@ -115,12 +117,9 @@ class Gathered:
         if spec.mesh.world.size == 1:
             return changed
         self._assemble(func)
-        said = self.digest().to_bytes(4, "big")
-        # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte are equal.
-        ballot = torch.tensor([*said, *(255 - byte for byte in said), changed], dtype=torch.uint8)
-        agree_on_highest(ballot, spec.mesh.control, f"{func.overloadpacket.__name__} of {spec.fqn}")
-        *highest, written = ballot.tolist()
-        if written and any(high + low != 255 for high, low in zip(highest[:4], highest[4:], strict=True)):
+        operation = f"{func.overloadpacket.__name__} of {spec.fqn}"
+        (written,), same = agree_on_any_alike([changed], self.digest(), spec.mesh.control, operation)
+        if written and not same:
             raise RuntimeError(
                 f"{func} has left different values of {spec.fqn} on different ranks (this is rank {spec.mesh.rank}): "
                 f"it is sharded and has one value for all of them. Expected what every rank gets alike (all_reduce, "

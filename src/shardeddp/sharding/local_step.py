@@ -18,6 +18,7 @@ from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.stand_ins import HostCopies, StandIns
 from shardeddp.sharding.stored_gradients import stored_gradients
 from shardeddp.sharding.swapped_step import OnStep, OutsideStates, State, SwappedStep
+from shardeddp.sharding.unsharded import outside_of
 
 # Those with a fused kernel for the CPU, several times as fast as the others there.
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
@@ -90,14 +91,16 @@ class LocalStates(OutsideStates):
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
+        parameter = outside_of(parameter)
         return _StateView(self.inside[self._stand_ins.of(parameter)], parameter)
 
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        parameter = outside_of(parameter)
         local = self._stand_ins.of(parameter)
         self.inside[local] = {name: _as_local(name, value, parameter, local.device) for name, value in state.items()}
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self.inside[self._stand_ins.of(parameter)]
+        del self.inside[self._stand_ins.of(outside_of(parameter))]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -107,7 +110,7 @@ class LocalStates(OutsideStates):
         return len(self.inside)
 
     def __contains__(self, parameter: object) -> bool:
-        return isinstance(parameter, torch.Tensor) and self._stand_ins.of(parameter) in self.inside
+        return isinstance(parameter, torch.Tensor) and self._stand_ins.of(outside_of(parameter)) in self.inside
 
 
 class _StateView(dict[str, Any]):

@@ -26,7 +26,7 @@ from shardeddp.sharding.optimizer_scope import ELEMENTWISE, Scope, refuse, scope
 from shardeddp.sharding.owned_step import OwnedStep
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.swapped_step import OnStep, SwappedStep, stepped_parameters
-from shardeddp.sharding.unsharded import OfSharded, sharded_of
+from shardeddp.sharding.unsharded import OfSharded, outside_of
 
 
 class GlobalStep:
@@ -66,7 +66,7 @@ def _take_sharded(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         if any(isinstance(parameter, OfSharded) for parameter in group["params"]):
             former = group["params"]
-            group["params"] = [sharded_of(each) if isinstance(each, OfSharded) else each for each in former]
+            group["params"] = [outside_of(each) for each in former]
             for before, after in zip(former, group["params"], strict=True):
                 if before is not after and before in optimizer.state:
                     optimizer.state[after] = optimizer.state.pop(before)

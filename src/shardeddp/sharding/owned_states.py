@@ -22,6 +22,7 @@ from shardeddp.sharding.gathered import gather
 from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.sharding.state_forms import Number, NumberElsewhere, form_of, has_number, numbers_in
 from shardeddp.sharding.swapped_step import OutsideStates, State
+from shardeddp.sharding.unsharded import outside_of
 from shardeddp.sharding.whole_parameters import WholeParameter, WholeParameters
 
 
@@ -49,6 +50,7 @@ class OwnedStates(OutsideStates):
     # -- as others see them
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
+        parameter = outside_of(parameter)
         if not isinstance(parameter, ShardTensor):
             return self.inside[parameter]
         if parameter not in self._shown:
@@ -56,12 +58,14 @@ class OwnedStates(OutsideStates):
         return self._shown[parameter]
 
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        parameter = outside_of(parameter)
         if isinstance(parameter, ShardTensor):
             self._shown[parameter] = dict(state)
         else:
             self.inside[parameter] = dict(state)
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
+        parameter = outside_of(parameter)
         if parameter not in self:
             raise KeyError(parameter)
         whole = self._wholes.of(parameter)
@@ -76,6 +80,7 @@ class OwnedStates(OutsideStates):
         return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
+        parameter = outside_of(parameter)
         if isinstance(parameter, ShardTensor):
             return parameter in self._shown or parameter in self._forms
         return parameter in self.inside

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import takewhile
 
 import torch
 
-from shardeddp.comm import Mesh, agree_on_any, exchange
+from shardeddp.comm import Mesh, agree_on_any_alike, exchange
 from shardeddp.comm.sequence import ABOUT_TRAINED
 from shardeddp.plan.placement import Placement, Reshard
 from shardeddp.sharding.reduction import Reduction
@@ -195,7 +197,13 @@ class Reducer:
         viewed = [track.unit.is_viewed for track in tracks]
         used = [track.unit.used() for track in tracks]
         flags = [*left, *entered, *viewed, *(flag for each in used for flag in each)]
-        agreed = iter(agree_on_any(flags, self._mesh.control))
+        written, options = self._mesh.written.take(), self._mesh.written.take_options()
+        checksum = zlib.crc32(json.dumps([written, options], sort_keys=True).encode()) if written or options else 0
+        operation = f"agreement on {len(flags)} flags"
+        each_any, same = agree_on_any_alike(flags, checksum, self._mesh.control, operation)
+        if not same:
+            self._tell_of_differences(written, options)
+        agreed = iter(each_any)
         any_left, any_entered, any_viewed = ([next(agreed) for _ in tracks] for _ in range(3))
         any_used = [[next(agreed) for _ in each] for each in used]
         for track, again in zip(tracks, any_left, strict=True):
@@ -215,6 +223,29 @@ class Reducer:
         if not self._order_is_agreed:
             self._agree_on_order()
 
+    def _tell_of_differences(self, written: dict[str, int], options: dict[str, str]) -> None:
+        """Name what ranks have written different values to, or stepped with differently; all ranks come here."""
+        said = [json.loads(text) for text in exchange(json.dumps([written, options]).encode(), self._mesh.control)]
+        names = _differing([each for each, _ in said])
+        if names:
+            raise RuntimeError(
+                f"parameter {', '.join(names)}: ranks have written different values to it since the last backward "
+                f"(this is rank {self._mesh.rank}), and each has kept its part of its own: a sharded parameter has one "
+                f"value for all ranks. Write what all of them get alike: average it first (all_reduce), draw it with "
+                f"torch.randn_like() of the parameter, or keep it in a buffer, of which each rank has its own. An "
+                f"embedding's max_norm writes to the rows that its rank has looked up: limit all rows after the "
+                f"optimizer's step instead"
+            )
+        self._mesh.written.forget_options()
+        for name in _differing([each for _, each in said]) if self._mesh.rank == 0 else ():
+            values = ", ".join(f"{each.get(name, 'none')} on rank {rank}" for rank, (_, each) in enumerate(said[:8]))
+            warnings.warn(
+                f"the ranks' optimizers step with different options: {name} is {values}. Each rank steps on its part "
+                f"of the parameters, so parts are trained differently. Schedulers that follow a metric need the same "
+                f"on all ranks: self.log(..., sync_dist=True)",
+                stacklevel=2,
+            )
+
     def _agree_on_order(self) -> None:
         """Take over the order in which rank 0's backward was done with units: outer ones after what is inside."""
         place = {track.index: place for place, track in enumerate(self._reached)}
@@ -225,3 +256,9 @@ class Reducer:
         # The root is over last, whether it was reached or not.
         self._order = sorted([*(self._tracks[index] for index in agreed), *rest], key=lambda track: track.index == 0)
         self._order_is_agreed = True
+
+
+def _differing(said: Sequence[Mapping[str, object]]) -> list[str]:
+    """The names of which ranks do not all say the same."""
+    names = {name for each in said for name in each}
+    return sorted(name for name in names if any(each.get(name) != said[0].get(name) for each in said))

@@ -249,6 +249,9 @@ class Runtime:
                 track.unit.reshard()
 
     def _begin_pass(self) -> None:
+        if self.placement.reshard is Reshard.NEVER and self.mesh.written.pending:
+            # What has changed is gathered anew, and only that: all ranks must have changed it.
+            self.mesh.assembly.call(f"the first step since {', '.join(self.mesh.written.pending)} was written to")
         self.phase = Phase.FORWARD
         self._saved.clear()
         self._backwards = 0

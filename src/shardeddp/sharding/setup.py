@@ -1,11 +1,14 @@
 """Shard a model: agree on the plan, cut every parameter, and put the runtime in charge."""
 
+import gc
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.comm import Mesh, agree_on_layout, together
 from shardeddp.errors import ConfigurationError
@@ -50,12 +53,16 @@ def shard_model(
     materializer = together("finding deferred parameters", lambda: Materializer(specs, birth or Birth()), mesh.control)
     views = together("finding views of parameters", lambda: _held_views(specs[0].module, specs), mesh.control)
     follow_rank_zero(specs, mesh)
+    _let_go_of_parameters(specs[0].module)
+    former = _former_memory(specs, mesh.device)
     if idle and mesh.world.size == 1:
         specs = [_set_idle(spec, mesh.device) for spec in specs]
     units = together("sharding the model", lambda: [Unit(spec, mesh, placement) for spec in specs], mesh.control)
     for owner, attribute, spec in views:
         vars(owner)[attribute] = spec.parameter.detach()
     materializer.fill(mesh)
+    if units:
+        _warn_of_former_memory(former, {spec.fqn for unit in units for spec in unit.spec.parameters})
     return Runtime(units, mesh, placement, prefetch, uneven)
 
 
@@ -75,7 +82,7 @@ def _held_views(root: nn.Module, specs: Sequence[UnitSpec]) -> list[tuple[nn.Mod
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
                 continue
             spec = None if isinstance(value, nn.Parameter) else by_storage.get(_place(value))
-            if spec is None or f"{attribute}_orig" in module._parameters:  # computed anew before each forward
+            if spec is None or _is_computed(module, attribute):
                 continue
             is_all = (value.shape, value.stride()) == (spec.parameter.shape, spec.parameter.stride())
             if attribute in module._buffers or not is_all:
@@ -86,6 +93,44 @@ def _held_views(root: nn.Module, specs: Sequence[UnitSpec]) -> list[tuple[nn.Mod
                 )
             found.append((module, attribute, spec))
     return found
+
+
+def _is_computed(module: nn.Module, attribute: str) -> bool:
+    """Whether an attribute is computed anew before each forward (`spectral_norm`, `weight_norm`, pruning)."""
+    return any(f"{attribute}_{suffix}" in module._parameters for suffix in ("orig", "g"))
+
+
+def _let_go_of_parameters(root: nn.Module) -> None:
+    """Let what modules have computed from parameters refer neither to their memory nor, by a graph, to them."""
+    for module in root.modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and _is_computed(module, attribute):
+                vars(module)[attribute] = value.detach().clone()
+
+
+def _former_memory(specs: Sequence[UnitSpec], device: torch.device) -> dict[str, StorageWeakRef]:
+    """By name, the memory of parameters before they are sharded; not of those that any strategy would move."""
+    parameters = {spec.fqn: spec.parameter for unit in specs for spec in unit.parameters}
+    return {
+        fqn: StorageWeakRef(parameter.untyped_storage())
+        for fqn, parameter in parameters.items()
+        if parameter.device == device and parameter.numel()
+    }
+
+
+def _warn_of_former_memory(former: dict[str, StorageWeakRef], sharded: set[str]) -> None:
+    """Point out what keeps values from before the training; under another strategy it would follow the parameters."""
+    if any(not memory.expired() for memory in former.values()):
+        gc.collect()
+    kept = sorted(fqn for fqn, memory in former.items() if fqn in sharded and not memory.expired())
+    if kept:
+        more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
+        warnings.warn(
+            f"something still refers to the memory that {', '.join(kept[:3])}{more} had before being sharded: a view "
+            f"in a list or a closure, a NumPy array, a state dict. It keeps its values and its bytes, and does not "
+            f"follow the parameters. Take values from a parameter where they are needed, or clone() what is to stay",
+            stacklevel=2,
+        )
 
 
 def _place(tensor: torch.Tensor) -> int:
@@ -114,7 +159,7 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
     for unit in specs:
         for spec in unit.parameters:
             if spec.parameter.numel() and not spec.parameter.is_meta:
-                values = spec.parameter.detach().to(mesh.device).contiguous()
+                values = spec.parameter.detach().to(mesh.device, memory_format=torch.contiguous_format, copy=True)
                 mesh.world.broadcast_(values, 0).wait()
                 spec.parameter.copy_(values)
 

@@ -40,6 +40,7 @@ from shardeddp.sharding.gradient_hooks import CompletionHook, GradientHook, Grad
 from shardeddp.sharding.memoryless import Memoryless
 from shardeddp.sharding.questions import asks_only_about
 from shardeddp.sharding.stored_gradients import store_gradient, stored_gradient
+from shardeddp.sharding.unsharded import OfSharded, SameParameter, sharded_of
 
 Dispatch = Callable[..., Any]
 
@@ -376,8 +377,19 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     @property
     def is_of_a_unit(self) -> bool:
-        """False for the copy of a parameter: no unit gathers and reduces it."""
-        return self._unit_gradients is not None
+        """False for the copy of a parameter: no unit gathers and reduces it. An alias of a parameter is of its unit."""
+        origin = self
+        while origin._source is not None:
+            origin = origin._source
+        return origin._unit_gradients is not None
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, OfSharded) and sharded_of(other) is self:
+            return SameParameter.like(self)
+        return super().__eq__(other)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole("pickling").__reduce_ex__(protocol)

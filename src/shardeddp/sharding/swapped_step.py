@@ -93,7 +93,10 @@ class SwappedStep(ABC):
         self._leave()
         self._bring_back()
         self._let_go()
-        self._on_step(stepped_parameters(optimizer))
+        stepped = stepped_parameters(optimizer)
+        if stepped and stepped[0].spec.mesh.owners.size > 1:
+            stepped[0].spec.mesh.written.note_options(type(optimizer).__name__, optimizer.param_groups)
+        self._on_step(stepped)
         self._states.tell()
 
     def _surround_step(self, optimizer: optim.Optimizer) -> None:

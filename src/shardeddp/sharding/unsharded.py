@@ -1,6 +1,7 @@
 """The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded one after that."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +20,10 @@ OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
 """In the dictionary of an unsharded parameter: its name, its dtype outside, a weak reference to what it is there."""
 
 
+_ALIASES = "_shardeddp_aliases"
+"""In the same dictionary: weak references to what `.data` has handed out."""
+
+
 class WholeParameter(nn.Parameter):
     """A plain parameter whose writes can be counted, and that stays in its memory.
 
@@ -27,8 +32,15 @@ class WholeParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The values without history; writing to them in place changes the parameter."""
-        return self.detach()
+        """The values without history; writing to them in place changes the parameter.
+
+        Assigning copies values in, and what was handed out before keeps the former ones, as it does where a parameter
+        gets other memory.
+        """
+        alias = self.detach()
+        vars(self)[_ALIASES] = [each for each in vars(self).get(_ALIASES, ()) if each() is not None]
+        vars(self)[_ALIASES].append(weakref.ref(alias))
+        return alias
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
@@ -40,6 +52,10 @@ class WholeParameter(nn.Parameter):
                 f"{tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, {data.dtype} on "
                 f"{data.device}. Change values in place, and shape, dtype or device before the model is sharded"
             )
+        if data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
+            return
+        for alias in [found for each in vars(self).pop(_ALIASES, ()) if (found := each()) is not None]:
+            alias.data = alias.clone()
         with torch.no_grad():
             self.copy_(data)
 
@@ -52,6 +68,24 @@ class WholeParameter(nn.Parameter):
         if not same_place or data.dtype != self.__dict__.get(OURS[1]):
             return False
         return torch.equal(data.detach().to(self.dtype), self.detach())
+
+
+class SameParameter(torch.Tensor):
+    """What a parameter is asked for that meets itself: true for every element, and as a whole.
+
+    So it is found where it is a key: in dictionaries, in sets, in the state of an optimizer.
+    """
+
+    @staticmethod
+    def like(parameter: torch.Tensor) -> torch.Tensor:
+        """Of the parameter's shape."""
+        true = torch.ones((), dtype=torch.bool, device=parameter.device)
+        return torch.Tensor._make_subclass(SameParameter, true.expand(parameter.shape))
+
+    def __bool__(self) -> bool:
+        return True
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class OfSharded(nn.Parameter):
@@ -92,6 +126,15 @@ class OfSharded(nn.Parameter):
         if name not in found:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
         return found[name]
+
+    def __hash__(self) -> int:
+        return hash(sharded_of(self))
+
+    def __eq__(self, other: object) -> Any:
+        """Element by element; true as a whole where the other is the same parameter, met outside of its unit."""
+        if not isinstance(other, OfSharded) and isinstance(other, nn.Parameter) and sharded_of(self) is other:
+            return SameParameter.like(self)
+        return super().__eq__(other)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
@@ -160,6 +203,11 @@ def sharded_of(unsharded: nn.Parameter) -> torch.Tensor:
             f"parameter {unsharded.__dict__[OURS[0]]} was kept from inside its unit's forward, and its model is gone"
         )
     return sharded
+
+
+def outside_of(parameter: Any) -> Any:
+    """What a parameter is outside of its unit, where it was met inside; anything else as it is."""
+    return sharded_of(parameter) if isinstance(parameter, OfSharded) else parameter
 
 
 @cache
