@@ -301,13 +301,14 @@ WRITES = [*((write, True) for write in INSIDE), *((write, False) for write in OU
 @pytest.mark.parametrize(("write", "inside"), WRITES)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 def test_ranks_that_write_different_values_are_told(world: Worlds, strategy: str, write: Write, inside: bool) -> None:
+    if strategy == "shard_optimizer" and write is on_one_rank:
+        pytest.skip("the next gather takes all ranks: tests/strategy/test_desync.py")
     name = r"rows\.0\.weight" if write is look_up else "codes"
     world(2).run(check_told, strategy, write, inside, name)
 
 
 def check_told(strategy: str, write: Write, inside: bool, name: str) -> None:
-    told = rf"parameter {name}: ranks have written different values to it|the first step since {name} was written to"
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=rf"parameter {name}: ranks have written different values to it"):
         train(strategy, write, inside, ranked(2, 4))
 
 

@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.attendance import Attendance
@@ -19,6 +18,7 @@ from shardeddp.comm.desync import LANES, DesyncCheck, Progress
 from shardeddp.comm.ending import end_quietly
 from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
+from shardeddp.comm.groups import Groups
 from shardeddp.comm.lanes import Lane, make_lane
 from shardeddp.comm.linked import LinkedCollectives
 from shardeddp.comm.lookout import Lookout, place_of
@@ -61,31 +61,31 @@ class Mesh:
         debug: bool = False,
     ) -> None:
         end_quietly()
-        before = _names_of_groups()
         self.topology = topology
         self.device = device
         self.rank = dist.get_rank()
         self.traffic = Traffic()
         shard_groups, replicate_groups = topology.shard_groups(), topology.replicate_groups()
-        gather_group = _own_group(shard_groups, self.rank, timeout)
-        replicate_group = _own_group(replicate_groups, self.rank, timeout)
+        self._groups = Groups(self.rank, timeout)
+        gather_group = self._groups.get("gather", shard_groups, timeout)
+        replicate_group = self._groups.get("replicate", replicate_groups, timeout)
         self.gather = self._collectives(gather_group, shard_groups)
         """Among the ranks that share a model: all-gathers."""
         self.regather = self.gather if regather_size is None else self._regather(regather_size, timeout)
         """Among some of them: all-gathers for the backward of what the forward's have left."""
-        self.reduce = self._collectives(_own_group(shard_groups, self.rank, timeout), shard_groups)
+        self.reduce = self._collectives(self._groups.get("reduce", shard_groups, timeout), shard_groups)
         """Among the same ranks: reduce-scatters."""
         self.replicate = self._collectives(replicate_group, replicate_groups)
         """Among the ranks that hold equal shards: all-reduces."""
         owner_groups = topology.owner_groups()
         split = topology.split_replicas
         self.owners = (
-            self._collectives(_own_group(owner_groups, self.rank, timeout), owner_groups) if split else self.gather
+            self._collectives(self._groups.get("owners", owner_groups, timeout), owner_groups) if split else self.gather
         )
         """Among the ranks that own all of the model together: what is asked of a parameter outside its unit. Used on
         both lanes, which is safe because each use is waited for before the next is issued."""
         self.collect = (
-            self._collectives(_own_group(replicate_groups, self.rank, timeout), replicate_groups)
+            self._collectives(self._groups.get("collect", replicate_groups, timeout), replicate_groups)
             if split
             else SoloCollectives([self.rank], 0, self.traffic)
         )
@@ -94,9 +94,10 @@ class Mesh:
         """Among all ranks: buffers, and everything outside the steady state."""
         # On torch's fake process group, which stands for ranks that are not there, gloo finds no peers.
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
-        self.control = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))
+        everyone = [range(topology.world_size)]
+        self.control = self._groups.get("control", everyone, timeout, backend)
         """All ranks, on the host: agreement, never tensors of the model."""
-        self.saving = cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=saving_timeout or timeout))
+        self.saving = self._groups.get("saving", everyone, saving_timeout or timeout, backend)
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = Written()
         """What users write to sharded parameters; compared when the ranks agree at the end of a backward."""
@@ -106,7 +107,6 @@ class Mesh:
         """Where errors are left for the other ranks."""
         self.gather_lane: Lane = make_lane(device)
         self.reduce_lane: Lane = make_lane(device)
-        everyone = [range(topology.world_size)]
         self._meetings = Notes("meetings", self.rank)
         self._describe_mismatches(self.control, everyone[0])
         self.users = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES)
@@ -129,7 +129,7 @@ class Mesh:
             self.rank,
             sorted(neighbours),
             self._progress(),
-            _names_of_groups() - before,
+            self._groups.names(),
             self.lookout,
             self.failures,
         )
@@ -157,6 +157,10 @@ class Mesh:
         """Block the host until both lanes have done what they were given, for what they copied to host memory."""
         self.gather_lane.drain()
         self.reduce_lane.drain()
+
+    def give_back(self) -> None:
+        """A run has ended well: later ones of this process may communicate by the same groups."""
+        self._groups.give_back()
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
@@ -187,7 +191,7 @@ class Mesh:
         elif len(groups) == 1:
             group = self.control
         else:
-            group = _own_group(groups, self.rank, timeout, backend="gloo")
+            group = self._groups.get(f"roll call of {name}", groups, timeout, "gloo")
         if group is not None:
             self._describe_mismatches(group, ranks)
         return Attendance(group, ranks=ranks, rank=self.rank, failures=self.failures, name=name, advice=advice)
@@ -199,7 +203,7 @@ class Mesh:
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)
-        return self._collectives(_own_group(groups, self.rank, timeout), groups)
+        return self._collectives(self._groups.get("regather", groups, timeout), groups)
 
     def _collectives(self, group: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]) -> Collectives:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
@@ -232,16 +236,3 @@ def _describe(
             listed[other] = f"rank {other} is in {answer['reports'].get('desync', {}).get('what', answer['where'])}"
     elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"
     return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"
-
-
-def _names_of_groups() -> set[str]:
-    return {group.group_name for group in distributed_c10d._world.pg_map}
-
-
-def _own_group(
-    groups: Sequence[Sequence[int]], rank: int, timeout: timedelta, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Create every group, as ``new_group`` wants of every rank, and return the one that this rank is in."""
-    created = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
-    own = next(group for group, ranks in zip(created, groups, strict=True) if rank in ranks)
-    return cast(dist.ProcessGroup, own)  # what is no group stands for those of other ranks

@@ -118,9 +118,11 @@ class _Desk:
         described = cast(DefaultStore, default)
         self._patience_s = described.timeout.total_seconds()
         self._questions: SimpleQueue[Question | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._questions,), name="shardeddp-notes", daemon=True)
         self._overdue: Future[Any] | None = None  # nobody waits for it any more, and it may be on its way still
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # a single rank is the host of its store
+        if not dist.is_initialized() or dist.get_world_size() > 1:
+            self._thread = threading.Thread(target=_serve, args=(self._questions,), name="shardeddp-notes", daemon=True)
+            self._thread.start()
         weakref.finalize(self, self._questions.put, None).atexit = False
         self.store = self.ask(described.clone, patiently=True)
 
@@ -130,6 +132,8 @@ class _Desk:
         Raises:
             LostStoreError: It is gone, or silent. Who asks while an earlier question waits is not kept waiting as well.
         """
+        if self._thread is None:
+            return question()
         if not self._thread.is_alive():
             raise LostStoreError("this process is about to end")
         answer: Future[T] = Future()
@@ -149,7 +153,8 @@ class _Desk:
     def end(self) -> None:
         """Let the thread end before the interpreter does, unless it waits for what may never come."""
         self._questions.put(None)
-        self._thread.join(_END_S)
+        if self._thread is not None:
+            self._thread.join(_END_S)
 
 
 def _serve(questions: SimpleQueue[Question | None]) -> None:

@@ -75,7 +75,7 @@ def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided
     candidates = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     candidates |= {callback.ckpt_path for callback in on_exception} | _saved_for_requeue(trainer)
     candidates = set(map(local_path, candidates))
-    folders = [local_path(callback.dirpath) for callback in callbacks if callback.dirpath]
+    folders = [local_path(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
     remote = any(is_remote(path) for path in (*candidates, *folders))
     if remote or not any(os.path.lexists(path) for path in candidates):  # a link may lead nowhere yet
         return parsed

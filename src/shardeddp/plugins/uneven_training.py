@@ -129,11 +129,10 @@ class EvenTraining:
             watched.repeat()
         progress.is_last_batch = over
 
-    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss as it counts: with gradients of zero where the batch was trained on before."""
+    def weigh(self, loss: torch.Tensor) -> None:
+        """Let a loss have gradients of zero where the batch was trained on before."""
         if self._repeats and loss.requires_grad:
             loss.register_hook(torch.zeros_like)
-        return loss
 
     def _goes_on_without(self, trainer: Trainer) -> bool:
         """Whether this rank, which has no batch, is to go on with one that it has had."""

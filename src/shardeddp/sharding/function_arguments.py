@@ -8,7 +8,7 @@ of torch; that one is extended here.
 A backward that builds a graph (adjoint methods, reversible layers) asks for gradients with respect to the arguments
 that its forward has seen, while what it runs may use the parameters themselves. In one process the two are one leaf. So
 whoever asks for the gradient of such an argument asks for that of the parameter: torch's way into its engine, private
-as well, is extended for that.
+as well, is extended for that, and for `backward(inputs=...)`: who names a sharded parameter means all of its uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._functorch.utils as functorch_utils
 
-from shardeddp.sharding.asked_gradients import asked_gradients
+from shardeddp.sharding.asked_gradients import asked_gradients, with_unsharded
 from shardeddp.sharding.gathered import Gathered, GatheredView
 from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
 from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
@@ -39,7 +39,11 @@ def extend_functions() -> None:
 
     def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         grad_outputs, retain_graph, create_graph, inputs, *flags = args
-        found = [] if kwargs["accumulate_grad"] else [origin_of(each) for each in inputs]
+        if kwargs["accumulate_grad"]:
+            if any(isinstance(each, ShardTensor) for each in inputs):
+                args = (grad_outputs, retain_graph, create_graph, tuple(with_unsharded(ShardTensor, inputs)), *flags)
+            return run_backward(outputs, *args, **kwargs)
+        found = [origin_of(each) for each in inputs]
         if not any(each is not None for each in found):
             return run_backward(outputs, *args, **kwargs)
         asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from typing_extensions import override
@@ -46,6 +46,8 @@ from shardeddp.plugins.paths import is_remote, local_path
 from shardeddp.plugins.placing import place_module
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.processes import ProcessStrategy
+
+T = TypeVar("T")
 
 _ADVICE_S = 60.0
 """How long to look for a checkpoint that can be used instead of a damaged one, while all ranks wait."""
@@ -264,17 +266,21 @@ class CheckpointStrategy(ProcessStrategy):
                 open_any, Path(path), weights_only, foreign=options.foreign, trust_pickle=options.trust_pickle
             )
             try:
-                return together("reading the checkpoint", opening, self.mesh.control)
+                return self._together("reading the checkpoint", opening)
             except CheckpointError as error:
                 raise self._with_advice(error) from error
         if type(self.checkpoint_io) is TorchCheckpointIO and kind == "archive":
-            part = self.mesh.rank, self.mesh.topology.world_size
+            part = (0, 1) if self._mesh is None else (self.mesh.rank, self.mesh.topology.world_size)
             try:
                 reading = partial(open_file, path, weights_only, part)
-                return together("reading the checkpoint", reading, self.mesh.control)
+                return self._together("reading the checkpoint", reading)
             except CheckpointError as error:
                 raise self._with_advice(error) from error
         return super().load_checkpoint(path, weights_only)
+
+    def _together(self, step: str, action: Callable[[], T]) -> T:
+        """Read on all ranks; or on this one alone, before a run, when nobody knows of the others."""
+        return action() if self._mesh is None else together(step, action, self.mesh.control)
 
     def _kind_of(self, path: str) -> str:
         """What is at a path, in the eyes of every rank."""
@@ -286,6 +292,8 @@ class CheckpointStrategy(ProcessStrategy):
                 return b"missing"
             return b"archive" if zipfile.is_zipfile(path) else b"file"
 
+        if self._mesh is None:
+            return look().decode()
         kinds = [kind.decode() for kind in gather_results("looking for the checkpoint", look, self.mesh.control)]
         if len(set(kinds)) > 1:
             found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
@@ -297,7 +305,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     def _load(self, load: Callable[[], None]) -> None:
         try:
-            together("loading the checkpoint", load, self.mesh.control)
+            self._together("loading the checkpoint", load)
         except DamagedCheckpointError as error:
             raise self._with_advice(error) from error
         if self.lightning_module is not None:

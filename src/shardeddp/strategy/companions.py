@@ -87,9 +87,10 @@ class Companions:
         if self._evaluation is not None:
             self._evaluation.end()
 
-    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """A loss as it counts in training."""
-        return loss if self._training is None else self._training.weigh(loss)
+    def weigh(self, loss: torch.Tensor) -> None:
+        """Let a loss count as it does in training."""
+        if self._training is not None:
+            self._training.weigh(loss)
 
     def leave(self, trainer: Trainer, module: LightningModule) -> None:
         """The run is over, or has failed."""

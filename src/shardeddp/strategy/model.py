@@ -6,20 +6,16 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
-from typing_extensions import override
 
 from shardeddp.checkpoint.format.interop import lightning_meta
 from shardeddp.comm.attendance import note_that_runs_alone
 from shardeddp.config import CPUOffload
-from shardeddp.lightning_api import Optimizable, rank_zero_info, rank_zero_only
+from shardeddp.lightning_api import rank_zero_info, rank_zero_only
 from shardeddp.monitor.units import describe_units, print_units
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.sharding.asked_gradients import with_unsharded
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.sharding.runtime import Prefetch, Runtime
-from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.summoning import summon
 from shardeddp.strategy.continuing import ContinuingStrategy
 
@@ -124,13 +120,3 @@ class ModelStrategy(ContinuingStrategy):
             else summon(runtime, target, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
         ):
             yield
-
-    @override
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Optimizable | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Run a backward; ``manual_backward(loss, inputs=...)`` reaches parameters of units as well."""
-        inputs = kwargs.get("inputs")
-        if inputs is not None:
-            kwargs["inputs"] = with_unsharded(ShardTensor, inputs)  # torch asks sharded tensors itself only lately
-        return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[arg-type]

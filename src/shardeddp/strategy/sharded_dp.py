@@ -20,7 +20,6 @@ from shardeddp.lightning_api import (
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
-    Optimizable,
     Precision,
     Trainer,
     TrainerFn,
@@ -294,6 +293,8 @@ class ShardedDP(ModelStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.wait_for_checkpoint()
+        if self._mesh is not None and self.trainer is not None and not self.trainer.interrupted:
+            self._mesh.give_back()
 
     # -- steps
 
@@ -319,11 +320,9 @@ class ShardedDP(ModelStrategy):
         return outputs[0]
 
     @override
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Optimizable | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Run a backward, of a loss that may count for nothing (see ``uneven_batches``)."""
-        return super().backward(self._companions.weigh(closure_loss), optimizer, *args, **kwargs)
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Let a loss count for nothing that is there for others (see ``uneven_batches``)."""
+        self._companions.weigh(closure_loss)
 
     @override
     def on_validation_start(self) -> None:

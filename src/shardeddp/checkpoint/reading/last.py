@@ -69,4 +69,5 @@ def _candidate(path: str, called_last: bool = True) -> _Candidate:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         return _Candidate(True, -1, called_last, path)  # it holds objects of others: its step is not to be known yet
-    return _Candidate("optimizer_states" in content, content["global_step"], called_last, path)
+    step = content.get("global_step", -1)  # files that others have put together may leave it out
+    return _Candidate("optimizer_states" in content, step, called_last, path)
