@@ -243,8 +243,8 @@ def _run_foreach(cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, 
             _note_write(cls, func, target, operands)
     results = func(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
     for target in targets:
-        if isinstance(target, cls):
-            mark_written(target.to_local())
+        # Below autograd nothing counts versions, of plain targets in the same list neither.
+        mark_written(target.to_local() if isinstance(target, cls) else target)
     if targets:
         return None
     return [cls(result, spec) if spec else result for result, spec in zip(results, specs, strict=True)]

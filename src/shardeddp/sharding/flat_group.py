@@ -68,6 +68,8 @@ class FlatGroup:
         self.local = self._local_parameters() if lender is None else [local.detach() for local in lender.local]
         """By parameter, this rank's elements; 1D."""
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
+        self.was_trained = False
+        """Whether any parameter has required a gradient in a backward whose gradients may not be reduced yet."""
         self._gathered_versions: list[int] = []  # of the local parameters when they were gathered; none: gather anew
         self._known_versions = self._versions()  # of those that the versions of unsharded parameters account for
         self._seen_writes = self._writes()
@@ -230,8 +232,25 @@ class FlatGroup:
                 f"resharded, and the view is gone, with what was written. Write to the parameters themselves"
             )
         for index in written:
+            if self.buffer.flat is not None:
+                self._refuse_write_elsewhere(index, self.buffer.flat)
             self._keep_write(index, memory)
             self._known_versions[index] = self.local[index]._version  # graphs know of it by the parameter's version
+
+    def _refuse_write_elsewhere(self, index: int, flat: torch.Tensor) -> None:
+        """Raise where what was written is not in the memory of this gather, but in that of an earlier one."""
+        outlived = self.buffer.outlived()
+        slot, local = self.layout.slots[index], self.local[index]
+        elements = self.layout.parameter_interval(slot, self._mesh.slice_rank).shift(slot.offset)
+        known = local.to(flat.device, flat.dtype)
+        if not outlived or not torch.equal(flat[elements.start : elements.stop], known):
+            return
+        whole = slice(slot.offset, slot.offset + slot.numel)  # so that all ranks see it
+        if any(not torch.equal(former[whole], flat[whole]) for former in outlived):
+            raise RuntimeError(
+                f"{slot.fqn}: written to through a view that was made in an earlier step or forward, whose memory is "
+                f"not the parameter's any more; it is unchanged. Write to the parameter itself, or to a new view of it"
+            )
 
     def _keep_write(self, index: int, memory: Sequence[torch.Tensor]) -> None:
         slot, local = self.layout.slots[index], self.local[index]

@@ -52,6 +52,9 @@ class GroupGradients:
         self._sharded = sharded
         self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
         self._outside: dict[int, torch.Tensor] = {}  # by parameter, whole gradients of uses outside of the unit
+        self.assigned: set[int] = set()
+        """Of parameters whose gradient is a plain tensor that users have assigned since the last backward."""
+
         self.kept_by_others = False
         """Whether an optimizer may have kept local gradients, where nothing tells that it has."""
         self._on_outside: Callable[[], None] | None = None
@@ -77,7 +80,16 @@ class GroupGradients:
     # -- what a backward leaves
 
     def begin_backward(self) -> None:
-        """Start counting what this backward uses."""
+        """Start counting what this backward uses.
+
+        What users have assigned is this rank's own: a backward adds to it, and the sum is averaged.
+        """
+        for index in sorted(self.assigned):
+            found = stored_gradient(self._sharded[index])
+            if found is not None and not isinstance(found, ShardTensor):
+                store_gradient(self._sharded[index], None)
+                self._outside[index] = found.to(self._mesh.device)
+        self.assigned.clear()
         self._packed = [False] * len(self._packed)
         self._reduced = False
 

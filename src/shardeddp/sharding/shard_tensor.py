@@ -89,6 +89,7 @@ class UnitGradients(Protocol):
     """The gradients of a unit's parameters on their way to ``.grad``."""
 
     kept_by_others: bool
+    assigned: set[int]
 
     def add_outside(self, index: int, gradient: torch.Tensor) -> None:
         """Take a whole gradient of a use outside of the unit, which is not averaged."""
@@ -201,6 +202,13 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         with torch.no_grad():
             self.copy_(data)
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: D102
+        if isinstance(source, torch.Tensor) and not args and not kwargs and source.shape == self.shape:
+            self.data = source.detach()
+            return self
+        make: Any = super().set_
+        return make(source, *args, **kwargs)
+
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The averaged gradient, sharded; between micro-batches what there is of it by then."""
@@ -216,6 +224,8 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         if self._unit_gradients is not None:
             unit_gradients, index = self._unit_gradients
             unit_gradients.drop(index)
+            if gradient is not None and not isinstance(gradient, ShardTensor):
+                unit_gradients.assigned.add(index)
 
     @grad.deleter
     def grad(self) -> None:
@@ -383,9 +393,9 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
             origin = origin._source
         return origin._unit_gradients is not None
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = torch.Tensor.__hash__
 
+    @outside_of_graphs
     def __eq__(self, other: object) -> Any:
         if isinstance(other, OfSharded) and sharded_of(other) is self:
             return SameParameter.like(self)

@@ -234,13 +234,14 @@ class Unit:
 
     def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
         """Pack the unsharded gradients and issue their reduction; possible in any state."""
-        return [group.gradients.reduce(across_replicas) for group in self.groups if group.trainable]
+        return [group.gradients.reduce(across_replicas) for group in self.groups if group.was_trained]
 
     def install_gradients(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of those sharded parameters that any rank has used; ``used`` is in the order of `used()`."""
         flags = iter(used)
         for group in self.groups:
             group.gradients.install([next(flags) for _ in group.sharded])
+            group.was_trained = group.trainable
 
     def unsharded_parameters(self) -> list[nn.Parameter]:
         """The unsharded parameters of all groups, usable or not."""
@@ -265,6 +266,7 @@ class Unit:
         for _, copies in self._copies.values():
             copies.uses = 0
         for group in self.groups:
+            group.was_trained |= group.trainable
             group.gradients.begin_backward()
 
     def add_up_gradients(self) -> None:

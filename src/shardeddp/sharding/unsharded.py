@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardeddp.sharding.stored_gradients import store_gradient, stored_gradient
+from shardeddp.sharding.untraced import never_traced
 
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardTensor
@@ -20,8 +22,8 @@ OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
 """In the dictionary of an unsharded parameter: its name, its dtype outside, a weak reference to what it is there."""
 
 
-_ALIASES = "_shardeddp_aliases"
-"""In the same dictionary: weak references to what `.data` has handed out."""
+_ALIASES = WeakIdKeyDictionary()
+"""By parameter, weak references to what its `.data` has handed out; beside its dictionary, which is pickled."""
 
 
 class WholeParameter(nn.Parameter):
@@ -38,8 +40,7 @@ class WholeParameter(nn.Parameter):
         gets other memory.
         """
         alias = self.detach()
-        vars(self)[_ALIASES] = [each for each in vars(self).get(_ALIASES, ()) if each() is not None]
-        vars(self)[_ALIASES].append(weakref.ref(alias))
+        _ALIASES[self] = [*(each for each in _ALIASES.get(self) or () if each() is not None), weakref.ref(alias)]
         return alias
 
     @data.setter
@@ -54,10 +55,21 @@ class WholeParameter(nn.Parameter):
             )
         if data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
             return
-        for alias in [found for each in vars(self).pop(_ALIASES, ()) if (found := each()) is not None]:
+        former: Any = _ALIASES.pop(self, None) or []
+        for alias in [found for each in former if (found := each()) is not None]:
             alias.data = alias.clone()
         with torch.no_grad():
             self.copy_(data)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Take the values of a tensor; the parameter stays in its memory."""
+        if not isinstance(source, torch.Tensor) or args or kwargs:
+            raise RuntimeError(
+                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (set_). Write values into it "
+                f"(copy_), or change its memory before the model is sharded"
+            )
+        self.data = source.detach()
+        return self
 
     def _has_already(self, data: torch.Tensor) -> bool:
         """Whether these are its values in the dtype that it has outside of its unit: ``module.to()`` with that dtype.
@@ -127,9 +139,11 @@ class OfSharded(nn.Parameter):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
         return found[name]
 
+    @never_traced("a parameter is looked up in a dictionary or a set")
     def __hash__(self) -> int:
         return hash(sharded_of(self))
 
+    @never_traced("a parameter is compared")
     def __eq__(self, other: object) -> Any:
         """Element by element; true as a whole where the other is the same parameter, met outside of its unit."""
         if not isinstance(other, OfSharded) and isinstance(other, nn.Parameter) and sharded_of(self) is other:
