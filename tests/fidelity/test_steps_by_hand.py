@@ -156,7 +156,7 @@ class LooksUpParameters(ByHand):
         assert {*self.parameters()} == {*optimizer.optimizer.param_groups[0]["params"]}
         for parameter in self.parameters():
             known = parameter in states
-            assert known == (len(self.losses) > 1)
+            assert known == (self.global_step > 0)
             self.losses.append(float(states[parameter]["momentum_buffer"].norm()) if known else 0.0)
         optimizer.zero_grad()
         self.manual_backward(loss + penalty)
@@ -181,6 +181,38 @@ class BacksUpDataInAStep(ByHand):
         self.optimizers().step()
 
 
+class MovesManyAtOnce(SmallGpt):
+    """One call for parameters of the unit at work and of others, which are sharded meanwhile."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        with torch.no_grad():
+            parameters = list(self.parameters())
+            torch._foreach_mul_(parameters, 0.99)
+            torch._foreach_lerp_(parameters, [torch.full_like(p, 0.01) for p in parameters], 0.1)
+        return super().training_step(batch, batch_index)
+
+
+class AssignsBeforeTheBackward(ByHand):
+    """What a rank has assigned takes part in the average."""
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        parameters = list(self.parameters())
+        found = torch.autograd.grad(self.loss(batch), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = 0.5 * gradient
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class FreezesBetweenMicroBatches(SmallGpt):
+    """What the first micro-batch has left of a block is there to be stepped with."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        self.blocks[1].requires_grad_(batch_index % 2 == 0)
+        return super().training_step(batch, batch_index)
+
+
 CASES = [
     case(ZeroesByModule),
     case(ZeroesByLoop),
@@ -195,6 +227,9 @@ CASES = [
     case(ExchangesData),
     case(LooksUpParameters),
     case(BacksUpDataInAStep),
+    case(MovesManyAtOnce),
+    case(AssignsBeforeTheBackward),
+    case(FreezesBetweenMicroBatches, options={"accumulate_grad_batches": 2}, batches=6),
 ]
 
 

@@ -328,3 +328,45 @@ def check_not_told(strategy: str, write: Write, inside: bool) -> None:
 def test_replicas_that_hold_all_of_a_parameter_may_drift_as_they_do_without_sharding() -> None:
     codes = train("no_shard", copy, True, ranked(2, 4))
     assert codes.full_tensor()[0, 0] == 1.0 + dist.get_rank()
+
+
+# -- other memory, and memory of earlier gathers
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@on_ranks(2)
+def test_what_is_set_is_copied(strategy: str, inside: bool) -> None:
+    model = Codebook()
+    runtime = Sharding(strategy=strategy, units=("layer", "rows")).apply(model)
+    wanted = torch.arange(30.0).view(5, 6)
+    with torch.no_grad():
+        if inside:
+            with runtime.step("training_step"):
+                model.codes.set_(wanted)
+                assert torch.equal(model.codes.detach(), wanted)
+        else:
+            model.codes.set_(wanted)
+        assert torch.equal(model.codes.full_tensor(), wanted)  # type: ignore[operator]
+        with runtime.step("training_step"), pytest.raises(RuntimeError, match=r"codes is sharded.*other memory"):
+            model.codes.set_(wanted.untyped_storage())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_a_write_to_a_view_of_an_earlier_step_is_refused_by_name_on_all_ranks(strategy: str) -> None:
+    model = Codebook()
+    runtime = Sharding(strategy=strategy, units=("layer", "rows")).apply(model)
+
+    def step(write: Callable[[], object]) -> None:
+        with runtime.step("training_step") as outputs:
+            with torch.no_grad():
+                write()
+            outputs.append(model(torch.ones(2, 4)).sum())
+        outputs.pop().backward()
+
+    kept: list[Tensor] = []
+    step(lambda: kept.append(model.codes.data[0]))
+    step(lambda: kept[0].sum())
+    with pytest.raises(RuntimeError, match=r"codes: written to through a view that was made in an earlier step"):
+        step(lambda: kept[0].mul_(2))

@@ -25,8 +25,7 @@ from shardeddp.sharding.local_step import LocalStep
 from shardeddp.sharding.optimizer_scope import ELEMENTWISE, Scope, refuse, scope_of
 from shardeddp.sharding.owned_step import OwnedStep
 from shardeddp.sharding.shard_tensor import ShardTensor
-from shardeddp.sharding.swapped_step import OnStep, SwappedStep, stepped_parameters
-from shardeddp.sharding.unsharded import OfSharded, outside_of
+from shardeddp.sharding.swapped_step import OnStep, SwappedStep, stepped_parameters, take_sharded
 
 
 class GlobalStep:
@@ -63,13 +62,7 @@ def follow_optimizers(on_step: OnStep) -> None:
 
 
 def _take_sharded(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        if any(isinstance(parameter, OfSharded) for parameter in group["params"]):
-            former = group["params"]
-            group["params"] = [outside_of(each) for each in former]
-            for before, after in zip(former, group["params"], strict=True):
-                if before is not after and before in optimizer.state:
-                    optimizer.state[after] = optimizer.state.pop(before)
+    take_sharded(optimizer)
 
 
 def _tell(on_step: OnStep, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

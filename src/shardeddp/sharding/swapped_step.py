@@ -15,6 +15,7 @@ from torch import optim
 
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.stored_gradients import stored_gradients
+from shardeddp.sharding.unsharded import OfSharded, outside_of
 
 State = dict[str, Any]
 OnStep = Callable[[list[ShardTensor]], None]
@@ -128,6 +129,7 @@ class SwappedStep(ABC):
         self._give_up()  # an earlier step may have failed that was not called as a method of the optimizer
         if self._optimizer.state is not self._states:
             self._adopt_state(self._optimizer)  # somebody has assigned another mapping
+        take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
         plain = self._swap_in(groups)
         self._sharded = groups
@@ -151,6 +153,19 @@ class SwappedStep(ABC):
             adopted[parameter] = state
         self._states = adopted
         optimizer.state = adopted  # type: ignore[assignment]
+
+
+def take_sharded(optimizer: optim.Optimizer) -> None:
+    """Give an optimizer the sharded parameters of those that it was given inside of a step."""
+    for group in optimizer.param_groups:
+        if any(isinstance(parameter, OfSharded) for parameter in group["params"]):
+            former = group["params"]
+            group["params"] = [outside_of(each) for each in former]
+            if isinstance(optimizer.state, OutsideStates):
+                continue  # which finds either by the other
+            for before, after in zip(former, group["params"], strict=True):
+                if before is not after and before in optimizer.state:
+                    optimizer.state[after] = optimizer.state.pop(before)
 
 
 def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
