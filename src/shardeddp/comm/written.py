@@ -25,7 +25,8 @@ class Written:
     def __init__(self) -> None:
         self._operations: dict[str, int] = {}  # by parameter
         self._values: list[tuple[str, torch.Tensor]] = []  # 0-dim, on the device of what was written
-        self._options: dict[str, str] | None = {}  # of the optimizers that have stepped; None: not compared any more
+        self._options: dict[str, dict[str, object]] = {}  # in the last step, by the optimizer's group
+        self._changed: dict[str, str] | None = {}  # options since the last comparison; None: not compared any more
 
     def note(self, fqn: str, operation: str, values: torch.Tensor | None = None) -> None:
         """Note a write.
@@ -46,21 +47,29 @@ class Written:
             optimizer: Its name.
             groups: Its parameter groups. What is neither a number nor a text is left out.
         """
-        if self._options is None:
+        if self._changed is None:
             return
         for index, group in enumerate(groups):
+            name = f"{optimizer}'s group {index}"
+            known = self._options.setdefault(name, {})
             for option, value in group.items():
-                if isinstance(value, (bool, int, float, str)):
-                    self._options[f"{option} of {optimizer}'s group {index}"] = repr(value)
+                if isinstance(value, (bool, int, float, str)) and known.get(option) != value:
+                    known[option] = value
+                    self._changed[f"{option} of {name}"] = repr(value)
 
-    def take_options(self) -> dict[str, str]:
-        """By option, its value in the last step since the last call."""
-        found, self._options = self._options or {}, None if self._options is None else {}
+    def take_changed_options(self) -> dict[str, str]:
+        """The options that have changed since the last call, with their values."""
+        found, self._changed = self._changed or {}, None if self._changed is None else {}
         return found
 
-    def forget_options(self) -> None:
-        """Do not compare options from now on: it has been said that they differ."""
-        self._options = None
+    def end_options(self) -> dict[str, str]:
+        """All options with their values; they are not compared from now on, for it is said that they differ."""
+        self._changed = None
+        return {
+            f"{option} of {name}": repr(value)
+            for name, known in self._options.items()
+            for option, value in known.items()
+        }
 
     @property
     def pending(self) -> list[str]:

@@ -187,16 +187,12 @@ def _run_local(
 
 
 def _note_write(cls: type[ShardTensor], func: Any, target: Any, operands: Sequence[Any]) -> None:
-    """Take note of a write to a parameter, of which every rank keeps its own interval."""
-    spec = target.spec
-    if not target.is_of_a_unit or spec.mesh.owners.size == 1:
-        return
-    spec.mesh.written.note(spec.fqn, func.__name__)
+    target.note_write(func.__name__)
     for operand in operands:
         if isinstance(operand, torch.Tensor) and not isinstance(operand, cls):
-            spec.mesh.written.note(spec.fqn, "of", operand)
+            target.note_write("of", operand)
         elif isinstance(operand, (bool, int, float, complex)):
-            spec.mesh.written.note(spec.fqn, repr(operand))
+            target.note_write(repr(operand))
 
 
 def _home(cls: type[ShardTensor], arguments: Any) -> torch.device:

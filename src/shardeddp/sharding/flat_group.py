@@ -231,19 +231,19 @@ class FlatGroup:
                 f"{fqns}: written to through a view that was made inside of their unit's forward, after the unit was "
                 f"resharded, and the view is gone, with what was written. Write to the parameters themselves"
             )
+        outlived = [] if self.buffer.flat is None else self.buffer.outlived()
         for index in written:
-            if self.buffer.flat is not None:
-                self._refuse_write_elsewhere(index, self.buffer.flat)
+            if outlived:
+                self._refuse_write_elsewhere(index, memory[0], outlived)
             self._keep_write(index, memory)
             self._known_versions[index] = self.local[index]._version  # graphs know of it by the parameter's version
 
-    def _refuse_write_elsewhere(self, index: int, flat: torch.Tensor) -> None:
+    def _refuse_write_elsewhere(self, index: int, flat: torch.Tensor, outlived: Sequence[torch.Tensor]) -> None:
         """Raise where what was written is not in the memory of this gather, but in that of an earlier one."""
-        outlived = self.buffer.outlived()
         slot, local = self.layout.slots[index], self.local[index]
         elements = self.layout.parameter_interval(slot, self._mesh.slice_rank).shift(slot.offset)
         known = local.to(flat.device, flat.dtype)
-        if not outlived or not torch.equal(flat[elements.start : elements.stop], known):
+        if not torch.equal(flat[elements.start : elements.stop], known):
             return
         whole = slice(slot.offset, slot.offset + slot.numel)  # so that all ranks see it
         if any(not torch.equal(former[whole], flat[whole]) for former in outlived):

@@ -85,8 +85,7 @@ class Gathered:
                 f"expected a result of shape {tuple(spec.shape)} to write to {spec.fqn}, "
                 f"found {tuple(self.full.shape)}; the parameter is unchanged"
             )
-        if self.sharded.is_of_a_unit and spec.mesh.owners.size > 1:
-            spec.mesh.written.note(spec.fqn, "whole", self.full)
+        self.sharded.note_write("whole", self.full)
         local.copy_(spec.localize(self.full))
         mark_written(local)
         self._version = self._shard_version()

@@ -57,12 +57,8 @@ def follow_optimizers(on_step: OnStep) -> None:
         on_step: Called after each of their steps with the parameters that have changed.
     """
     if not _followed:
-        _followed.append(register_optimizer_step_pre_hook(_take_sharded))
+        _followed.append(register_optimizer_step_pre_hook(take_sharded))
         _followed.append(register_optimizer_step_post_hook(partial(_tell, on_step)))
-
-
-def _take_sharded(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-    take_sharded(optimizer)
 
 
 def _tell(on_step: OnStep, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -197,12 +197,12 @@ class Reducer:
         viewed = [track.unit.is_viewed for track in tracks]
         used = [track.unit.used() for track in tracks]
         flags = [*left, *entered, *viewed, *(flag for each in used for flag in each)]
-        written, options = self._mesh.written.take(), self._mesh.written.take_options()
+        written, options = self._mesh.written.take(), self._mesh.written.take_changed_options()
         checksum = zlib.crc32(json.dumps([written, options], sort_keys=True).encode()) if written or options else 0
         operation = f"agreement on {len(flags)} flags"
         each_any, same = agree_on_any_alike(flags, checksum, self._mesh.control, operation)
         if not same:
-            self._tell_of_differences(written, options)
+            self._tell_of_differences(written)
         agreed = iter(each_any)
         any_left, any_entered, any_viewed = ([next(agreed) for _ in tracks] for _ in range(3))
         any_used = [[next(agreed) for _ in each] for each in used]
@@ -223,9 +223,10 @@ class Reducer:
         if not self._order_is_agreed:
             self._agree_on_order()
 
-    def _tell_of_differences(self, written: dict[str, int], options: dict[str, str]) -> None:
+    def _tell_of_differences(self, written: dict[str, int]) -> None:
         """Name what ranks have written different values to, or stepped with differently; all ranks come here."""
-        said = [json.loads(text) for text in exchange(json.dumps([written, options]).encode(), self._mesh.control)]
+        mine = json.dumps([written, self._mesh.written.end_options()]).encode()
+        said = [json.loads(text) for text in exchange(mine, self._mesh.control)]
         names = _differing([each for each, _ in said])
         if names:
             raise RuntimeError(
@@ -236,7 +237,6 @@ class Reducer:
                 f"embedding's max_norm writes to the rows that its rank has looked up: limit all rows after the "
                 f"optimizer's step instead"
             )
-        self._mesh.written.forget_options()
         for name in _differing([each for _, each in said]) if self._mesh.rank == 0 else ():
             values = ", ".join(f"{each.get(name, 'none')} on rank {rank}" for rank, (_, each) in enumerate(said[:8]))
             warnings.warn(

@@ -401,6 +401,12 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
             return SameParameter.like(self)
         return super().__eq__(other)
 
+    def note_write(self, operation: str, values: torch.Tensor | None = None) -> None:
+        """Let ranks compare what they write to a parameter of which each keeps a part; see :class:`Written`."""
+        mesh = self._spec.mesh
+        if mesh.owners.size > 1 and self.is_of_a_unit:
+            mesh.written.note(self._spec.fqn, operation, values)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole("pickling").__reduce_ex__(protocol)
 

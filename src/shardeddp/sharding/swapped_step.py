@@ -155,8 +155,8 @@ class SwappedStep(ABC):
         optimizer.state = adopted  # type: ignore[assignment]
 
 
-def take_sharded(optimizer: optim.Optimizer) -> None:
-    """Give an optimizer the sharded parameters of those that it was given inside of a step."""
+def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
+    """Give an optimizer the sharded parameters of those it was given inside of a step; also a hook before steps."""
     for group in optimizer.param_groups:
         if any(isinstance(parameter, OfSharded) for parameter in group["params"]):
             former = group["params"]
