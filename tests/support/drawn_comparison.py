@@ -90,7 +90,7 @@ class AveragedReplicas(DDPStrategy):
 
     def _average(self) -> None:
         for parameter in () if self._blocked else self.lightning_module.parameters():
-            if parameter.grad is not None and parameter.requires_grad:
+            if parameter.grad is not None:
                 dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
 
 

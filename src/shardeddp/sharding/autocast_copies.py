@@ -84,6 +84,8 @@ class AutocastCopies:
         if self.uses == 2:
             for name, gathered in self._gathered.items():
                 accumulate_in(gathered, cast("ShardTensor", self.sharded[name]).dtype)
+        for copies in self._inner.values():
+            copies.note_use()
 
     def note_gather(self) -> None:
         """What the copies hold is what the shards hold now."""

@@ -45,6 +45,11 @@ class FlatGroup:
     ) -> None:
         self.layout = layout
         self._lender = lender
+        self._sharing: list[FlatGroup] = []  # the lender and all that borrow from it
+        if lender is not None:
+            lender._sharing = lender._sharing or [lender]
+            self._sharing = lender._sharing
+            self._sharing.append(self)
         self._mesh = mesh
         dtype, param_dtype, reduce_dtype = specs[0].dtype, specs[0].param_dtype, specs[0].reduce_dtype
         on_host = placement.offload_params and mesh.device.type != "cpu"
@@ -236,7 +241,8 @@ class FlatGroup:
             if outlived:
                 self._refuse_write_elsewhere(index, memory[0], outlived)
             self._keep_write(index, memory)
-            self._known_versions[index] = self.local[index]._version  # graphs know of it by the parameter's version
+            for group in self._sharing or [self]:  # graphs know of it by the version of the parameter written to
+                group._known_versions[index] = self.local[index]._version
 
     def _refuse_write_elsewhere(self, index: int, flat: torch.Tensor, outlived: Sequence[torch.Tensor]) -> None:
         """Raise where what was written is not in the memory of this gather, but in that of an earlier one."""

@@ -36,10 +36,9 @@ def take_hooks(parameter: nn.Parameter) -> Hooks:
 class GradientHooks:
     """The hooks on one sharded parameter, which stands for two leaves of autograd's graphs.
 
-    A hook of ``register_hook`` sees what autograd brings: from uses in the parameter's unit this rank's gradient, whole
-    and before it is averaged, as under DDP; from a use outside the gradient of that use, sharded and averaged. One of
-    ``register_post_accumulate_grad_hook`` is called with the sharded parameter when the backward has ended and
-    ``.grad`` is complete, once, wherever the parameter was used.
+    A hook of ``register_hook`` sees what a backward brings from all uses, in the parameter's unit and outside of it:
+    this rank's gradient, whole and before it is averaged, as under DDP. One of ``register_post_accumulate_grad_hook``
+    is called with the sharded parameter when the backward has ended and ``.grad`` is complete, once.
 
     Args:
         sharded: The parameter.

@@ -76,6 +76,30 @@ class GradientMemory:
         else:
             self.partial.add_(output)
 
+    def partial_of(self, index: int) -> torch.Tensor:
+        """This rank's elements of one parameter in the partial sums, which are zero where nothing was put by; 1D."""
+        if self.mesh.topology.split_replicas:
+            raise RuntimeError(
+                f"the gradient of {self._layout.slots[index].fqn} is not complete before the step's last micro-batch: "
+                f'with optimizer_shard="world" and reduce_every_backward=True ranks keep sums of other parts than they '
+                f"own until then. Look at it there, or set reduce_every_backward=False"
+            )
+        if self.partial is None:
+            self.partial = torch.zeros_like(self._main_shard, device=self.mesh.device)
+        return local_view(self.partial, self._layout, index, self.mesh.slice_rank)
+
+    def holds(self, local: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the partial sums."""
+        return self.partial is not None and local.untyped_storage()._cdata == self.partial.untyped_storage()._cdata
+
+    def drop_partial_of(self, index: int) -> None:
+        """Forget the partial sums of one parameter."""
+        if self.partial is not None:
+            pieces = self.mesh.replicate.size if self.mesh.topology.split_replicas else 1
+            first = self.mesh.slice_rank // pieces * pieces
+            for place, piece in enumerate(self.partial.view(pieces, -1)):
+                local_view(piece, self._layout, index, first + place).zero_()
+
     def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
         """Bring averaged gradients to the gradient shard.
 

@@ -53,7 +53,7 @@ class GroupGradients:
         self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
         self._outside: dict[int, torch.Tensor] = {}  # by parameter, whole gradients of uses outside of the unit
         self.assigned: set[int] = set()
-        """Of parameters whose gradient is a plain tensor that users have assigned since the last backward."""
+        """Of parameters whose gradient users have assigned since the last backward."""
 
         self.kept_by_others = False
         """Whether an optimizer may have kept local gradients, where nothing tells that it has."""
@@ -80,18 +80,31 @@ class GroupGradients:
     # -- what a backward leaves
 
     def begin_backward(self) -> None:
-        """Start counting what this backward uses.
-
-        What users have assigned is this rank's own: a backward adds to it, and the sum is averaged.
-        """
-        for index in sorted(self.assigned):
-            found = stored_gradient(self._sharded[index])
-            if found is not None and not isinstance(found, ShardTensor):
-                store_gradient(self._sharded[index], None)
-                self._outside[index] = found.to(self._mesh.device)
-        self.assigned.clear()
+        """Start counting what this backward uses."""
         self._packed = [False] * len(self._packed)
         self._reduced = False
+
+    def take_assigned(self, reduces: bool) -> None:
+        """Add what users have assigned to what the running backward brings, so that the sum is averaged.
+
+        Args:
+            reduces: Whether this backward's gradients are reduced; else they stay this rank's own, whole.
+        """
+        assigned, self.assigned = sorted(self.assigned), set()
+        for index in assigned:
+            found = stored_gradient(self._sharded[index])
+            if found is None or (self._views and found is self._views[index]):
+                continue
+            if not isinstance(found, ShardTensor):
+                self._add_outside(index, found.to(self._mesh.device))
+            elif not reduces or self._mesh.topology.split_replicas:
+                self._add_outside(index, found.full_tensor())
+            elif self._mesh.replicate.size > 1:
+                self._memory.partial_of(index).add_(found.to_local().to(self._mesh.device))
+                self._partly_used[index] = True
+            else:
+                continue  # to which the average is added
+            store_gradient(self._sharded[index], None)
 
     def add_up(self) -> None:
         """Let autograd add up gradients in the dtype that they are reduced in, as it does without gathered copies."""
@@ -107,11 +120,14 @@ class GroupGradients:
             index: Of the parameter.
             gradient: Of the parameter's shape; not averaged.
         """
+        self._add_outside(index, gradient)
+        if self._on_outside is not None:
+            self._on_outside()
+
+    def _add_outside(self, index: int, gradient: torch.Tensor) -> None:
         former = self._outside.get(index)
         # Not in place: what arrives may belong to the user.
         self._outside[index] = gradient if former is None else former + gradient
-        if self._on_outside is not None:
-            self._on_outside()
 
     def unreduced(self, index: int) -> torch.Tensor | None:
         """What there is of a parameter's gradient before a later micro-batch completes it.
@@ -124,16 +140,22 @@ class GroupGradients:
             accumulate_in(self._unsharded[index], gradient.dtype)
             store_gradient(self._unsharded[index], gradient)
         if gradient is None and self._memory.partial is not None and self._partly_used[index]:
-            local = local_view(self._memory.partial, self._layout, index, self._mesh.slice_rank)
-            gradient = ShardTensor(local, self._sharded[index].spec)
+            gradient = ShardTensor(self._memory.partial_of(index), self._sharded[index].spec)
         return gradient
 
-    def drop(self, index: int) -> None:
-        """Forget what there is of a parameter's gradient before it is complete."""
+    def drop(self, index: int, successor: torch.Tensor | None) -> None:
+        """Forget what there is of a parameter's gradient before it is complete.
+
+        Args:
+            index: Of the parameter.
+            successor: What users have assigned instead; its values stay.
+        """
+        if isinstance(successor, ShardTensor) and self._memory.holds(successor.to_local()):
+            successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
-        if self._memory.partial is not None and self._partly_used[index]:
-            local_view(self._memory.partial, self._layout, index, self._mesh.slice_rank).zero_()
+        if self._partly_used[index]:
+            self._memory.drop_partial_of(index)
             self._partly_used[index] = False
 
     def used(self) -> list[bool]:

@@ -83,7 +83,9 @@ class Reducer:
         self._agree_on_trained()
         self._across_replicas = sync_gradients
         self._sync = sync_gradients or self._accumulates_sharded
-        self.leaves_gradients = any(track.gets_gradients() for track in self._tracks)
+        self.leaves_gradients = False
+        if any(track.gets_gradients() for track in self._tracks):
+            self.note_gradient()
         if not self._sync:
             for track in self._tracks:
                 track.unit.add_up_gradients()
@@ -103,7 +105,10 @@ class Reducer:
 
     def note_gradient(self) -> None:
         """A gradient is there: this backward leaves some, even if its graph (of reentrant checkpointing) hid that."""
-        self.leaves_gradients = True
+        if not self.leaves_gradients:
+            self.leaves_gradients = True
+            for track in self._tracks:
+                track.unit.take_assigned_gradients(self._sync)
 
     def reach(self, track: UnitTrack, *, agreed: bool) -> None:
         """The backward reaches a use of a unit, which is not gathered for it yet.

@@ -99,7 +99,7 @@ class UnitGradients(Protocol):
         """What there is of a parameter's gradient before it is complete."""
         ...
 
-    def drop(self, index: int) -> None:
+    def drop(self, index: int, successor: torch.Tensor | None) -> None:
         """Forget that."""
         ...
 
@@ -223,8 +223,8 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         store_gradient(self, gradient)
         if self._unit_gradients is not None:
             unit_gradients, index = self._unit_gradients
-            unit_gradients.drop(index)
-            if gradient is not None and not isinstance(gradient, ShardTensor):
+            unit_gradients.drop(index, gradient)
+            if gradient is not None:
                 unit_gradients.assigned.add(index)
 
     @grad.deleter
@@ -273,9 +273,12 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
                 # Weak: autograd holds hooks where the garbage collector cannot see them.
                 super().register_hook(_weakly(self, ShardTensor._take_gradient))
                 super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
+        # Hooks see the sum of what all uses bring: the gradient ends where that of the unit's forward does.
+        leaf = self if self._unsharded is None or self._hooks is None else self._unsharded
         # Not by way of Function.apply, which hands sharded arguments out as full ones.
         apply: Any = super(torch.autograd.Function, _FullTensor)
-        return apply.apply(self, operation)
+        with torch._C.DisableTorchFunctionSubclass():
+            return apply.apply(leaf, weakref.ref(self), operation)
 
     def warn_outside(self, stacklevel: int = 4) -> None:
         """Point out, once, what a use outside of the unit's forward costs."""
@@ -434,16 +437,17 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
 
 class _FullTensor(torch.autograd.Function):
-    """Gather forward; the gradient stays this rank's own, and the parameter takes it from there."""
+    """Gather forward; the gradient stays this rank's own. Its leaf is the parameter or its unsharded one."""
 
     @staticmethod
-    def forward(ctx: Any, sharded: ShardTensor, operation: str) -> torch.Tensor:
-        ctx.sharded = weakref.ref(sharded)
-        return gather(sharded, operation)
+    def forward(ctx: Any, leaf: torch.Tensor, sharded: weakref.ref[ShardTensor], operation: str) -> torch.Tensor:
+        ctx.sharded, found = sharded, sharded()
+        assert found is not None
+        return gather(found, operation)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return gradient, None, None
 
 
 def origin_of(tensor: Any) -> ShardTensor | None:

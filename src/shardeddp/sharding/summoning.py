@@ -52,10 +52,14 @@ def summon(
     try:
         for parameter, values in idle:
             parameter.data = values.to("cpu" if offload_to_cpu else values.device, copy=True)
+        memory = {id(spec.parameter): spec.memory for track in runtime.tracks for spec in track.unit.spec.parameters}
+        gathered: dict[int, torch.Tensor] = {}  # by memory: what shares it goes on sharing it
         for each in summoned:
-            whole = gather(each.sharded, "summon_full_params of")
+            key = memory.get(id(each.sharded), id(each.sharded))
+            if key not in gathered:
+                gathered[key] = _gather(each.sharded, offload_to_cpu)
             if runtime.mesh.rank == 0 or not rank0_only:
-                each.whole = _make_whole(each.sharded, whole.cpu() if offload_to_cpu else whole)
+                each.whole = _make_whole(each.sharded, gathered[key])
                 each.version = each.whole._version
         _exchange(summoned, whole=True)
         yield
@@ -94,9 +98,16 @@ def _idle(runtime: Runtime, module: nn.Module) -> Iterator[tuple[nn.Parameter, t
             yield parameter, parameter.data
 
 
-def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
+def _gather(sharded: ShardTensor, offload_to_cpu: bool) -> torch.Tensor:
+    values = gather(sharded, "summon_full_params of")
+    values = values.cpu() if offload_to_cpu else values
     with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
-        whole = WholeParameter(values.clone() if values.is_inference() else values, sharded.requires_grad)
+        return values.clone() if values.is_inference() else values
+
+
+def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
+    with torch.inference_mode(False):
+        whole = WholeParameter(values, sharded.requires_grad)
     vars(whole)[OURS[0]] = fqn = sharded.spec.fqn
 
     def refuse(parameter: torch.Tensor) -> None:

@@ -269,6 +269,12 @@ class Unit:
             group.was_trained |= group.trainable
             group.gradients.begin_backward()
 
+    def take_assigned_gradients(self, reduces: bool) -> None:
+        """See :meth:`GroupGradients.take_assigned`."""
+        for group in self.groups:
+            if group.gradients.assigned:
+                group.gradients.take_assigned(reduces)
+
     def add_up_gradients(self) -> None:
         """Make what autograd leaves fit to be added up over several backwards before it is reduced."""
         for group in self.groups:
