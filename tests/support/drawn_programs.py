@@ -267,6 +267,8 @@ def legal(program: Program) -> Program:
     if program.uses("reentrant"):  # "not compatible with .grad()", and a graph that DDP can not follow
         gone = ("penalty", "asked", "asked_graph")
         program = replace(program, terms=tuple(use for use in program.terms if use[0] not in gone))
+        # Each of its backwards ends by itself, with a part of the gradient, where DDP refuses ("marked ready twice").
+        program = replace(program, hooks=tuple(use for use in program.hooks if use[0] != "post_accumulate"))
         # Its inputs are leaves and its outputs those of a custom Function: neither is changed in place.
         program = replace(program, blocks=tuple(_without_inplace(block) for block in program.blocks))
     if not program.terms:

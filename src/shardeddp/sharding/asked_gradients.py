@@ -14,6 +14,28 @@ if TYPE_CHECKING:
 _ASKED: list[object] = []  # one entry per call of asked_gradients that is running; device threads look at it as well
 
 
+_RETAINED: list[bool] = []  # one entry per running call of the engine: whether its graph stays for another backward
+
+
+def graph_is_retained() -> bool:
+    """Whether the backward that is running leaves its graph for another one."""
+    return any(_RETAINED)
+
+
+@contextmanager
+def retaining(graph: bool) -> Generator[None]:
+    """A backward runs.
+
+    Args:
+        graph: Whether it leaves its graph for another one.
+    """
+    _RETAINED.append(graph)
+    try:
+        yield
+    finally:
+        _RETAINED.pop()
+
+
 def are_asked() -> bool:
     """Whether the backward that is running returns gradients, and so averages none."""
     return bool(_ASKED)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._functorch.utils as functorch_utils
 
-from shardeddp.sharding.asked_gradients import asked_gradients, with_unsharded
+from shardeddp.sharding.asked_gradients import asked_gradients, retaining, with_unsharded
 from shardeddp.sharding.gathered import Gathered, GatheredView
 from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
 from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
@@ -27,7 +27,7 @@ from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
 def extend_functions() -> None:
     """Let every ``autograd.Function`` see full tensors from now on; calling it again does nothing."""
     unwrap = functorch_utils.unwrap_dead_wrappers
-    run_backward: Any = torch.autograd._engine_run_backward
+    engine_run: Any = torch.autograd._engine_run_backward
     if unwrap.__module__ == __name__:
         return
 
@@ -36,6 +36,10 @@ def extend_functions() -> None:
         if any(isinstance(arg, (ShardTensor, ReleasedParameter)) for arg in args):
             return tuple(map(_full, args))
         return args
+
+    def run_backward(outputs: Any, grad_outputs: Any, retain_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        with retaining(retain_graph):
+            return engine_run(outputs, grad_outputs, retain_graph, *args, **kwargs)
 
     def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         grad_outputs, retain_graph, create_graph, inputs, *flags = args

@@ -51,8 +51,25 @@ class GradientHooks:
         self._when_complete: OrderedDict[int, CompletionHook] = former[1] or OrderedDict()
         self._sharded = weakref.ref(sharded)
         self._due = -1  # the backward, by autograd's number, that was told to call the hooks of completion
-        if unsharded is None:
+        self._unsharded = None if unsharded is None else weakref.ref(unsharded)
+        self.listens = False
+        """Whether what reaches the unsharded parameter passes the hooks."""
+        if self._on_gradient:
+            self._listen()
+
+    def add(self, hook: GradientHook) -> RemovableHandle:
+        """Call a hook with each gradient on its way; what it returns, if anything, takes the gradient's place."""
+        self._listen()
+        handle = RemovableHandle(self._on_gradient)
+        self._on_gradient[handle.id] = hook
+        return handle
+
+    def _listen(self) -> None:
+        """Hear of gradients on their way to the unsharded parameter, from now on."""
+        sharded, unsharded = self._sharded(), self._unsharded and self._unsharded()
+        if self.listens or sharded is None or unsharded is None:
             return
+        self.listens = True
         with torch._C.DisableTorchFunctionSubclass():
             trainable = unsharded.requires_grad
             torch.Tensor.requires_grad_(unsharded, True)  # a frozen parameter takes no hook, and may be unfrozen later
@@ -61,12 +78,6 @@ class GradientHooks:
                 accumulate_in(unsharded, sharded.dtype)  # hooks see gradients in the parameter's own dtype
             torch.Tensor.register_hook(unsharded, _weakly(self, GradientHooks.run))
             torch.Tensor.requires_grad_(unsharded, trainable)
-
-    def add(self, hook: GradientHook) -> RemovableHandle:
-        """Call a hook with each gradient on its way; what it returns, if anything, takes the gradient's place."""
-        handle = RemovableHandle(self._on_gradient)
-        self._on_gradient[handle.id] = hook
-        return handle
 
     def add_completion(self, hook: CompletionHook) -> RemovableHandle:
         """Call a hook with the parameter when a backward has completed its gradient."""

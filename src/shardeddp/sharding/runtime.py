@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardeddp.comm import Mesh
 from shardeddp.comm.failures import is_transfer_error
 from shardeddp.plan.placement import Placement, Reshard
+from shardeddp.sharding.asked_gradients import graph_is_retained
 from shardeddp.sharding.buffers import BufferSync
 from shardeddp.sharding.function_arguments import extend_functions
 from shardeddp.sharding.gathered_buffer import SavedView
@@ -255,6 +256,8 @@ class Runtime:
         self.phase = Phase.FORWARD
         self._saved.clear()
         self._backwards = 0
+        for track in self.tracks:
+            track.was_retained = False
         self.visits.begin(self._step_name)
         for hook in self._hooks:
             hook.follow()
@@ -274,7 +277,7 @@ class Runtime:
         if not differentiable:
             return
         track.awaiting_backward = True
-        if track.unreached_uses:
+        if track.unreached_uses or track.was_retained:
             track.unit.add_up_gradients()
         use = object()
         track.unreached_uses.add(use)
@@ -297,6 +300,7 @@ class Runtime:
         """A backward comes to a unit, by a use that its outputs have announced, or by one that nothing has."""
         self._begin_backward()
         first = not track.entered
+        track.was_retained |= graph_is_retained()
         if first or use in track.unreached_uses:
             track.unreached_uses.discard(use)
             self._reducer.reach(track, agreed=self.visits.agrees(self._backward_kind))

@@ -274,7 +274,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
                 super().register_hook(_weakly(self, ShardTensor._take_gradient))
                 super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
         # Hooks see the sum of what all uses bring: the gradient ends where that of the unit's forward does.
-        leaf = self if self._unsharded is None or self._hooks is None else self._unsharded
+        leaf = self if self._unsharded is None or not (self._hooks and self._hooks.listens) else self._unsharded
         # Not by way of Function.apply, which hands sharded arguments out as full ones.
         apply: Any = super(torch.autograd.Function, _FullTensor)
         with torch._C.DisableTorchFunctionSubclass():

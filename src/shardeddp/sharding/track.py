@@ -34,6 +34,9 @@ class UnitTrack:
     unreached_uses: set[object] = field(default_factory=set[object])
     """A token for each forward with gradients whose outputs no backward has reached yet."""
 
+    was_retained: bool = False
+    """A backward since the pass began has reached a forward and left its graph for another one."""
+
     is_viewed: bool = False
     """Whether something outside of the engine referred to memory of a gather when a backward ended, on any rank."""
 

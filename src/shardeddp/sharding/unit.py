@@ -21,6 +21,7 @@ from shardeddp.sharding.flat_group import FlatGroup
 from shardeddp.sharding.reduction import Reduction
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec
+from shardeddp.sharding.unsharded import accumulate_in
 
 
 class UnitState(Enum):
@@ -88,6 +89,8 @@ class Unit:
                     self._slots.append(_Slot(owner, attribute, sharded, sharded, computes_with))
                     if copies is not None:
                         copies.hold(attribute, sharded, unsharded, parameter.param_dtype)
+                        if len(parameter.owners) > 1:
+                            accumulate_in(unsharded, parameter.dtype)  # of each module's use, not counted together
                         self._copies[id(owner)] = owner, copies
         self._ticket: list[Ticket] = []  # all-gathers in flight -> wait()
         for slot in self._slots:
