@@ -244,14 +244,26 @@ class FlatGroup:
             for group in self._sharing or [self]:  # graphs know of it by the version of the parameter written to
                 group._known_versions[index] = self.local[index]._version
 
+    def keep_write_of(self, index: int) -> None:
+        """Bring what was written to one unsharded parameter to the main shard, for somebody reads that."""
+        with torch._C.DisableTorchFunctionSubclass():
+            is_written = self.unsharded[index]._version != self._seen_writes[index]
+        if is_written:
+            self._keep_writes()
+
+    def pending_writes(self) -> list[str]:
+        """The parameters that were written to inside of their unit and whose shards lack it so far."""
+        pairs = zip(self._writes(), self._seen_writes, strict=True)
+        return [self.layout.slots[index].fqn for index, (now, seen) in enumerate(pairs) if now != seen]
+
     def _refuse_write_elsewhere(self, index: int, flat: torch.Tensor, outlived: Sequence[torch.Tensor]) -> None:
         """Raise where what was written is not in the memory of this gather, but in that of an earlier one."""
         slot, local = self.layout.slots[index], self.local[index]
         elements = self.layout.parameter_interval(slot, self._mesh.slice_rank).shift(slot.offset)
         known = local.to(flat.device, flat.dtype)
-        if not torch.equal(flat[elements.start : elements.stop], known):
+        if not known.numel() or not torch.equal(flat[elements.start : elements.stop], known):
             return
-        whole = slice(slot.offset, slot.offset + slot.numel)  # so that all ranks see it
+        whole = slice(slot.offset, slot.offset + slot.numel)  # so that all ranks that have elements see it
         if any(not torch.equal(former[whole], flat[whole]) for former in outlived):
             raise RuntimeError(
                 f"{slot.fqn}: written to through a view that was made in an earlier step or forward, whose memory is "
@@ -312,7 +324,8 @@ class FlatGroup:
         hooks = take_hooks(parameter)
         sharded = sharded_class(type(parameter))(local, shard_spec, parameter.requires_grad)
         # isinstance(p, nn.Parameter) holds
-        vars(sharded).update(parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True)
+        keep = partial(_keep_write_of, weakref.ref(self), index)
+        vars(sharded).update(parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True, _keep_writes=keep)
         try:
             swap_bodies(parameter, sharded)
             sharded = parameter
@@ -329,6 +342,11 @@ class FlatGroup:
         if gradient is not None:
             sharded.grad = ShardTensor(shard_spec.localize(gradient).to(local.device, copy=True), shard_spec)
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
+
+
+def _keep_write_of(group: weakref.ref[FlatGroup], index: int) -> None:
+    if (found := group()) is not None:
+        found.keep_write_of(index)
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> torch.Tensor:

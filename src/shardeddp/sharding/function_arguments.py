@@ -13,6 +13,8 @@ as well, is extended for that, and for `backward(inputs=...)`: who names a shard
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,9 +25,17 @@ from shardeddp.sharding.gathered import Gathered, GatheredView
 from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
 from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
 
+_PENDING: list[weakref.WeakMethod[Callable[[], list[str]]]] = []  # of the models there are: what was written to
 
-def extend_functions() -> None:
-    """Let every ``autograd.Function`` see full tensors from now on; calling it again does nothing."""
+
+def extend_functions(pending_writes: Callable[[], list[str]]) -> None:
+    """Let every ``autograd.Function`` see full tensors from now on.
+
+    Args:
+        pending_writes: A method that names the parameters of a model that were written to inside of their units, for
+            the error of a backward that needs their former values. Held weakly.
+    """
+    _PENDING[:] = [*(each for each in _PENDING if each() is not None), weakref.WeakMethod(pending_writes)]
     unwrap = functorch_utils.unwrap_dead_wrappers
     engine_run: Any = torch.autograd._engine_run_backward
     if unwrap.__module__ == __name__:
@@ -38,8 +48,12 @@ def extend_functions() -> None:
         return args
 
     def run_backward(outputs: Any, grad_outputs: Any, retain_graph: bool, *args: Any, **kwargs: Any) -> Any:
-        with retaining(retain_graph):
-            return engine_run(outputs, grad_outputs, retain_graph, *args, **kwargs)
+        try:
+            with retaining(retain_graph):
+                return engine_run(outputs, grad_outputs, retain_graph, *args, **kwargs)
+        except RuntimeError as error:
+            _name_written(error)
+            raise
 
     def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         grad_outputs, retain_graph, create_graph, inputs, *flags = args
@@ -57,6 +71,16 @@ def extend_functions() -> None:
 
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
     torch.autograd._engine_run_backward = engine_run_backward
+
+
+def _name_written(error: RuntimeError) -> None:
+    """Raise with the names of parameters where autograd misses the values that they had in the forward."""
+    names = dict.fromkeys(fqn for each in _PENDING if (pending := each()) for fqn in pending())
+    if names and "modified by an inplace operation" in str(error):
+        raise RuntimeError(
+            f"parameter {', '.join(names)} was written to between its forward and its backward (through `.data`, too): "
+            f"the gradients would belong to neither state. Write to it before the forward or after the backward"
+        ) from error
 
 
 def _full(argument: Any) -> Any:

@@ -195,7 +195,8 @@ class GatheredBuffer:
         if self.parameters[saved.place]._version != saved.version:
             raise RuntimeError(
                 f"parameter {self.layout.slots[saved.place].fqn} was changed between its forward and its backward (by "
-                f"an optimizer step or a copy): the gradients would belong to neither state. Run backward first"
+                f"an optimizer step, a copy or a write to `.data`): the gradients would belong to neither state. Run "
+                f"backward first"
             )
         return self.flat.as_strided(saved.size, saved.stride, saved.offset)
 

@@ -93,7 +93,7 @@ class Runtime:
         self._backwards = 0  # since the last forward of the root began
         self._backward_kind = backward_kind(0)
         self._buffers = BufferSync(self.root_module, mesh)
-        extend_functions()
+        extend_functions(self.pending_writes)
         self._saved = SavedTensors(self._restore)
         self._saves_views = placement.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
         for track in self.tracks:
@@ -156,6 +156,10 @@ class Runtime:
                     track.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
             if track.is_viewed:
                 track.unit.renew_views()
+
+    def pending_writes(self) -> list[str]:
+        """The parameters that were written to inside of their units since they were gathered, by name."""
+        return [fqn for track in self.tracks for group in track.unit.groups for fqn in group.pending_writes()]
 
     def sync_buffers(self) -> None:
         """Give rank 0's buffers to all ranks."""

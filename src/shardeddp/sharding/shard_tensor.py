@@ -125,6 +125,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     _source: ShardTensor | None  # of an alias: what it is one of; whoever holds the one holds the other
     _is_copy: bool  # whether it is what a deep copy has made of a parameter
     _aliases: list[weakref.ref[ShardTensor]] | None  # of a parameter: what `.data` has handed out
+    _keep_writes: Callable[[], None] | None  # of a parameter: brings what was written to the unsharded one to the shard
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(
@@ -140,6 +141,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         made._source = None
         made._is_copy = False
         made._aliases = None
+        made._keep_writes = None
         torch._C._set_throw_on_mutable_data_ptr(made)  # it has none: kernels that are handed it fail, and do not crash
         return made
 
@@ -334,7 +336,13 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, 1D; shares memory, so writing to it changes the shard."""
+        self.keep_writes()
         return self._local
+
+    def keep_writes(self) -> None:
+        """Bring what was written to the parameter inside of its unit, or to a view from there, to the shard."""
+        if self._keep_writes is not None:
+            self._keep_writes()
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, gathered; a collective of all ranks of the shard group. No gradient flows through it."""
@@ -349,7 +357,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) not in memo:
-            copied = type(self)(self._local.detach().clone(), self._spec, self.requires_grad)
+            copied = type(self)(self.to_local().detach().clone(), self._spec, self.requires_grad)
             copied._is_copy = True
             vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in _ATTRIBUTES})
             memo[id(self)] = copied
@@ -357,7 +365,8 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     def __copy__(self) -> ShardTensor:
         copied = type(self)(self._local, self._spec, self.requires_grad)
-        vars(copied).update({k: v for k, v in vars(self).items() if k not in _ATTRIBUTES}, _source=self)
+        vars(copied).update({k: v for k, v in vars(self).items() if k not in _ATTRIBUTES})
+        copied._source, copied._keep_writes = self, self._keep_writes
         return copied
 
     def user_attributes(self) -> dict[str, Any]:
@@ -367,7 +376,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     def alias(self) -> ShardTensor:
         """The same shard under another object, without history."""
         made = ShardTensor(self._local, self._spec)
-        made._source = self
+        made._source, made._keep_writes = self, self._keep_writes
         return made
 
     def whole(self, operation: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardeddp.comm import agree_on_any
+from shardeddp.comm.written import checksum
 from shardeddp.sharding.gathered import gather, mark_written
 from shardeddp.sharding.runtime import Runtime
 from shardeddp.sharding.scripted import module_behind, registry_of
@@ -30,8 +31,8 @@ class _Summoned:
     whole: WholeParameter | None = None
     """None on ranks that don't get it."""
 
-    version: int = 0
-    """Of the whole parameter when it was made."""
+    checksum: torch.Tensor | None = None
+    """Of the whole parameter when it was made; it tells of writes that autograd does not count (NumPy's), too."""
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def summon(
                 gathered[key] = _gather(each.sharded, offload_to_cpu)
             if runtime.mesh.rank == 0 or not rank0_only:
                 each.whole = _make_whole(each.sharded, gathered[key])
-                each.version = each.whole._version
+                each.checksum = checksum(gathered[key]) if writeback and runtime.mesh.rank == 0 else None
         _exchange(summoned, whole=True)
         yield
         if writeback:
@@ -139,7 +140,10 @@ def _exchange(summoned: list[_Summoned], whole: bool) -> None:
 @torch.no_grad()
 def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
     mesh = runtime.mesh
-    changed = [each.whole is not None and each.whole._version != each.version for each in summoned]
+    changed = [
+        each.whole is not None and each.checksum is not None and bool(checksum(each.whole) != each.checksum)
+        for each in summoned
+    ]
     for each in _chosen(summoned, agree_on_any(changed, mesh.control)):
         spec, local = each.sharded.spec, each.sharded.to_local()
         if each.whole is None:

@@ -131,6 +131,8 @@ class SwappedStep(ABC):
             self._adopt_state(self._optimizer)  # somebody has assigned another mapping
         take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
+        for parameter in (each for parameters in groups for each in parameters if isinstance(each, ShardTensor)):
+            parameter.keep_writes()  # or the step would change shards that lack them
         plain = self._swap_in(groups)
         self._sharded = groups
         for group, parameters in zip(self._optimizer.param_groups, plain, strict=True):
