@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from shardeddp.comm import Mesh, Pending, Ticket
 from shardeddp.plan.layout import FlatLayout
@@ -251,10 +252,11 @@ class FlatGroup:
         if is_written:
             self._keep_writes()
 
-    def pending_writes(self) -> list[str]:
-        """The parameters that were written to inside of their unit and whose shards lack it so far."""
-        pairs = zip(self._writes(), self._seen_writes, strict=True)
-        return [self.layout.slots[index].fqn for index, (now, seen) in enumerate(pairs) if now != seen]
+    def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
+        """The parameters that were written to inside of their unit and whose shards lack it so far, and their names."""
+        for index, (now, seen) in enumerate(zip(self._writes(), self._seen_writes, strict=True)):
+            if now != seen:
+                yield self.unsharded[index], self.layout.slots[index].fqn
 
     def _refuse_write_elsewhere(self, index: int, flat: torch.Tensor, outlived: Sequence[torch.Tensor]) -> None:
         """Raise where what was written is not in the memory of this gather, but in that of an earlier one."""

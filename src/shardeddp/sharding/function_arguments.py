@@ -14,26 +14,30 @@ as well, is extended for that, and for `backward(inputs=...)`: who names a shard
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch._functorch.utils as functorch_utils
+from torch import nn
 
 from shardeddp.sharding.asked_gradients import asked_gradients, retaining, with_unsharded
 from shardeddp.sharding.gathered import Gathered, GatheredView
 from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
 from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
 
-_PENDING: list[weakref.WeakMethod[Callable[[], list[str]]]] = []  # of the models there are: what was written to
+_NAMED = 5  # parameters in a message
+
+PendingWrites = Callable[[], Iterable[tuple[nn.Parameter, str]]]
+_PENDING: list[weakref.WeakMethod[PendingWrites]] = []  # of the models there are
 
 
-def extend_functions(pending_writes: Callable[[], list[str]]) -> None:
+def extend_functions(pending_writes: PendingWrites) -> None:
     """Let every ``autograd.Function`` see full tensors from now on.
 
     Args:
-        pending_writes: A method that names the parameters of a model that were written to inside of their units, for
-            the error of a backward that needs their former values. Held weakly.
+        pending_writes: A method that returns the unsharded parameters of a model that were written to inside of their
+            units, with their names, for the error of a backward that needs their former values. Held weakly.
     """
     _PENDING[:] = [*(each for each in _PENDING if each() is not None), weakref.WeakMethod(pending_writes)]
     unwrap = functorch_utils.unwrap_dead_wrappers
@@ -52,7 +56,7 @@ def extend_functions(pending_writes: Callable[[], list[str]]) -> None:
             with retaining(retain_graph):
                 return engine_run(outputs, grad_outputs, retain_graph, *args, **kwargs)
         except RuntimeError as error:
-            _name_written(error)
+            _name_written(error, outputs)
             raise
 
     def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,14 +77,31 @@ def extend_functions(pending_writes: Callable[[], list[str]]) -> None:
     torch.autograd._engine_run_backward = engine_run_backward
 
 
-def _name_written(error: RuntimeError) -> None:
+def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor]) -> None:
     """Raise with the names of parameters where autograd misses the values that they had in the forward."""
-    names = dict.fromkeys(fqn for each in _PENDING if (pending := each()) for fqn in pending())
-    if names and "modified by an inplace operation" in str(error):
+    if "modified by an inplace operation" not in str(error):
+        return
+    written = {id(parameter): fqn for each in _PENDING if (pending := each()) for parameter, fqn in pending()}
+    names = [written[leaf] for leaf in _leaves(outputs) if leaf in written] if written else []
+    if names:
+        rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
-            f"parameter {', '.join(names)} was written to between its forward and its backward (through `.data`, too): "
+            f"parameter {', '.join(names[:_NAMED])}{rest} was written to between its forward and its backward (through `.data`, too): "
             f"the gradients would belong to neither state. Write to it before the forward or after the backward"
         ) from error
+
+
+def _leaves(outputs: Iterable[torch.Tensor]) -> Iterator[int]:
+    """The identities of the leaves of a graph."""
+    waiting = [output.grad_fn for output in outputs]
+    seen = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            yield id(node.variable)
+        found = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - seen
+        seen |= found
+        waiting += found
 
 
 def _full(argument: Any) -> Any:

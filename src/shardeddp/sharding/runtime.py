@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -157,9 +157,11 @@ class Runtime:
             if track.is_viewed:
                 track.unit.renew_views()
 
-    def pending_writes(self) -> list[str]:
-        """The parameters that were written to inside of their units since they were gathered, by name."""
-        return [fqn for track in self.tracks for group in track.unit.groups for fqn in group.pending_writes()]
+    def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
+        """The unsharded parameters that were written to inside of their units since they were gathered, and names."""
+        for track in self.tracks:
+            for group in track.unit.groups:
+                yield from group.pending_writes()
 
     def sync_buffers(self) -> None:
         """Give rank 0's buffers to all ranks."""
