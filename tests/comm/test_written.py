@@ -68,3 +68,19 @@ def test_writes_are_told_apart_by_parameter_operation_values_and_order() -> None
         assert written.take() == {}
     assert found[: len(histories)] == found[len(histories) :]
     assert len({str(each) for each in found}) == len(histories)
+
+
+def test_options_are_taken_where_they_have_changed() -> None:
+    written = Written()
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [], "foreach": None, "maximize": False}
+    written.note_options("AdamW", [group, group])
+    assert written.take_changed_options() == {
+        f"{option} of AdamW's group {index}": repr(group[option]) for index in range(2) for option in ("lr", "maximize")
+    }
+    written.note_options("AdamW", [group, group])
+    assert written.take_changed_options() == {}
+    written.note_options("AdamW", [group, {**group, "lr": 0.2}])
+    assert written.take_changed_options() == {"lr of AdamW's group 1": "0.2"}
+    assert written.end_options()["lr of AdamW's group 0"] == "0.1"
+    written.note_options("AdamW", [{"lr": 0.3}])
+    assert written.take_changed_options() == {}

@@ -309,7 +309,50 @@ class SharedInsideOfUnits(SmallGpt):
         self.blocks = nn.ModuleList(TwiceInABlock(8) for _ in range(2))
 
 
+class AttendsTwice(SmallGpt):
+    """A module twice in a step, whose forward reads a child's weights without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for block in self.blocks:
+            x = block(x + self.attention(x, x, x)[0])
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+class TiedLinears(SmallGpt):
+    """One weight of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.first(self.embed(batch[:, :-1]))
+        for block in self.blocks:
+            x = block(self.second(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+class PenalizesBeforeAnotherUse(SmallGpt):
+    """A second forward of a block behind a backward that has kept the graph of the first."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        embedded = self.embed(batch[:, :-1])
+        x = self.blocks[0](embedded)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+        (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        return loss + 10 * gradient.square().sum() + self.blocks[0](embedded).square().mean()
+
+
 CASES = [
+    in_bf16(case(AttendsTwice)),
+    in_bf16(case(TiedLinears)),
+    in_bf16(case(PenalizesBeforeAnotherUse)),
     in_bf16(case(SharedLayers)),
     in_bf16(case(SharedInsideOfUnits, options={"accumulate_grad_batches": 2}, batches=4)),
     in_bf16(case(MomentumContrast)),

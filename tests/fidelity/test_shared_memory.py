@@ -1,5 +1,6 @@
 """Parameters that share memory train as under DDP, or are refused by both names."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -148,6 +149,36 @@ class InterleavedRows(UntiedGpt):
         return super().loss(batch) + (self.even * 0.5 - self.odd).square().mean()
 
 
+class WritesToEither(UntiedGpt):
+    """What is written to the one is read from the other, in a step, after it, and where all are whole."""
+
+    def tie(self) -> None:
+        self.blocks[1].up.weight.data = self.blocks[0].up.weight.data
+        self.blocks[1].norm.bias = nn.Parameter(self.blocks[0].norm.bias.data)
+
+    @torch.no_grad()
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        one, other = self.blocks[0], self.blocks[1]
+        one.up.weight.mul_(0.9)
+        self.losses.append(float(other.up.weight.norm()))
+        other.up.weight.data.mul_(0.9)
+        self.losses.append(float(one.up.weight.norm()))
+        with torch.enable_grad():
+            return super().training_step(batch, batch_index)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        whole = getattr(strategy, "summon_full_params", nullcontext)
+        with whole():
+            for block in self.blocks:
+                block.up.weight.mul_(0.9)
+                block.norm.bias.add_(0.1)
+                self.losses += [float(self.blocks[0].up.weight.norm()), float(self.blocks[1].norm.bias.norm())]
+        self.blocks[1].up.weight[0].mul_(0.5)
+        self.losses.append(float(self.blocks[0].up.weight.norm()))
+
+
 class OneModuleInTwoPlaces(UntiedGpt):
     """Tied as torch means it, by the object: of two units, and under two names."""
 
@@ -178,6 +209,7 @@ CASES = [
     case(PartsOfOneBuffer),
     case(InterleavedRows, refused=names("even", "odd")),
     case(OneModuleInTwoPlaces),
+    case(WritesToEither),
 ]
 
 

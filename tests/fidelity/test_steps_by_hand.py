@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case
+from support.fidelity import EVERY_BACKWARD, STRATEGIES, BesideDdp, SmallGpt, case
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -213,7 +213,86 @@ class FreezesBetweenMicroBatches(SmallGpt):
         return super().training_step(batch, batch_index)
 
 
+class ClampsWhatAllUsesBring(SmallGpt):
+    """Hooks that are not linear, on weights of units that something outside reads as well: they see one sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].up.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        self.blocks[1].down.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+    def configure_optimizers(self) -> Any:
+        self.embed.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return super().configure_optimizers()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        up, down = self.blocks[0].up.weight, self.blocks[1].down.weight
+        return super().loss(batch) + up.square().sum() + (up @ self.embed.weight.t()).mean() + 0.1 * down.norm()
+
+
+class ClampsEveryMicroBatch(ClampsWhatAllUsesBring):
+    """The same, of each part of a step."""
+
+
+class ScalesBetweenMicroBatches(SmallGpt):
+    """What is assigned is what later micro-batches add to, new or the very same."""
+
+    def on_after_backward(self) -> None:
+        for parameter in (self.embed.weight, self.blocks[0].up.weight, self.blocks[1].norm.bias):
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+        self.blocks[1].up.weight.grad = self.blocks[1].up.weight.grad
+
+
+class ReplacesBetweenMicroBatches(SmallGpt):
+    """A gradient that nobody has computed, in the place of what a micro-batch has left."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_index: int) -> None:
+        weight = self.blocks[0].up.weight
+        weight.grad = torch.full_like(weight, 0.1) if batch_index % 3 == 1 else weight.grad
+
+
+class WritesToViewsOfTheForward(SmallGpt):
+    """What hooks write to a view that the step has left is stepped with, read and saved."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        self.view, self.row = self.head.weight.data, self.blocks[0].up.weight.detach()[0]
+        return super().training_step(batch, batch_index)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.view.mul_(0.9)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.view[1].mul_(0.9)
+        self.row.mul_(0.9)
+        self.losses += [float(self.head.weight.norm()), float(self.blocks[0].up.weight.norm())]
+
+
+class ReadsWhatItHasWrittenInAStep(SmallGpt):
+    """By the optimizer's parameters, which are those outside of the unit."""
+
+    @torch.no_grad()
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        self.embed.weight.mul_(0.9)
+        held = self.optimizers().param_groups[0]["params"]
+        self.losses += [float(parameter.norm()) for parameter in held]
+        with torch.enable_grad():
+            return super().training_step(batch, batch_index)
+
+
+THREE = {"accumulate_grad_batches": 3}
+MICRO_BATCHES = [
+    case(ClampsEveryMicroBatch, options=THREE, batches=6, steps=2),
+    case(ScalesBetweenMicroBatches, options=THREE, batches=6, steps=2),
+    case(ReplacesBetweenMicroBatches, options=THREE, batches=6, steps=2),
+]
 CASES = [
+    *MICRO_BATCHES,
+    case(ClampsWhatAllUsesBring),
+    case(WritesToViewsOfTheForward),
+    case(ReadsWhatItHasWrittenInAStep),
     case(ZeroesByModule),
     case(ZeroesByLoop),
     case(ZeroesAfterTheForward),
@@ -236,3 +315,8 @@ CASES = [
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_and_optimizers_inside_of_a_step_are_those_of_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
     beside_ddp(CASES, strategy)
+
+
+@pytest.mark.parametrize("strategy", EVERY_BACKWARD)
+def test_gradients_assigned_between_micro_batches_are_averaged(beside_ddp: BesideDdp, strategy: str) -> None:
+    beside_ddp(MICRO_BATCHES, strategy)

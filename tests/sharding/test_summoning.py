@@ -96,6 +96,18 @@ def test_what_rank_zero_writes_is_what_all_ranks_have() -> None:
 
 
 @on_ranks(2)
+def test_what_numpy_writes_reaches_the_shards_as_well() -> None:
+    trial = tied("full_shard")
+    with summoned(trial):
+        trial.model[0].weight.detach().numpy()[0] = 5.0
+        trial.model[1].bias.untyped_storage().fill_(0)
+    with torch.no_grad():
+        trial.reference[0].weight[0] = 5.0
+        trial.reference[1].bias.zero_()
+    trial.check_parameters()
+
+
+@on_ranks(2)
 def test_rank_zero_may_have_them_alone_and_write() -> None:
     trial = tied("full_shard")
     with summoned(trial, rank0_only=True):

@@ -370,3 +370,31 @@ def test_a_write_to_a_view_of_an_earlier_step_is_refused_by_name_on_all_ranks(st
     step(lambda: kept[0].sum())
     with pytest.raises(RuntimeError, match=r"codes: written to through a view that was made in an earlier step"):
         step(lambda: kept[0].mul_(2))
+
+
+@on_ranks(2)
+def test_where_there_are_no_elements_of_a_parameter_nothing_was_written_elsewhere() -> None:
+    model = Codebook()
+    runtime = Sharding(units=("layer", "rows")).apply(model)
+    kept: list[Tensor] = []
+    for _ in range(3):
+        with runtime.step("training_step") as outputs:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    kept.append(parameter.detach())
+                    parameter.copy_(torch.ones_like(parameter) * len(kept))
+            outputs.append(model(torch.ones(2, 4)).sum())
+        outputs.pop().backward()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@on_ranks(2)
+def test_a_backward_names_what_was_written_to_between_it_and_its_forward(strategy: str) -> None:
+    model = Codebook()
+    runtime = Sharding(strategy=strategy, units=("layer", "rows")).apply(model)
+    with runtime.step("training_step") as outputs:
+        model.codes.requires_grad_()
+        outputs.append((model(torch.ones(2, 4)).sum() * model.codes.square()).sum())
+        model.codes.data.mul_(2)
+    with pytest.raises(RuntimeError, match=r"parameter codes was written to between its forward and its backward"):
+        outputs.pop().backward()

@@ -199,8 +199,8 @@ BLOCKS = {"auto_wrap_policy": {Block}}
         ),
         (with_another_depth_on_rank_one, BLOCKS, "LayoutMismatchError", ["unit blocks.2", "nothing more"]),
         (with_one_frozen_on_rank_one, BLOCKS, "LayoutMismatchError", ["blocks.2.down.bias", "trainable", "frozen"]),
-        (ReplacesAParameter, BLOCKS, "ConfigurationError", ["Linear.weight of unit blocks.1 was replaced", "copy_"]),
-        (ReplacesItsOwnParameter, BLOCKS, "ConfigurationError", ["Embedding.weight of unit (root) was replaced"]),
+        (ReplacesAParameter, BLOCKS, "ConfigurationError", ["Linear.weight of unit blocks.1) was replaced", "copy_"]),
+        (ReplacesItsOwnParameter, BLOCKS, "ConfigurationError", ["Embedding.weight of unit (root)) was replaced"]),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_on_every_rank(

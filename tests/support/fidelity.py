@@ -34,6 +34,12 @@ UNITS_TOO: dict[str, dict[str, Any]] = {
 }
 """The same, and other units where it matters what a unit is; the first word is the strategy."""
 
+EVERY_BACKWARD: dict[str, dict[str, Any]] = {
+    f"{name}, reduced at every backward": {**arguments, "reduce_every_backward": True}
+    for name, arguments in STRATEGIES.items()
+}
+"""Micro-batches leave averages of shard groups, which replicas share with the last; also where that is no default."""
+
 # Ours that say "the result is right", which is what is tested; and DDP's where nothing was unused after all.
 EXPECTED = (
     "parameter .* is used outside the forward|nothing is known about the optimizer|units run in another|"
@@ -132,8 +138,9 @@ def train_in_turn(cases: Sequence[Case], strategy: str | None) -> list[Trained]:
             if strategy is None:
                 trained.append(each.under_ddp())
             else:
-                arguments = {"auto_wrap_policy": each.units or AutoPolicy(min_numel=1), **UNITS_TOO[strategy]}
-                trained.append(each.sharded(strategy.partition(" ")[0], **arguments))
+                chosen = {**UNITS_TOO, **EVERY_BACKWARD}[strategy]
+                arguments = {"auto_wrap_policy": each.units or AutoPolicy(min_numel=1), **chosen}
+                trained.append(each.sharded(re.split("[ ,]", strategy)[0], **arguments))
     return trained
 
 

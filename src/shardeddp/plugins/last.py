@@ -74,13 +74,14 @@ def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     candidates = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     candidates |= {callback.ckpt_path for callback in on_exception} | _saved_for_requeue(trainer)
-    candidates = set(map(local_path, candidates))
+    given = {local_path(path): path for path in candidates}
     folders = [local_path(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
-    remote = any(is_remote(path) for path in (*candidates, *folders))
-    if remote or not any(os.path.lexists(path) for path in candidates):  # a link may lead nowhere yet
+    remote = any(is_remote(path) for path in (*given, *folders))
+    if remote or not any(os.path.lexists(path) for path in given):  # a link may lead nowhere yet
         return parsed
     strategy: FindsLast = trainer.strategy  # type: ignore[assignment]
-    return strategy.find_last(sorted(candidates), folders)
+    found = strategy.find_last(sorted(given), folders)
+    return given.get(found, found) if found else None  # as the callback names it: a path or a text
 
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:

@@ -89,7 +89,7 @@ class AutocastCopies:
 
     def note_gather(self) -> None:
         """What the copies hold is what the shards hold now."""
-        self._locals = [cast("ShardTensor", sharded).to_local() for sharded in self.sharded.values()]
+        self._locals = [cast("ShardTensor", sharded).raw_local for sharded in self.sharded.values()]
         self._versions = [local._version for local in self._locals]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutocastCopies:

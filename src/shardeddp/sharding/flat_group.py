@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ class FlatGroup:
 
     def unshard(self) -> Ticket:
         """Allocate the gathered buffer if need be, and issue the all-gather into it."""
-        self._keep_writes()
+        self.keep_writes()
         if not self.gathers:
             ticket = Ticket(Pending(), None)
         elif self._kept_part is not None and not self.stale:
@@ -133,7 +134,7 @@ class FlatGroup:
 
     def forget(self) -> None:
         """Let the next :meth:`unshard` gather all of it, as it does on ranks that hold nothing of it."""
-        self._keep_writes()
+        self.keep_writes()
         self._gathered_versions = []
         self._kept_part = None
 
@@ -182,7 +183,7 @@ class FlatGroup:
             before_backward: They are needed once more, before they change: a part stays, if the mesh has smaller groups
                 to gather parts from (ZeRO++'s hpZ, https://arxiv.org/abs/2306.10209).
         """
-        self._keep_writes()
+        self.keep_writes()
         self._keep_requires_grad()
         if self._retain:
             return
@@ -215,7 +216,7 @@ class FlatGroup:
             return [unsharded._version for unsharded in self.unsharded]
 
     @torch.no_grad()
-    def _keep_writes(self) -> None:
+    def keep_writes(self) -> None:
         """Bring what was written in place to unsharded parameters, or to views of them, to the main shard."""
         writes = self._writes()
         if writes == self._seen_writes:
@@ -246,11 +247,11 @@ class FlatGroup:
                 group._known_versions[index] = self.local[index]._version
 
     def keep_write_of(self, index: int) -> None:
-        """Bring what was written to one unsharded parameter to the main shard, for somebody reads that."""
+        """Bring what was written to the main shard if this parameter is among it: somebody reads that."""
         with torch._C.DisableTorchFunctionSubclass():
             is_written = self.unsharded[index]._version != self._seen_writes[index]
         if is_written:
-            self._keep_writes()
+            self.keep_writes()
 
     def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
         """The parameters that were written to inside of their unit and whose shards lack it so far, and their names."""
@@ -326,8 +327,8 @@ class FlatGroup:
         hooks = take_hooks(parameter)
         sharded = sharded_class(type(parameter))(local, shard_spec, parameter.requires_grad)
         # isinstance(p, nn.Parameter) holds
-        keep = partial(_keep_write_of, weakref.ref(self), index)
-        vars(sharded).update(parameter.__dict__, _unsharded=self.unsharded[index], _is_param=True, _keep_writes=keep)
+        place: dict[str, Any] = {"_unsharded": self.unsharded[index], "_writes": weakref.ref(self), "_place": index}
+        vars(sharded).update(parameter.__dict__, **place, _is_param=True)
         try:
             swap_bodies(parameter, sharded)
             sharded = parameter
@@ -344,11 +345,6 @@ class FlatGroup:
         if gradient is not None:
             sharded.grad = ShardTensor(shard_spec.localize(gradient).to(local.device, copy=True), shard_spec)
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
-
-
-def _keep_write_of(group: weakref.ref[FlatGroup], index: int) -> None:
-    if (found := group()) is not None:
-        found.keep_write_of(index)
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> torch.Tensor:

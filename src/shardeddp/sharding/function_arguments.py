@@ -86,8 +86,9 @@ def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor]) -> None:
     if names:
         rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
-            f"parameter {', '.join(names[:_NAMED])}{rest} was written to between its forward and its backward (through `.data`, too): "
-            f"the gradients would belong to neither state. Write to it before the forward or after the backward"
+            f"parameter {', '.join(names[:_NAMED])}{rest} was written to between its forward and its backward (through "
+            f"`.data`, too): the gradients would belong to neither state. Write to it before the forward or after the "
+            f"backward"
         ) from error
 
 

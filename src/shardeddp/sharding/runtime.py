@@ -147,7 +147,7 @@ class Runtime:
             stepped: The sharded parameters that had a gradient; the same on all ranks.
         """
         # Fused optimizers do not count versions.
-        torch.autograd.graph.increment_version([sharded.to_local() for sharded in stepped])
+        torch.autograd.graph.increment_version([sharded.raw_local for sharded in stepped])
         for track in self.tracks:
             if track.unit.state is UnitState.UNSHARDED and track.unit.stale:
                 if track.active:

@@ -19,7 +19,7 @@ import copy
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -104,6 +104,18 @@ class UnitGradients(Protocol):
         ...
 
 
+class KeepsWrites(Protocol):
+    """What unsharded parameters are views of."""
+
+    def keep_writes(self) -> None:
+        """Bring what was written to them, or to views of them, to the shards."""
+        ...
+
+    def keep_write_of(self, index: int) -> None:
+        """The same, asked because of one of them."""
+        ...
+
+
 class ShardTensor(Chunked, Memoryless, torch.Tensor):
     """A tensor with its global shape, of which this rank holds one interval of the flattened elements.
 
@@ -125,7 +137,8 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     _source: ShardTensor | None  # of an alias: what it is one of; whoever holds the one holds the other
     _is_copy: bool  # whether it is what a deep copy has made of a parameter
     _aliases: list[weakref.ref[ShardTensor]] | None  # of a parameter: what `.data` has handed out
-    _keep_writes: Callable[[], None] | None  # of a parameter: brings what was written to the unsharded one to the shard
+    _writes: weakref.ref[KeepsWrites] | None  # of a parameter: brings what was written inside of its unit to the shard
+    _place: int  # of the parameter there
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(
@@ -141,7 +154,8 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         made._source = None
         made._is_copy = False
         made._aliases = None
-        made._keep_writes = None
+        made._writes = None
+        made._place = 0
         torch._C._set_throw_on_mutable_data_ptr(made)  # it has none: kernels that are handed it fail, and do not crash
         return made
 
@@ -336,13 +350,15 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, 1D; shares memory, so writing to it changes the shard."""
-        self.keep_writes()
+        home = None if self._writes is None else self._writes()
+        if home is not None:
+            home.keep_write_of(self._place)
         return self._local
 
-    def keep_writes(self) -> None:
-        """Bring what was written to the parameter inside of its unit, or to a view from there, to the shard."""
-        if self._keep_writes is not None:
-            self._keep_writes()
+    @property
+    def raw_local(self) -> torch.Tensor:
+        """The same as they lie, without what may have been written inside of the unit since it was gathered."""
+        return self._local
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, gathered; a collective of all ranks of the shard group. No gradient flows through it."""
@@ -366,7 +382,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     def __copy__(self) -> ShardTensor:
         copied = type(self)(self._local, self._spec, self.requires_grad)
         vars(copied).update({k: v for k, v in vars(self).items() if k not in _ATTRIBUTES})
-        copied._source, copied._keep_writes = self, self._keep_writes
+        copied._source, copied._writes, copied._place = self, self._writes, self._place
         return copied
 
     def user_attributes(self) -> dict[str, Any]:
@@ -376,7 +392,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     def alias(self) -> ShardTensor:
         """The same shard under another object, without history."""
         made = ShardTensor(self._local, self._spec)
-        made._source, made._keep_writes = self, self._keep_writes
+        made._source, made._writes, made._place = self, self._writes, self._place
         return made
 
     def whole(self, operation: str) -> torch.Tensor:
@@ -443,6 +459,14 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch.run(ShardTensor, func, args, kwargs or {})
+
+
+def keep_writes(parameters: Iterable[Any]) -> None:
+    """Bring what was written to parameters inside of their units, or to views from there, to their shards."""
+    for home in {each._writes for each in parameters if isinstance(each, ShardTensor)}:
+        found = None if home is None else home()
+        if found is not None:
+            found.keep_writes()
 
 
 class _FullTensor(torch.autograd.Function):

@@ -13,7 +13,7 @@ class StandIns:
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The local parameter; always the same object for a parameter."""
-        return parameter.to_local() if isinstance(parameter, ShardTensor) else parameter
+        return parameter.raw_local if isinstance(parameter, ShardTensor) else parameter
 
     def gradient_of(self, local: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of a local parameter, from this rank's part of the sharded one's."""
@@ -40,7 +40,7 @@ class HostCopies(StandIns):
     def of(self, parameter: torch.Tensor) -> torch.Tensor:  # noqa: D102
         if not isinstance(parameter, ShardTensor):
             return parameter
-        local = parameter.to_local()
+        local = parameter.raw_local
         if local not in self._copies:
             self._copies[local] = (empty_on_host(local, local.device), -1)
         return self._copies[local][0]

@@ -7,13 +7,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, MutableMapping
+from itertools import chain
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import optim
 
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.shard_tensor import ShardTensor, keep_writes
 from shardeddp.sharding.stored_gradients import stored_gradients
 from shardeddp.sharding.unsharded import OfSharded, outside_of
 
@@ -122,7 +123,7 @@ class SwappedStep(ABC):
             self._leave()
             # On all ranks alike, whichever of them have written to theirs: what was gathered is gathered anew.
             held = [it for group in self._optimizer.param_groups for it in group["params"]]
-            torch.autograd.graph.increment_version([it.to_local() for it in held if isinstance(it, ShardTensor)])
+            torch.autograd.graph.increment_version([it.raw_local for it in held if isinstance(it, ShardTensor)])
         self._let_go()
 
     def _enter(self) -> None:
@@ -131,8 +132,7 @@ class SwappedStep(ABC):
             self._adopt_state(self._optimizer)  # somebody has assigned another mapping
         take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
-        for parameter in (each for parameters in groups for each in parameters if isinstance(each, ShardTensor)):
-            parameter.keep_writes()  # or the step would change shards that lack them
+        keep_writes(chain.from_iterable(groups))  # or the step would change shards that lack them
         plain = self._swap_in(groups)
         self._sharded = groups
         for group, parameters in zip(self._optimizer.param_groups, plain, strict=True):
@@ -160,7 +160,7 @@ class SwappedStep(ABC):
 def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
     """Give an optimizer the sharded parameters of those it was given inside of a step; also a hook before steps."""
     for group in optimizer.param_groups:
-        if any(isinstance(parameter, OfSharded) for parameter in group["params"]):
+        if any(issubclass(kind, OfSharded) for kind in set(map(type, group["params"]))):
             former = group["params"]
             group["params"] = [outside_of(each) for each in former]
             if isinstance(optimizer.state, OutsideStates):
@@ -172,7 +172,9 @@ def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
 
 def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
     """The sharded parameters that a step has changed: those that have a gradient, on all ranks the same."""
-    held = [it for group in optimizer.param_groups for it in group["params"] if isinstance(it, ShardTensor)]
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kinds = {kind for kind in set(map(type, every)) if issubclass(kind, ShardTensor)}  # few, for many parameters
+    held = [parameter for parameter in every if type(parameter) in kinds]
     stepped = [it for it, gradient in zip(held, stored_gradients(held), strict=True) if gradient is not None]
     if not type(optimizer).__module__.startswith("torch.optim"):
         for parameter in stepped:

@@ -146,7 +146,8 @@ class Unit:
                 self.untidy = True
             else:
                 raise ConfigurationError(
-                    f"{type(slot.owner).__name__}.{slot.attribute} of unit {self.label} was replaced after sharding: "
+                    f"parameter {slot.sharded.spec.fqn} ({type(slot.owner).__name__}.{slot.attribute} of unit "
+                    f"{self.label}) was replaced after sharding: "
                     f"expected the parameter that was there at setup. Change a parameter's values in place (copy_) "
                     f"instead of assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
                 )

@@ -61,24 +61,6 @@ class WholeParameter(nn.Parameter):
         with torch.no_grad():
             self.copy_(data)
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """The values, to read: what is written to an array could not be seen."""
-        array = super().numpy(force=force)
-        array.flags.writeable = False
-        return array
-
-    def apply_(self, callable: Callable[..., Any]) -> Any:
-        """Write what a function makes of each element."""
-        return self._counted(super().apply_(callable))
-
-    def map_(self, other: torch.Tensor, callable: Callable[..., Any]) -> Any:
-        """Write what a function makes of each element and that of another tensor."""
-        return self._counted(super().map_(other, callable))
-
-    def _counted(self, written: Any) -> Any:
-        torch.autograd.graph.increment_version(self)  # torch does not
-        return written
-
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Take the values of a tensor; the parameter stays in its memory."""
         if not isinstance(source, torch.Tensor) or args or kwargs:
