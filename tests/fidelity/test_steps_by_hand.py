@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from support.fidelity import EVERY_BACKWARD, STRATEGIES, BesideDdp, SmallGpt, case
+from support.fidelity import EVERY_BACKWARD, UNITS_TOO, BesideDdp, SmallGpt, case
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -282,6 +282,53 @@ class ReadsWhatItHasWrittenInAStep(SmallGpt):
             return super().training_step(batch, batch_index)
 
 
+class NormalizesGradients(ByHand):
+    """GradNorm: a weight per loss, used between gradients that are asked for with their graph, and asked for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares = nn.Parameter(torch.ones(2))
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        shared = self.blocks[1].up.weight
+        losses = torch.stack([loss, self.embed(batch).square().mean() + shared.square().mean()])
+        self.optimizers().zero_grad()
+        self.manual_backward((self.shares * losses).sum(), retain_graph=True)
+        norms = [
+            (share * torch.autograd.grad(each, shared, create_graph=True)[0]).norm()
+            for share, each in zip(self.shares, losses, strict=True)
+        ]
+        (gradient,) = torch.autograd.grad(norms[0] - 0.7 * norms[1], self.shares)
+        self.losses += [each.item() for each in (*norms, *gradient)]
+        torch.distributed.all_reduce(gradient)
+        self.shares.grad = gradient / 4
+        self.optimizers().step()
+
+
+class AsksInAStepForWhatWasUsedBefore(ByHand):
+    """The same weight before and after its unit has been unsharded by a backward, with nothing used in between."""
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        weight = self.head.weight
+        before = weight[0].square().sum()
+        torch.autograd.grad(self.embed(batch).sum(), self.embed.weight, create_graph=True)
+        after = self.head.weight[1].square().sum()
+        (found,) = torch.autograd.grad(before + after, self.head.weight)
+        self.losses += found.norm(dim=1).tolist()
+        self.optimizers().step()
+
+
+class ExchangesGradients(SmallGpt):
+    """Of two parameters of one shape, of which a rank may hold other parts."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        one, other = self.blocks[0].down.weight, self.blocks[1].down.weight
+        one.grad, other.grad = other.grad, one.grad
+        self.blocks[0].norm.bias.grad = self.blocks[1].norm.weight.grad.clone()
+
+
 THREE = {"accumulate_grad_batches": 3}
 MICRO_BATCHES = [
     case(ClampsEveryMicroBatch, options=THREE, batches=6, steps=2),
@@ -292,6 +339,9 @@ CASES = [
     *MICRO_BATCHES,
     case(ClampsWhatAllUsesBring),
     case(WritesToViewsOfTheForward),
+    case(NormalizesGradients),
+    case(AsksInAStepForWhatWasUsedBefore),
+    case(ExchangesGradients),
     case(ReadsWhatItHasWrittenInAStep),
     case(ZeroesByModule),
     case(ZeroesByLoop),
@@ -312,7 +362,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", UNITS_TOO)
 def test_gradients_and_optimizers_inside_of_a_step_are_those_of_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
     beside_ddp(CASES, strategy)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardeddp.sharding.unsharded import outside_of
+
 if TYPE_CHECKING:
     from shardeddp.sharding.shard_tensor import ShardTensor
 
@@ -56,6 +58,8 @@ def asked_gradients(
         inputs: As torch takes them, in a sequence.
         options: As torch takes them.
     """
+    dtypes = [x.dtype for x in inputs]
+    inputs = [outside_of(x) for x in inputs]  # in a step, parameters are met unsharded
     leaves = [(place, x.unsharded) for place, x in enumerate(inputs) if isinstance(x, cls) and x.unsharded is not None]
     unused_is_fine, zeros = options.get("allow_unused"), options.get("materialize_grads")
     options |= {"allow_unused": True, "materialize_grads": False}
@@ -64,7 +68,7 @@ def asked_gradients(
         results: list[torch.Tensor | None] = [*torch.autograd.grad(outputs, both, **options)]
     for (place, _), gradient in zip(leaves, results[len(inputs) :], strict=True):
         if gradient is not None:
-            gradient = gradient.to(inputs[place].dtype)  # what autocast's copy got
+            gradient = gradient.to(dtypes[place])  # what autocast's copy got
         outside = results[place]
         results[place] = gradient if outside is None else outside if gradient is None else outside + gradient
     for place, x in enumerate(inputs):

@@ -24,7 +24,7 @@ from torch import nn
 from shardeddp.sharding.asked_gradients import asked_gradients, retaining, with_unsharded
 from shardeddp.sharding.gathered import Gathered, GatheredView
 from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
-from shardeddp.sharding.unsharded import ReleasedParameter, sharded_of
+from shardeddp.sharding.unsharded import OfSharded, ReleasedParameter, outside_of, sharded_of
 
 _NAMED = 5  # parameters in a message
 
@@ -62,10 +62,11 @@ def extend_functions(pending_writes: PendingWrites) -> None:
     def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         grad_outputs, retain_graph, create_graph, inputs, *flags = args
         if kwargs["accumulate_grad"]:
+            inputs = tuple({id(each): each for each in map(outside_of, inputs)}.values())
             if any(isinstance(each, ShardTensor) for each in inputs):
                 args = (grad_outputs, retain_graph, create_graph, tuple(with_unsharded(ShardTensor, inputs)), *flags)
             return run_backward(outputs, *args, **kwargs)
-        found = [origin_of(each) for each in inputs]
+        found = [_origin(each, set(map(id, inputs))) for each in inputs]
         if not any(each is not None for each in found):
             return run_backward(outputs, *args, **kwargs)
         asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]
@@ -75,6 +76,18 @@ def extend_functions(pending_writes: PendingWrites) -> None:
 
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
     torch.autograd._engine_run_backward = engine_run_backward
+
+
+def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
+    """The sharded parameter whose gradient is meant by what it was handed out as; None where that is what is asked.
+
+    Args:
+        asked: A full tensor that a function was given, or a parameter as it is met in a step: earlier uses of it may
+            have been such of the sharded one.
+        together: The identities of all that are asked for; :func:`asked_gradients` asks for both.
+    """
+    origin = outside_of(asked) if isinstance(asked, OfSharded) else origin_of(asked)
+    return None if id(origin) in together else origin
 
 
 def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor]) -> None:

@@ -236,12 +236,21 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
+        if isinstance(gradient, ShardTensor):
+            gradient = self._laid_out(gradient)
         store_gradient(self, gradient)
         if self._unit_gradients is not None:
             unit_gradients, index = self._unit_gradients
             unit_gradients.drop(index, gradient)
             if gradient is not None:
                 unit_gradients.assigned.add(index)
+
+    def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
+        """A gradient that may be another parameter's, of which ranks hold other parts."""
+        if gradient.shape != self.shape or gradient._spec.intervals == self._spec.intervals:
+            return gradient
+        whole = gather(gradient, f"assigning to the gradient of {self._spec.fqn} that of")
+        return ShardTensor(self._spec.localize(whole).to(self._local.device, copy=True), self._spec)
 
     @grad.deleter
     def grad(self) -> None:
