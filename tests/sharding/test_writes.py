@@ -398,3 +398,23 @@ def test_a_backward_names_what_was_written_to_between_it_and_its_forward(strateg
         model.codes.data.mul_(2)
     with pytest.raises(RuntimeError, match=r"parameter codes was written to between its forward and its backward"):
         outputs.pop().backward()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_a_rank_may_look_at_its_part_of_what_it_is_writing(strategy: str) -> None:
+    model = Codebook()
+    runtime = Sharding(strategy=strategy, units=("layer", "rows")).apply(model)
+    sharded: Any = model.codes
+    for _ in range(2):
+        with runtime.step("training_step") as outputs:
+            with torch.no_grad():
+                model.codes.mul_(0.5)
+                if dist.get_rank() == 0:
+                    sharded.to_local().sum()
+                model.codes.add_(1)
+            outputs.append(model(torch.ones(2, 4)).sum())
+            if dist.get_rank() == 1:
+                sharded.to_local().sum()
+        outputs.pop().backward()
+    assert torch.equal(sharded.full_tensor(), torch.full((5, 6), 1.75))

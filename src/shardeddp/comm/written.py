@@ -25,6 +25,7 @@ class Written:
     def __init__(self) -> None:
         self._operations: dict[str, int] = {}  # by parameter
         self._values: list[tuple[str, torch.Tensor]] = []  # 0-dim, on the device of what was written
+        self._states: dict[str, torch.Tensor] = {}  # by parameter written to inside of its unit; 0-dim
         self._options: dict[str, dict[str, object]] = {}  # in the last step, by the optimizer's group
         self._changed: dict[str, str] | None = {}  # options since the last comparison; None: not compared any more
 
@@ -39,6 +40,16 @@ class Written:
         self._operations[fqn] = zlib.crc32(operation.encode(), self._operations.get(fqn, 0))
         if values is not None and values.layout is torch.strided:
             self._values.append((fqn, checksum(values)))
+
+    def note_state(self, fqn: str, memory: Sequence[torch.Tensor]) -> None:
+        """Note what a parameter has become inside of its unit; the last such note counts, however many there are.
+
+        Args:
+            fqn: The parameter's name.
+            memory: Its elements, whole, wherever it may have been written to.
+        """
+        totals = [checksum(values) for values in memory]
+        self._states[fqn] = torch.stack(totals).sum()
 
     def note_options(self, optimizer: str, groups: Sequence[Mapping[str, object]]) -> None:
         """Note with which options an optimizer has stepped.
@@ -74,14 +85,14 @@ class Written:
     @property
     def pending(self) -> list[str]:
         """The parameters written to since the last comparison, in order of their names."""
-        return sorted(self._operations)
+        return sorted({*self._operations, *self._states})
 
     def take(self) -> dict[str, int]:
         """By parameter, a checksum of all writes since the last call."""
-        found, values = self._operations, self._values
-        self._operations, self._values = {}, []
+        found, values = self._operations, [*self._values, *self._states.items()]
+        self._operations, self._values, self._states = {}, [], {}
         for fqn, total in values:
-            found[fqn] = zlib.crc32(str(total.item()).encode(), found[fqn])
+            found[fqn] = zlib.crc32(str(total.item()).encode(), found.get(fqn, 0))
         return found
 
 

@@ -287,8 +287,8 @@ class FlatGroup:
                 f"modules read and write the parameters themselves",
                 stacklevel=2,
             )
+        self._mesh.written.note_state(slot.fqn, [flat[slot.offset : slot.offset + slot.numel] for flat in memory])
         for flat in memory:
-            self._mesh.written.note(slot.fqn, "in a step", flat[slot.offset : slot.offset + slot.numel])
             found = flat[elements.start : elements.stop]
             # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
             known = torch.where(found != known.to(found.dtype), found.to(known.dtype), known)

@@ -202,6 +202,8 @@ class Reducer:
         viewed = [track.unit.is_viewed for track in tracks]
         used = [track.unit.used() for track in tracks]
         flags = [*left, *entered, *viewed, *(flag for each in used for flag in each)]
+        for track in tracks:
+            track.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
         written, options = self._mesh.written.take(), self._mesh.written.take_changed_options()
         checksum = zlib.crc32(json.dumps([written, options], sort_keys=True).encode()) if written or options else 0
         operation = f"agreement on {len(flags)} flags"

@@ -273,6 +273,11 @@ class Unit:
             group.was_trained |= group.trainable
             group.gradients.begin_backward()
 
+    def keep_writes(self) -> None:
+        """See :meth:`FlatGroup.keep_writes`."""
+        for group in self.groups:
+            group.keep_writes()
+
     def take_assigned_gradients(self, reduces: bool) -> None:
         """See :meth:`GroupGradients.take_assigned`."""
         for group in self.groups:
