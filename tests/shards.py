@@ -21,6 +21,7 @@ from shardeddp.comm import Mesh
 from shardeddp.plan.placement import PLACEMENTS
 from shardeddp.plan.topology import Topology
 from shardeddp.sharding.flat_group import FlatGroup
+from shardeddp.sharding.function_arguments import extend_functions
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.spec import ParameterSpec
 from shardeddp.sharding.unit import layout_of
@@ -52,8 +53,14 @@ def make_pairs(mesh: Mesh, dtype: torch.dtype = torch.float32, requires_grad: bo
     return shard(mesh, values, requires_grad)
 
 
+class _NothingWritten:
+    def pending_writes(self) -> list[tuple[nn.Parameter, str]]:
+        return []
+
+
 def shard(mesh: Mesh, values: dict[str, torch.Tensor], requires_grad: bool = True) -> dict[str, Pair]:
     """Turn tensors of one dtype into the parameters of a flat buffer, as the engine does."""
+    extend_functions(_NothingWritten().pending_writes)  # on all ranks alike: some may have trained a model before
     parameters = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
     twins = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
     specs = [ParameterSpec(fqn=name, parameter=parameter, owners=()) for name, parameter in parameters.items()]

@@ -36,7 +36,6 @@ import gc
 import importlib
 import inspect
 import multiprocessing
-import os
 import pickle
 import shutil
 import signal
@@ -63,7 +62,8 @@ GRACE_S = 2.0
 """How long the other ranks may still answer after one has failed; they often wait for it in a collective."""
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-STACK_SIGNAL = signal.SIGUSR1
+STACKS_AFTER = 0.9
+"""The part of a call's time after which its ranks write where they are."""
 
 
 class WorldTimeout(Exception):
@@ -167,7 +167,7 @@ class Pool:
             ranks = self._ranks[:size]
             for rank in ranks:
                 rank.answer = None
-                rank.connection.send((size, str(self._folder / f"store-{self._calls}"), call))
+                rank.connection.send((size, str(self._folder / f"store-{self._calls}"), call, timeout_s))
             self._collect(ranks, timeout_s)
             _raise_failures(ranks)
             results = [pickle.loads(rank.answer.payload) for rank in ranks if rank.answer and rank.answer.payload]
@@ -259,9 +259,6 @@ def _raise_failures(ranks: Sequence[Rank]) -> None:
 def _describe_missing(ranks: Sequence[Rank], timeout_s: float) -> str:
     """Which ranks have not answered, and where they are."""
     missing = [index for index, rank in enumerate(ranks) if rank.answer is None]
-    for index in missing:
-        os.kill(ranks[index].process.pid or 0, STACK_SIGNAL)
-    time.sleep(0.3)  # for faulthandler to write
     stacks = "\n".join(f"--- rank {index} ---\n{ranks[index].stack_file.read_text().rstrip()}" for index in missing)
     return f"ranks {missing} of {len(ranks)} had not answered after {timeout_s:g} s; they were here:\n{stacks}"
 
@@ -274,15 +271,16 @@ def serve(rank: int, connection: Connection, stack_file: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends its ranks itself
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: collections between calls need not look at it
-    with open(stack_file, "w") as stacks:
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-        with contextlib.suppress(EOFError, ConnectionError):
-            connection.send("ready")
-            while True:
-                size, store, call = connection.recv()
-                with fresh_world(rank, size, store):
-                    connection.send(answer(call))
-                    connection.recv()  # nobody leaves while another rank may still be connecting
+    with open(stack_file, "a") as stacks, contextlib.suppress(EOFError, ConnectionError):
+        connection.send("ready")
+        while True:
+            size, store, call, timeout_s = connection.recv()
+            stacks.truncate(0)
+            # A timer's, not a signal's: a Trainer that ends takes away handlers that Python does not know of.
+            faulthandler.dump_traceback_later(STACKS_AFTER * timeout_s, file=stacks)
+            with fresh_world(rank, size, store):
+                connection.send(answer(call))
+                connection.recv()  # nobody leaves while another rank may still be connecting
 
 
 @contextlib.contextmanager

@@ -100,4 +100,3 @@ def test_sigusr1_is_left_to_whom_it_belongs() -> None:
         preemption.detach()
         made._signal_connector.teardown()
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    faulthandler.register(signal.SIGUSR1, file=Path(os.devnull).open("w"))  # noqa: SIM115 - lives as long as the rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -43,21 +45,22 @@ class Lookout:
         self._watchers: list[tuple[weakref.WeakMethod[Look], weakref.WeakMethod[Callable[[], None]]]] = []
         self._trains = threading.get_ident()
         self._answered = -1  # so that all soon have an answer that can be read at once
-        self._over = threading.Event()
+        self._over: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Answer from now on."""
         if self._thread is None:
             over = self._over
-            alive = weakref.ref(self, lambda _: over.set())
+            # A put, unlike an event's set, takes no lock: garbage may be collected on any thread, at any time.
+            alive = weakref.ref(self, lambda _: over.put(None))
             self._thread = threading.Thread(target=_look_out, args=(alive, over), name="shardeddp-lookout", daemon=True)
             self._thread.start()
             _STARTED.add(self)
 
     def stop(self) -> None:
         """End the thread, before the interpreter ends under its feet."""
-        self._over.set()
+        self._over.put(None)
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
@@ -128,13 +131,28 @@ class Lookout:
 
     def _see(self, looks: Iterable[Look]) -> str:
         # A frame keeps all that its function works with; it must not wait here for the store.
-        frame = sys._current_frames().get(self._trains)
+        frame = innermost_frame(self._trains)
         for look in looks:
             look(frame)
         return place_of(frame)
 
     def _write_answer(self, answer: dict[str, Any]) -> None:
         self._notes.write(f"answer/{self._rank}", json.dumps(answer))
+
+
+def innermost_frame(thread: int) -> FrameType | None:
+    """Where a thread of this process is; None: it has ended.
+
+    No garbage is collected meanwhile: Python before 3.11.9 and 3.12.3 waits for itself for ever if a finalizer lets
+    other threads run then, as that of a process group does (https://github.com/python/cpython/issues/106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -161,8 +179,8 @@ def lightning_calls() -> bool:
     return False
 
 
-def _look_out(alive: weakref.ref[Lookout], over: threading.Event) -> None:
-    while not over.wait(PERIOD_S):
+def _look_out(alive: weakref.ref[Lookout], over: SimpleQueue[None]) -> None:
+    while not _ends_within(PERIOD_S, over):
         lookout = alive()
         if lookout is None:
             return
@@ -173,6 +191,13 @@ def _look_out(alive: weakref.ref[Lookout], over: threading.Event) -> None:
         except LostStoreError:
             return
         del lookout
+
+
+def _ends_within(seconds: float, over: SimpleQueue[None]) -> bool:
+    with contextlib.suppress(Empty):
+        over.get(timeout=seconds)
+        return True
+    return False
 
 
 _STARTED: weakref.WeakSet[Lookout] = weakref.WeakSet()

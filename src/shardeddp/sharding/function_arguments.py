@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch._functorch.utils as functorch_utils
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from shardeddp.sharding.asked_gradients import asked_gradients, retaining, with_unsharded
 from shardeddp.sharding.gathered import Gathered, GatheredView
@@ -66,7 +67,8 @@ def extend_functions(pending_writes: PendingWrites) -> None:
             if any(isinstance(each, ShardTensor) for each in inputs):
                 args = (grad_outputs, retain_graph, create_graph, tuple(with_unsharded(ShardTensor, inputs)), *flags)
             return run_backward(outputs, *args, **kwargs)
-        found = [_origin(each, set(map(id, inputs))) for each in inputs]
+        together = set(map(id, inputs))
+        found = [_origin(each, together) for each in inputs]
         if not any(each is not None for each in found):
             return run_backward(outputs, *args, **kwargs)
         asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]
@@ -90,7 +92,7 @@ def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
     return None if id(origin) in together else origin
 
 
-def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor]) -> None:
+def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | GradientEdge]) -> None:
     """Raise with the names of parameters where autograd misses the values that they had in the forward."""
     if "modified by an inplace operation" not in str(error):
         return
@@ -105,9 +107,9 @@ def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor]) -> None:
         ) from error
 
 
-def _leaves(outputs: Iterable[torch.Tensor]) -> Iterator[int]:
+def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[int]:
     """The identities of the leaves of a graph."""
-    waiting = [output.grad_fn for output in outputs]
+    waiting = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
     seen = set(waiting)
     while waiting:
         node: Any = waiting.pop()

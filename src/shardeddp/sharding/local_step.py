@@ -203,8 +203,6 @@ class _GroupStandIns:
 
 
 def _local_or_whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if type(gradient) is ShardTensor:  # which is asked for each parameter and step
-        return gradient.raw_local
     return gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
 
 
