@@ -16,8 +16,7 @@ from torch import optim
 from shardeddp.sharding.optimizer_scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.stand_ins import HostCopies, StandIns
-from shardeddp.sharding.stored_gradients import stored_gradients
-from shardeddp.sharding.swapped_step import OnStep, OutsideStates, State, SwappedStep
+from shardeddp.sharding.swapped_step import Gradients, OnStep, OutsideStates, State, SwappedStep
 from shardeddp.sharding.unsharded import outside_of
 
 # Those with a fused kernel for the CPU, several times as fast as the others there.
@@ -43,11 +42,11 @@ class LocalStep(SwappedStep):
         self._marks_trained = type(optimizer) not in ELEMENTWISE
         super().__init__(optimizer, on_step)
 
-    def _swap_in(self, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
         if len(self._groups) != len(groups):
             self._groups = [_GroupStandIns(self._stand_ins) for _ in groups]
             self._prefer_fused()
-        found = [each.follow(parameters) for each, parameters in zip(self._groups, groups, strict=True)]
+        found = [each.follow(its, known) for each, its, known in zip(self._groups, groups, gradients, strict=True)]
         self._stand_ins.arrive()
         if self._marks_trained:
             self._require_grad(groups, True)
@@ -180,9 +179,9 @@ class _GroupStandIns:
         self._parts: list[torch.Tensor | None] = []  # of their gradients; not those themselves, see GroupGradients
         self._local: list[torch.Tensor] = []
 
-    def follow(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    def follow(self, parameters: list[torch.Tensor], gradients: Gradients) -> list[torch.Tensor]:
         """The stand-ins of the group's parameters, in order, in a list of their own."""
-        parts = [_local_or_whole(gradient) for gradient in stored_gradients(parameters)]
+        parts = [_local_or_whole(gradient) for gradient in gradients]
         if not _same_objects(parameters, self._parameters):
             self._parameters, self._parts = list(parameters), [None] * len(parameters)
             self._local = [self._stand_ins.of(parameter) for parameter in parameters]

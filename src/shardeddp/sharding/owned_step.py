@@ -13,8 +13,7 @@ from torch import optim
 from shardeddp.comm import Mesh
 from shardeddp.sharding.owned_states import OwnedStates
 from shardeddp.sharding.relocation import Relocated, bring, take_back
-from shardeddp.sharding.stored_gradients import stored_gradient
-from shardeddp.sharding.swapped_step import OnStep, SwappedStep
+from shardeddp.sharding.swapped_step import Gradients, OnStep, SwappedStep
 from shardeddp.sharding.whole_parameters import WholeParameter, WholeParameters
 
 
@@ -36,26 +35,26 @@ class OwnedStep(SwappedStep):
         super().__init__(optimizer, on_step)
         optimizer.register_state_dict_pre_hook(lambda _: self._states.bring_numbers())
 
-    def _swap_in(self, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
         self._wholes.follow([it for group in groups for it in group])
         self._states.settle()
         found: list[list[torch.Tensor]] = []
-        gradients: list[Relocated] = []
-        for parameters in groups:
+        moved: list[Relocated] = []
+        for group in zip(groups, gradients, strict=True):
             mine: list[torch.Tensor] = []
-            for parameter in parameters:
+            for parameter, gradient in zip(*group, strict=True):
                 whole = self._wholes.of(parameter)
                 if whole is None:
                     mine.append(parameter)
-                elif (gradient := stored_gradient(parameter)) is not None:
+                elif gradient is not None:
                     self._moved.append(whole)
-                    gradients += whole.take_gradient(gradient)
+                    moved += whole.take_gradient(gradient)
                     if whole.tensor is not None:
                         mine.append(whole.tensor)
             found.append(mine)
         # One after the other: what travels is in memory twice.
         bring([whole.values for whole in self._moved if not whole.at_home], self._mesh)
-        bring(gradients, self._mesh)
+        bring(moved, self._mesh)
         return found
 
     def _bring_back(self) -> None:

@@ -6,7 +6,7 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -19,6 +19,7 @@ from shardeddp.sharding.stored_gradients import stored_gradients
 from shardeddp.sharding.unsharded import OfSharded, outside_of
 
 State = dict[str, Any]
+Gradients = list[torch.Tensor | None]
 OnStep = Callable[[list[ShardTensor]], None]
 """Called after each step with the sharded parameters that had a gradient."""
 
@@ -48,6 +49,7 @@ class SwappedStep(ABC):
         self._optimizer = optimizer
         self._on_step = on_step
         self._sharded: list[list[torch.Tensor]] | None = None  # the groups' own lists while plain ones are in place
+        self._stepped: list[ShardTensor] = []  # what the step under way changes
         self._adopt_state(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         # Before those of users, who are to see the sharded parameters.
@@ -60,8 +62,8 @@ class SwappedStep(ABC):
         self._surround_step(optimizer)
 
     @abstractmethod
-    def _swap_in(self, groups: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """The plain tensors that the parameters of every group stand for, filled, with their gradients."""
+    def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
+        """The plain tensors that the parameters of every group stand for, filled, with these gradients."""
 
     @abstractmethod
     def _bring_back(self) -> None:
@@ -95,7 +97,8 @@ class SwappedStep(ABC):
         self._leave()
         self._bring_back()
         self._let_go()
-        stepped = stepped_parameters(optimizer)
+        stepped, self._stepped = self._stepped, []
+        _keep_gradients(optimizer, stepped)
         if stepped and stepped[0].spec.mesh.owners.size > 1:
             stepped[0].spec.mesh.written.note_options(type(optimizer).__name__, optimizer.param_groups)
         self._on_step(stepped)
@@ -133,7 +136,9 @@ class SwappedStep(ABC):
         take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
         keep_writes(chain.from_iterable(groups))  # or the step would change shards that lack them
-        plain = self._swap_in(groups)
+        gradients = [stored_gradients(parameters) for parameters in groups]
+        self._stepped = _with_gradient(chain.from_iterable(groups), chain.from_iterable(gradients))
+        plain = self._swap_in(groups, gradients)
         self._sharded = groups
         for group, parameters in zip(self._optimizer.param_groups, plain, strict=True):
             group["params"] = parameters
@@ -172,14 +177,22 @@ def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
 
 def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
     """The sharded parameters that a step has changed: those that have a gradient, on all ranks the same."""
-    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    kinds = {kind for kind in set(map(type, every)) if issubclass(kind, ShardTensor)}  # few, for many parameters
-    held = [parameter for parameter in every if type(parameter) in kinds]
-    stepped = [it for it, gradient in zip(held, stored_gradients(held), strict=True) if gradient is not None]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stepped = _with_gradient(held, stored_gradients(held))
+    _keep_gradients(optimizer, stepped)
+    return stepped
+
+
+def _with_gradient(parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> list[ShardTensor]:
+    pairs = zip(parameters, gradients, strict=True)
+    return [it for it, gradient in pairs if gradient is not None and isinstance(it, ShardTensor)]
+
+
+def _keep_gradients(optimizer: optim.Optimizer, stepped: list[ShardTensor]) -> None:
+    """Let gradients be kept that an optimizer has in its states, for all that is known."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         for parameter in stepped:
-            parameter.keep_gradient()  # in its states, for all that is known
-    return stepped
+            parameter.keep_gradient()
 
 
 # What torch makes of every optimizer's `step`, to call hooks before and after it.
