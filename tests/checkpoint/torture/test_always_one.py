@@ -54,10 +54,10 @@ class Watcher(threading.Thread):
         # Looking is not one step: what is listed may be replaced before it is opened. Not three times in a row.
         for _ in range(3):
             found = find_checkpoints(self._folder).checkpoints
-            if found:
-                assert found[-1].step >= self.newest, "an older one is the newest again"
+            if found and found[-1].step >= self.newest:
                 self.newest = found[-1].step
                 return len(found)
+        assert not found, "an older one is the newest again"
         return 0
 
 
