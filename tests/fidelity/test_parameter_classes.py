@@ -253,7 +253,41 @@ class LazyLayer(SmallGpt):
         return super().loss(batch) + self.lazy(self.embed(batch)).square().mean()
 
 
+class BesideNestedTensors(SmallGpt):
+    """A nested tensor meets a weight outside of its unit: its own class runs the operation, and ours is not asked."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        rows = torch.nested.nested_tensor([*x.detach()], layout=torch.jagged)
+        for block in self.blocks:
+            rows = F.linear(rows, block.up.weight)
+            rows = rows @ block.down.weight.t()
+        return super().loss(batch) + rows.values().square().mean()
+
+
+class Tagged(Tensor):
+    """A class of the user's, whose operations know nothing of ours."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return found.as_subclass(cls) if isinstance(found, Tensor) and found.dim() else found
+
+
+class BesideTaggedTensors(SmallGpt):
+    """The same with a class that has no dispatch of its own."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch).detach().as_subclass(Tagged)
+        for block in self.blocks:
+            x = x @ block.up.weight.t() * block.up.weight.square().mean() @ block.down.weight.t() + block.norm.bias
+        return super().loss(batch) + x.square().mean().as_subclass(Tensor)
+
+
 CASES = [
+    case(BesideNestedTensors),
+    case(BesideTaggedTensors),
     case(Directions),
     case(DirectionsInUnits),
     case(DirectionsProjectedByTheModule, options={"gradient_clip_val": 0.5}),

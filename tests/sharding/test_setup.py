@@ -1,5 +1,6 @@
 """Setup is agreed on by all ranks: another model or a failure on one rank is an error of all, and changes nothing."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from unittest import mock
@@ -42,6 +43,17 @@ def one_layer_less() -> nn.Module:
 
 
 Keep = Callable[[nn.Linear], object]
+
+
+@on_ranks(2)
+def test_parameters_that_were_not_contiguous_are_pointed_out() -> None:
+    model = model_of()
+    model[0].weight = torch.nn.Parameter(torch.randn(model[0].weight.shape[::-1]).t())
+    expected = pytest.warns(UserWarning, match=r"^0\.weight: a parameter that was not contiguous")
+    with expected if torch.distributed.get_rank() == 0 else contextlib.nullcontext():
+        Sharding().apply(model)
+    assert model[0].weight.is_contiguous()
+
 
 KEPT: dict[str, Keep] = {
     "a view in a list": lambda layer: [layer.weight.detach()[0]],

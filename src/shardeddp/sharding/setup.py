@@ -55,6 +55,7 @@ def shard_model(
     follow_rank_zero(specs, mesh)
     _let_go_of_parameters(specs[0].module)
     former = _former_memory(specs, mesh.device)
+    strided = {it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()}
     if idle and mesh.world.size == 1:
         specs = [_set_idle(spec, mesh.device) for spec in specs]
     units = together("sharding the model", lambda: [Unit(spec, mesh, placement) for spec in specs], mesh.control)
@@ -62,7 +63,9 @@ def shard_model(
         vars(owner)[attribute] = spec.parameter.detach()
     materializer.fill(mesh)
     if units:
-        _warn_of_former_memory(former, {spec.fqn for unit in units for spec in unit.spec.parameters})
+        sharded = {spec.fqn for unit in units for spec in unit.spec.parameters}
+        _warn_of_former_memory(former, sharded)
+        _warn_of_strides(strided & sharded, mesh)
     return Runtime(units, mesh, placement, prefetch, uneven)
 
 
@@ -129,6 +132,18 @@ def _warn_of_former_memory(former: dict[str, StorageWeakRef], sharded: set[str])
             f"something still refers to the memory that {', '.join(kept[:3])}{more} had before being sharded: a view "
             f"in a list or a closure, a NumPy array, a state dict. It keeps its values and its bytes, and does not "
             f"follow the parameters. Take values from a parameter where they are needed, or clone() what is to stay",
+            stacklevel=2,
+        )
+
+
+def _warn_of_strides(fqns: set[str], mesh: Mesh) -> None:
+    """Point out which parameters were not contiguous, and are now: whoever counts in strides finds other elements."""
+    if fqns and mesh.rank == 0:
+        more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
+        warnings.warn(
+            f"{', '.join(sorted(fqns)[:3])}{more}: a parameter that was not contiguous (transposed, channels_last) is "
+            f"once it is sharded. Its shape and values stay; as_strided() on it finds other elements, view() of its "
+            f"transpose may ask for reshape(), and a convolution converts a weight that was channels_last",
             stacklevel=2,
         )
 

@@ -292,18 +292,23 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
 
     def full_for_autograd(self, operation: str) -> torch.Tensor:
         """The whole tensor, gathered, with a gradient that is averaged over all ranks."""
-        if not self._is_routed:
-            self._is_routed = True
-            with torch._C.DisableTorchFunctionSubclass():
-                # Weak: autograd holds hooks where the garbage collector cannot see them.
-                super().register_hook(_weakly(self, ShardTensor._take_gradient))
-                super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
+        self.route_gradient()
         # Hooks see the sum of what all uses bring: the gradient ends where that of the unit's forward does.
         leaf = self if self._unsharded is None or not (self._hooks and self._hooks.listens) else self._unsharded
         # Not by way of Function.apply, which hands sharded arguments out as full ones.
         apply: Any = super(torch.autograd.Function, _FullTensor)
         with torch._C.DisableTorchFunctionSubclass():
             return apply.apply(leaf, weakref.ref(self), operation)
+
+    def route_gradient(self) -> None:
+        """Let what autograd brings to the parameter itself, from uses outside of its unit, be averaged over ranks."""
+        if self._is_routed or not (self.requires_grad and self.is_leaf):
+            return
+        self._is_routed = True
+        with torch._C.DisableTorchFunctionSubclass():
+            # Weak: autograd holds hooks where the garbage collector cannot see them.
+            super().register_hook(_weakly(self, ShardTensor._take_gradient))
+            super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
 
     def warn_outside(self, stacklevel: int = 4) -> None:
         """Point out, once, what a use outside of the unit's forward costs."""
@@ -467,7 +472,13 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return dispatch.run(ShardTensor, func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            # Recorded with the parameter itself: the __torch_function__ of another class (a nested tensor) came first.
+            for each in pytree.tree_leaves((args, kwargs)):
+                if isinstance(each, ShardTensor):
+                    each.route_gradient()
+        return dispatch.run(ShardTensor, func, args, kwargs)
 
 
 def keep_writes(parameters: Iterable[Any]) -> None:
