@@ -20,7 +20,6 @@ from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.comm.groups import Groups
 from shardeddp.comm.lanes import Lane, make_lane
-from shardeddp.comm.linked import LinkedCollectives
 from shardeddp.comm.lookout import Lookout, place_of
 from shardeddp.comm.native import NativeCollectives
 from shardeddp.comm.notes import LostStoreError, Notes
@@ -210,10 +209,6 @@ class Mesh:
         if group is None or len(ranks) == 1:
             return SoloCollectives(ranks, 0, self.traffic)
         if self.device.type == "cpu":
-            nodes = self.topology.places_by_node(ranks)
-            counts = {len(places) for places in nodes}
-            if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
-                return LinkedCollectives(group, ranks, self.traffic, nodes)
             return GlooCollectives(group, ranks, self.traffic)
         return NativeCollectives(group, ranks, self.traffic)
 
