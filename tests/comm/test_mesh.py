@@ -54,17 +54,6 @@ def test_gathers_and_reductions_of_one_group_do_not_wait_for_each_other() -> Non
     assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0] and reduced.item() == 6.0
 
 
-@on_ranks(4)
-def test_the_device_mesh_names_its_axes_and_has_the_same_groups() -> None:
-    mesh, rank = make_mesh(2), dist.get_rank()
-    device_mesh = mesh.device_mesh
-    assert device_mesh.mesh_dim_names == ("replicate", "shard") and device_mesh.device_type == "cpu"
-    assert device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    assert tuple(device_mesh.get_coordinate() or ()) == (rank // 2, rank % 2)
-    assert tuple(dist.get_process_group_ranks(device_mesh["shard"].get_group())) == mesh.gather.ranks
-    assert tuple(dist.get_process_group_ranks(device_mesh["replicate"].get_group())) == mesh.replicate.ranks
-
-
 def kinds(shard_size: int) -> dict[str, type]:
     mesh = make_mesh(shard_size)
     return {name: type(getattr(mesh, name)) for name in ("gather", "reduce", "replicate", "world")}

@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.collectives import Collectives, SoloCollectives
@@ -30,8 +29,6 @@ from shardeddp.plan.topology import Topology
 
 _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
-
-REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 
 
 class Mesh:
@@ -135,12 +132,6 @@ class Mesh:
         """Ends waits that cannot be over."""
         if topology.world_size > 1 and backend != "fake":
             self.lookout.start()
-        self.device_mesh = DeviceMesh.from_group(
-            [replicate_group, gather_group],
-            device.type,
-            mesh=torch.tensor(shard_groups, dtype=torch.int),
-            mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS),
-        )
 
     @property
     def shard_rank(self) -> int:
