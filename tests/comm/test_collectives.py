@@ -1,6 +1,7 @@
 """Collectives equal their definition, computed in one process, for any number of ranks, any sizes and dtypes."""
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 
 from shardeddp.comm import Collectives, Pending, Traffic
 from shardeddp.comm.collectives import ReduceKind, SoloCollectives
-from shardeddp.comm.gloo import MEAN_BLOCK_NUMEL, GlooCollectives
+from shardeddp.comm.failures import is_transfer_error
+from shardeddp.comm.gloo import MEAN_BLOCK_NUMEL, GlooCollectives, disconnect
 from shardeddp.comm.native import NativeCollectives
 from world import Worlds, on_ranks
 
@@ -283,6 +285,38 @@ def test_a_mean_over_shards_then_replicas_is_the_mean_over_all() -> None:
     shard.reduce_scatter(output, values(rank, 10)).then(lambda: replicate.all_reduce_(output, "mean")).wait()
     everything = torch.stack([values(other, 10) for other in range(4)]).mean(0)
     check(output, everything.view(2, 5)[rank % 2], "mean over all")
+
+
+@on_ranks(4)
+def test_collectives_of_both_kinds_may_be_under_way_at_once_and_be_waited_for_in_any_order() -> None:
+    group = make_group()
+    inputs = [values(rank, 40) for rank in range(4)]
+    buffers, outputs = [torch.zeros(160) for _ in range(6)], [torch.empty(10) for _ in range(6)]
+    pendings: list[Pending] = []
+    for number, (buffer, output) in enumerate(zip(buffers, outputs, strict=True)):
+        buffer.view(4, -1)[group.rank] = inputs[group.rank] + number
+        pendings.append(group.all_gather_(buffer))
+        pendings.append(group.reduce_scatter(output, inputs[group.rank] * (number + 1)))
+    for pending in reversed(pendings) if group.rank % 2 else pendings:
+        pending.wait()
+    mean = torch.stack(inputs).mean(0).view(4, -1)[group.rank]
+    for number, (buffer, output) in enumerate(zip(buffers, outputs, strict=True)):
+        assert torch.equal(buffer, torch.cat(inputs) + number)
+        check(output, mean * (number + 1), f"reduction {number}", roundings=8 * (number + 1))
+
+
+@on_ranks(3)
+def test_a_rank_that_disconnects_fails_the_transfers_of_those_that_wait_for_it() -> None:
+    group: Any = dist.new_group([0, 1, 2])
+    dist.barrier(group)  # all are connected
+    started = time.monotonic()
+    if dist.get_rank() == 2:
+        disconnect(group)
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            GlooCollectives(group, range(3), Traffic()).all_gather_(torch.ones(30)).wait()
+        assert is_transfer_error(caught.value), caught.value
+    assert time.monotonic() - started < 20
 
 
 # -- what is counted

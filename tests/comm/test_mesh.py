@@ -10,15 +10,14 @@ import torch.distributed as dist
 from shardeddp.comm import Mesh, agree_on_any
 from shardeddp.comm.collectives import SoloCollectives
 from shardeddp.comm.gloo import GlooCollectives
-from shardeddp.comm.linked import LinkedCollectives
 from shardeddp.plan.topology import Topology
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def make_mesh(shard_size: int, nodes: tuple[int, ...] | None = None) -> Mesh:
-    topology = Topology(world_size=dist.get_world_size(), shard_size=shard_size, nodes=nodes)
+def make_mesh(shard_size: int) -> Mesh:
+    topology = Topology(world_size=dist.get_world_size(), shard_size=shard_size)
     return Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
 
 
@@ -55,19 +54,8 @@ def test_gathers_and_reductions_of_one_group_do_not_wait_for_each_other() -> Non
     assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0] and reduced.item() == 6.0
 
 
-@on_ranks(4)
-def test_the_device_mesh_names_its_axes_and_has_the_same_groups() -> None:
-    mesh, rank = make_mesh(2), dist.get_rank()
-    device_mesh = mesh.device_mesh
-    assert device_mesh.mesh_dim_names == ("replicate", "shard") and device_mesh.device_type == "cpu"
-    assert device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    assert tuple(device_mesh.get_coordinate() or ()) == (rank // 2, rank % 2)
-    assert tuple(dist.get_process_group_ranks(device_mesh["shard"].get_group())) == mesh.gather.ranks
-    assert tuple(dist.get_process_group_ranks(device_mesh["replicate"].get_group())) == mesh.replicate.ranks
-
-
-def kinds(shard_size: int, nodes: tuple[int, ...] | None = None) -> dict[str, type]:
-    mesh = make_mesh(shard_size, nodes)
+def kinds(shard_size: int) -> dict[str, type]:
+    mesh = make_mesh(shard_size)
     return {name: type(getattr(mesh, name)) for name in ("gather", "reduce", "replicate", "world")}
 
 
@@ -76,16 +64,6 @@ def test_a_group_of_one_rank_is_an_ordinary_group_that_costs_nothing(world: Worl
     assert world(1).run(kinds, 1)[0] == dict(gather=alone, reduce=alone, replicate=alone, world=alone)
     assert world(2).run(kinds, 1)[0] == dict(gather=alone, reduce=alone, replicate=several, world=several)
     assert world(2).run(kinds, 2)[0] == dict(gather=several, reduce=several, replicate=alone, world=several)
-
-
-@on_ranks(4)
-def test_only_groups_with_several_ranks_on_each_of_several_nodes_pass_on() -> None:
-    plain, alone, passing_on = GlooCollectives, SoloCollectives, LinkedCollectives
-    for nodes in ((0, 0, 1, 1), (0, 1, 0, 1)):
-        assert kinds(4, nodes) == dict(gather=passing_on, reduce=passing_on, replicate=alone, world=passing_on)
-        assert kinds(2, nodes) == dict(gather=plain, reduce=plain, replicate=plain, world=passing_on)
-    for one_each_or_unequal in ((0, 1, 2, 3), (0, 0, 0, 1)):
-        assert kinds(4, one_each_or_unequal)["gather"] is plain
 
 
 @on_ranks(2)

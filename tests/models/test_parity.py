@@ -1,6 +1,6 @@
 """Models that people train, under every sharding strategy: each loss and the final weights are those of DDP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -48,7 +48,7 @@ RUNS = {
     "Mixtral, 8 experts in two weights": run_of(models.Mixtral),
     "Switch Transformer, 16 experts as modules": run_of(models.Switch, ddp=UNUSED),
     "LSTM on flat weights, tied embeddings": run_of(models.LstmLanguageModel),
-    "CNN with sync_batchnorm": run_of(models.BatchNormCnn, options={"sync_batchnorm": True}),
+    "CNN with BatchNorm": run_of(models.BatchNormCnn),
     "GAN, two optimizers": run_of(models.Gan, ddp=UNUSED, steps=12),  # each of the two counts its steps
 }
 
@@ -60,8 +60,6 @@ def reference(world: Worlds) -> References:
     """What everybody trains a model with makes of it, by rank; once per number of ranks."""
 
     def train(name: str, ranks: int) -> list[Trained]:
-        if name == "CNN with sync_batchnorm":  # which DDP has on GPUs only
-            return world(1).run(RUNS[name].alone, ranks)
         return world(ranks).run(RUNS[name].under_ddp)
 
     return cache(train)
@@ -77,7 +75,7 @@ def test_every_loss_and_all_weights_are_those_of_ddp(
     arguments = {"sharding_strategy": strategy, "auto_wrap_policy": AutoPolicy(min_numel=1), **sharded.arguments}
     found = world(sharded.ranks).run(RUNS[name].sharded_by, arguments)
     expected = reference(name, sharded.ranks)
-    compared[name, strategy] = largest_difference(losses(found, len(expected)), losses(expected, len(expected)))
+    compared[name, strategy] = largest_difference([each.losses for each in found], [each.losses for each in expected])
     assert compared[name, strategy] <= 1e-4
     # Rank 0's buffers are everybody's: those that are saved.
     assert_same_weights(found[0].weights, expected[0].weights, rtol=1e-4)
@@ -96,12 +94,6 @@ def test_experts_that_nobody_uses_stay_what_they_are(world: Worlds) -> None:
     unused = [key for key in experts if torch.equal(before[key], after[key])]
     assert 0 < len(unused) < len(experts)
     assert_same_weights(after, world(2).run(replace(run, ddp=UNUSED).under_ddp)[0].weights)
-
-
-def losses(trained: Sequence[Trained], ranks: int) -> list[list[float]]:
-    """Of every rank by step; their mean, to be compared with one process."""
-    by_rank = [each.losses for each in trained]
-    return by_rank if ranks > 1 else [[sum(step) / len(step) for step in zip(*by_rank, strict=True)]]
 
 
 def largest_difference(found: list[list[float]], expected: list[list[float]]) -> float:

@@ -126,16 +126,6 @@ def test_local_and_parameter_intervals_are_the_same_elements_from_two_origins(la
 
 @bounded
 @given(some_layout())
-def test_boxes_of_all_ranks_hold_the_elements_of_the_parameter(layout: FlatLayout) -> None:
-    for slot in layout.slots:
-        found = [layout.parameter_boxes(slot, rank) for rank in range(layout.shard_size)]
-        held = [sum(box.numel for box in of_rank) for of_rank in found]
-        assert held == [layout.parameter_interval(slot, rank).numel for rank in range(layout.shard_size)]
-        assert all(len(box.sizes) == len(slot.shape) for box in itertools.chain(*found))
-
-
-@bounded
-@given(some_layout())
 def test_ranks_that_build_alone_build_the_same_layout(layout: FlatLayout) -> None:
     again = build(*(slot.shape for slot in layout.slots), itemsize=layout.itemsize, shard_size=layout.shard_size)
     assert again == layout
@@ -158,8 +148,6 @@ def test_a_parameter_across_two_ranks_is_cut_inside_a_row() -> None:
     assert (slot.offset, layout.shard_numel) == (4, 8)
     assert [layout.parameter_interval(slot, rank) for rank in (0, 1)] == [Interval(0, 4), Interval(4, 9)]
     assert [layout.local_interval(slot, rank) for rank in (0, 1)] == [Interval(4, 8), Interval(0, 5)]
-    assert [box.sizes for box in layout.parameter_boxes(slot, 0)] == [(1, 3), (1, 1)]
-    assert [box.sizes for box in layout.parameter_boxes(slot, 1)] == [(1, 2), (1, 3)]
 
 
 def test_a_scalar_belongs_to_one_rank_and_the_others_own_nothing() -> None:

@@ -82,14 +82,6 @@ def test_ranks_that_count_node_by_node_need_no_order() -> None:
     assert full.order is None, "a group of all ranks lists them as they count"
 
 
-def test_a_topology_knows_the_node_of_every_rank() -> None:
-    for nodes in ([0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]):
-        order = node_order(seats(nodes, num_nodes=2, ranks_per_node=2))
-        assert choose_placement("full_shard").topology(2, 2, order).nodes == tuple(nodes)
-    assert choose_placement("full_shard").topology(2, 2).nodes == (0, 0, 1, 1), "before ranks have met"
-    assert choose_placement("full_shard").topology(1, 4).nodes is None
-
-
 def test_a_shard_size_that_lets_only_some_groups_cross_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"shard_size=3 does not divide the 4 ranks of a node.*\[1, 2, 4\]"):
         hybrid(3, 4, [node for node in range(3) for _ in range(4)], shard_size=3)

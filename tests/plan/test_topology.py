@@ -87,15 +87,3 @@ def test_a_shard_size_that_does_not_divide_the_world_is_refused_with_those_that_
 def test_a_world_without_ranks_is_refused(world_size: int) -> None:
     with pytest.raises(ValueError, match=rf"world_size of at least 1, found {world_size}"):
         Topology(world_size=world_size, shard_size=1)
-
-
-def test_the_places_of_a_group_are_known_by_node() -> None:
-    topology = Topology(world_size=6, shard_size=3, nodes=(0, 1, 0, 1, 2, 2))
-    assert topology.places_by_node(range(6)) == [[0, 2], [1, 3], [4, 5]]
-    assert topology.places_by_node([1, 3, 4]) == [[0, 1], [2]]
-    assert Topology(world_size=6, shard_size=3).places_by_node([1, 3, 4]) == [[0, 1, 2]]
-
-
-def test_a_topology_that_knows_the_nodes_of_some_ranks_only_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a node for each of 6 ranks in nodes, found \(0, 1\)"):
-        Topology(world_size=6, shard_size=3, nodes=(0, 1))

@@ -122,11 +122,11 @@ def added_at_worst(training: Training, micro_batches: int = 1) -> int:
     raise AssertionError(f"every step keeps memory: {sum(sizes):,} bytes")
 
 
-def check_held(training: Training, before: int, expected: int) -> None:
-    """What has been taken since is as expected, beside the table of ranks that torch keeps in its device mesh."""
+def check_held(before: int, expected: int) -> None:
+    """What has been taken since is as expected."""
 
     def found() -> int:
-        return living_nbytes() - before - training.runtime.mesh.device_mesh.mesh.nbytes
+        return living_nbytes() - before
 
     # The transport's threads may still have to let go of the last agreement; a single number may be anywhere.
     assert until(lambda: abs(found() - expected) <= A_NUMBER_NBYTES), f"found {found():,} bytes, expected {expected:,}"
@@ -246,7 +246,7 @@ def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
     plan, trained = training.plan(), training.optimizer.param_groups[0]["params"]
     # Adam's states are as long as this rank's elements, without the padding; and it counts its steps per parameter.
     states = sum(2 * (it.to_local() if isinstance(it, ShardTensor) else it).nbytes for it in trained)
-    check_held(training, before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained))
+    check_held(before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained))
     groups = [group for track in training.runtime.tracks for group in track.unit.groups]
     padding = sum(2 * 4 * group.layout.padding_numel for group in groups)
     assert 0 <= plan.optimizer_nbytes - states <= padding
@@ -271,7 +271,7 @@ def check_split_rest() -> None:
     # A quarter of each, and the half of the parameters that the shard group gathers from.
     assert plan.retained_nbytes == 2 * plan.main_shard_nbytes == 2 * plan.gradient_shard_nbytes
     shards = plan.main_shard_nbytes + plan.gradient_shard_nbytes + plan.retained_nbytes
-    check_held(training, before, shards + states + 4 * len(trained))
+    check_held(before, shards + states + 4 * len(trained))
 
 
 def test_replicas_that_split_the_optimizer_hold_a_part_of_its_share(world: Worlds) -> None:
@@ -292,7 +292,7 @@ def test_evaluation_leaves_nothing_behind() -> None:
     training = Training(Sharding(units=BLOCKS))
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))
-    check_held(training, before, training.plan().main_shard_nbytes)
+    check_held(before, training.plan().main_shard_nbytes)
 
 
 @on_ranks(2)
@@ -302,4 +302,4 @@ def test_retained_parameters_are_held_between_steps() -> None:
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))
     full = sum(cost.full_nbytes for track in training.runtime.tracks for cost in track.unit.costs())
-    check_held(training, before, training.plan().main_shard_nbytes + full)
+    check_held(before, training.plan().main_shard_nbytes + full)

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardeddp import ConfigurationError, ShardedDP
-from support.tasks import Block, Recorded, TinyGpt, token_loader
+from shardeddp import ConfigurationError, ShardedDP, ShardTensor
+from support.tasks import Block, ConvBlock, Recorded, TinyConvNet, TinyGpt, image_loader, token_loader
 from support.trainers import make_trainer
-from world import Worlds
+from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -211,6 +211,35 @@ def test_a_model_that_cannot_be_trained_is_refused_on_every_rank(
     for _, message, _ in answers:
         for word in words:
             assert word in message, message
+
+
+def with_synchronized_layers() -> nn.Module:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(TinyConvNet())
+
+
+@pytest.mark.parametrize(
+    ("build", "options"), [(TinyConvNet, {"sync_batchnorm": True}), (with_synchronized_layers, {})]
+)
+@on_ranks(1)
+def test_sync_batchnorm_on_the_cpu_is_refused_before_training(
+    build: Callable[[], Any], options: dict[str, Any]
+) -> None:
+    model = build()
+    message = r"no SyncBatchNorm \(sync_batchnorm=True\) .* found 2 layers: 'blocks.0.norm', 'blocks.1.norm'"
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(ShardedDP(), max_steps=2, **options).fit(model, image_loader(16))
+    assert not model.losses and not any(isinstance(value, ShardTensor) for value in model.parameters())
+
+
+@on_ranks(2)
+def test_sync_batchnorm_is_that_of_torch_and_does_not_disturb_evaluation() -> None:
+    model = TinyConvNet()
+    model.validation_step = lambda batch: model.loss(batch)
+    trainer = make_trainer(ShardedDP(auto_wrap_policy={ConvBlock}), max_steps=2, sync_batchnorm=True)
+    trainer.validate(model, image_loader(16), verbose=False)
+    assert [type(block.norm) for block in model.blocks] == [nn.SyncBatchNorm] * 2
+    with pytest.raises(ConfigurationError, match="expected no SyncBatchNorm"):
+        trainer.fit(model, image_loader(16))
 
 
 class Refuses:

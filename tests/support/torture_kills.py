@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from shardeddp.checkpoint.disk.cleaning import sweep
-from shardeddp.checkpoint.disk.committed import WORKING_NAME, find_checkpoints, latest
+from shardeddp.checkpoint.disk.committed import WORKING_NAME, find_checkpoints
 from shardeddp.comm import failures
 from support.torture_training import RANKS, STEPS, Board, Phase, Picture, Reporter, fork_rank, picture_of, train
 
@@ -183,7 +183,7 @@ class Runner:
             assert sweep(checkpoints).left == ()
         found = find_checkpoints(checkpoints)
         assert found.skipped == {}, f"what looks like a checkpoint is none: {found.skipped}"
-        path = latest(checkpoints)
+        path = found.checkpoints[-1].path if found.checkpoints else None
         step = 0
         for candidate in found.checkpoints:
             assert picture_of(candidate.path) == self._expected[candidate.step], f"{candidate.name} is wrong"
@@ -204,9 +204,7 @@ class Runner:
         assert codes == [0] * RANKS, (folder / "log-0").read_text()
         digests = dict(line.split() for line in (folder / "digests-0").read_text().splitlines())
         assert digests.get(str(STEPS), self._final) == self._final, "the resumed run ends with other weights"
-        path = latest(folder / "checkpoints")
-        assert path is not None
-        found = picture_of(path)
+        found = picture_of(find_checkpoints(folder / "checkpoints").checkpoints[-1].path)
         assert (found.step, found.weights) == (STEPS, self._final)
         # A run that goes on from its end has nothing to do but to save once more, with loops that say so.
         assert found == self._expected[STEPS] or str(STEPS) not in digests

@@ -10,7 +10,6 @@ from shardeddp.comm.agreement import (
     together,
 )
 from shardeddp.comm.collectives import Collectives, Pending
-from shardeddp.comm.differentiable import sum_over_ranks
 from shardeddp.comm.host import barrier, broadcast_object, reduce_tensor
 from shardeddp.comm.lanes import Lane, Ticket
 from shardeddp.comm.mesh import Mesh
@@ -32,6 +31,5 @@ __all__ = [
     "exchange",
     "gather_results",
     "reduce_tensor",
-    "sum_over_ranks",
     "together",
 ]

@@ -26,8 +26,8 @@ from torch.distributed import distributed_c10d
 
 from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.failures import Failures
+from shardeddp.comm.gloo import disconnect
 from shardeddp.comm.lookout import LIGHTNING, Lookout, place_of
-from shardeddp.comm.relay import disconnect
 from shardeddp.comm.sequence import ABOUT_COLLECTIVES, ADVICE
 
 ALARM_S = 1.0

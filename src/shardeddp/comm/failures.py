@@ -13,9 +13,9 @@ from queue import SimpleQueue
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardeddp.comm.gloo import disconnect
 from shardeddp.comm.lookout import Lookout, place_of
 from shardeddp.comm.notes import LostStoreError, Notes, SilentStoreError
-from shardeddp.comm.relay import disconnect
 from shardeddp.comm.rendezvous import has_agent_store
 from shardeddp.errors import DesyncError, LostRankError, RankError
 

@@ -5,6 +5,7 @@ reduce-scatter pass everything through buffers of their own. ``benchmarks/collec
 """
 
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from shardeddp.comm.collectives import REDUCE_OPS, Collectives, Pending, ReduceK
 from shardeddp.comm.traffic import Traffic
 
 MEAN_BLOCK_NUMEL = 1 << 16
+
+_NEVER_SENT = 0x7FFFFFFF
+"""A tag that no transfer has."""
 
 
 class GlooCollectives(Collectives):
@@ -40,7 +44,13 @@ class GlooCollectives(Collectives):
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
-        return self._scatter_mean(output, self._slices(buffer))
+        slices = self._slices(buffer)
+        own = slices[self.rank]
+        arrived = own.new_empty(self.size - 1, own.numel())  # (peers, numel of a slice)
+        works: list[Work] = []
+        for row, (target, source) in zip(arrived.unbind(), self._peers(), strict=True):
+            works += self._transfer(slices[target], target, row, source)
+        return Pending(works, lambda: _mean(output, own, arrived), keep=(*slices, arrived))
 
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
@@ -80,38 +90,41 @@ class GlooCollectives(Collectives):
         return works
 
     def _transfer(self, sent: torch.Tensor, target: int, received: torch.Tensor, source: int) -> list[Work]:
-        """Send to one group rank and receive from another."""
-        return [*self._receive(received, source), *self._send(sent, target)]
-
-    def _send(self, piece: torch.Tensor, target: int, tag: int = 0) -> list[Work]:
-        """Send to a group rank; nothing travels where there is nothing."""
-        return _works(dist.isend(piece, group=self._group, group_dst=target, tag=tag) if piece.numel() else None)
-
-    def _receive(self, piece: torch.Tensor, source: int, tag: int = 0) -> list[Work]:
-        return _works(dist.irecv(piece, group=self._group, group_src=source, tag=tag) if piece.numel() else None)
-
-    def _scatter_mean(self, output: torch.Tensor, slices: Sequence[torch.Tensor]) -> Pending:
-        """Average every rank's slice ``rank`` into ``output``, which may be that slice itself."""
-        own = slices[self.rank]
-        arrived = own.new_empty(self.size - 1, own.numel())  # (peers, numel of the slice)
+        """Send to one group rank and receive from another; nothing travels where there is nothing."""
         works: list[Work] = []
-        for row, (target, source) in zip(arrived.unbind(), self._peers(), strict=True):
-            works += self._transfer(slices[target], target, row, source)
-        return Pending(works, lambda: scaled_sum(output, own, arrived, 1.0 / self.size), keep=(*slices, arrived))
+        if received.numel():
+            works += _works(dist.irecv(received, group=self._group, group_src=source))
+        if sent.numel():
+            works += _works(dist.isend(sent, group=self._group, group_dst=target))
+        return works
 
 
-def scaled_sum(output: torch.Tensor, own: torch.Tensor, others: torch.Tensor, scale: float) -> None:
-    """Add 1D ``own`` and the rows of ``others`` into ``output``, which may be one of the first two, times ``scale``.
+def disconnect(group: dist.ProcessGroup) -> None:
+    """Fail all transfers of this rank in a gloo group, and with them those of ranks that wait for it.
+
+    A time-out is what makes gloo do that. Ranks that wait for another rank's transfer would else wait until their own
+    timeout.
+    """
+    for other in range(group.size()):
+        if other != group.rank():
+            try:
+                group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # as intended, or the other one is gone already
+
+
+def _mean(output: torch.Tensor, own: torch.Tensor, others: torch.Tensor) -> None:
+    """Average 1D ``own`` and the rows of ``others`` into ``output``, which may be ``own`` itself.
 
     In blocks that stay in the processor's cache, so that the sum and the product cost one pass over memory.
     """
+    scale = 1.0 / (1 + others.shape[0])
     for start in range(0, own.numel(), MEAN_BLOCK_NUMEL):
         block = slice(start, start + MEAN_BLOCK_NUMEL)
         total = torch.add(own[block], others[0, block], out=output[block])
         for row in others[1:]:
             total.add_(row[block])
-        if scale != 1.0:
-            total.mul_(scale)
+        total.mul_(scale)
 
 
 def _works(work: Work | None) -> list[Work]:

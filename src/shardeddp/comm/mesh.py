@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.comm.attendance import Attendance
 from shardeddp.comm.collectives import Collectives, SoloCollectives
@@ -20,7 +19,6 @@ from shardeddp.comm.failures import Failures
 from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.comm.groups import Groups
 from shardeddp.comm.lanes import Lane, make_lane
-from shardeddp.comm.linked import LinkedCollectives
 from shardeddp.comm.lookout import Lookout, place_of
 from shardeddp.comm.native import NativeCollectives
 from shardeddp.comm.notes import LostStoreError, Notes
@@ -31,8 +29,6 @@ from shardeddp.plan.topology import Topology
 
 _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
-
-REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 
 
 class Mesh:
@@ -136,12 +132,6 @@ class Mesh:
         """Ends waits that cannot be over."""
         if topology.world_size > 1 and backend != "fake":
             self.lookout.start()
-        self.device_mesh = DeviceMesh.from_group(
-            [replicate_group, gather_group],
-            device.type,
-            mesh=torch.tensor(shard_groups, dtype=torch.int),
-            mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS),
-        )
 
     @property
     def shard_rank(self) -> int:
@@ -210,10 +200,6 @@ class Mesh:
         if group is None or len(ranks) == 1:
             return SoloCollectives(ranks, 0, self.traffic)
         if self.device.type == "cpu":
-            nodes = self.topology.places_by_node(ranks)
-            counts = {len(places) for places in nodes}
-            if len(nodes) > 1 and len(counts) == 1 and counts != {1}:
-                return LinkedCollectives(group, ranks, self.traffic, nodes)
             return GlooCollectives(group, ranks, self.traffic)
         return NativeCollectives(group, ranks, self.traffic)
 

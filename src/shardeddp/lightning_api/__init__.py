@@ -39,7 +39,6 @@ if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.core.saving import _load_state as load_state
     from lightning.pytorch.loops import _FitLoop as FitLoop
-    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -86,7 +85,6 @@ else:
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.core.saving import _load_state as load_state
     from pytorch_lightning.loops import _FitLoop as FitLoop
-    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from pytorch_lightning.loops.progress import _ProcessedTracker as ProcessedTracker
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -118,7 +116,6 @@ __all__ = [
     "ClusterEnvironment",
     "DeviceDtypeModuleMixin",
     "DoublePrecision",
-    "EvaluationLoop",
     "FitLoop",
     "GradClipAlgorithmType",
     "GradientAccumulationScheduler",

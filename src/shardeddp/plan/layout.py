@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardeddp.plan.intervals import Box, Interval, boxes
+from shardeddp.plan.intervals import Interval
 
 ALIGNMENT_NBYTES = 16
 """Every slot and every rank's slice starts on a multiple of this, as vector loads and NCCL's fast path want
@@ -132,10 +132,6 @@ class FlatLayout:
         if owned.numel == 0:
             return owned
         return owned.shift(slot.offset - self.shard_interval(shard_rank).start)
-
-    def parameter_boxes(self, slot: ParameterSlot, shard_rank: int) -> list[Box]:
-        """The part of the parameter that ``shard_rank`` owns, as boxes of the parameter's own shape."""
-        return boxes(self.parameter_interval(slot, shard_rank), slot.shape)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -75,7 +75,6 @@ class Placement:
                 shard_size=size,
                 split_replicas=self.split_replicas,
                 order=_side_by_side(order, size),
-                nodes=_nodes(order, num_nodes, ranks_per_node),
             )
             if self.regather_size is not None:
                 topology.subgroups(self.regather_size)
@@ -90,12 +89,6 @@ def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] |
     groups = [sorted(ranks[first : first + size]) for first in range(0, len(ranks), max(1, size))]
     order = tuple(rank for group in sorted(groups) for rank in group)
     return None if order == tuple(range(len(order))) else order
-
-
-def _nodes(order: tuple[int, ...] | None, num_nodes: int, ranks_per_node: int) -> tuple[int, ...] | None:
-    """By rank, its node; None where all are on one."""
-    places = {rank: place for place, rank in enumerate(order or range(num_nodes * ranks_per_node))}
-    return None if num_nodes == 1 else tuple(places[rank] // ranks_per_node for rank in range(len(places)))
 
 
 OptimizerShard = Literal["group", "world"]

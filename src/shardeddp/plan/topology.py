@@ -1,7 +1,5 @@
 """Topology: how the ranks of a world form replicas, and the ranks of a replica share a model."""
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,9 +27,6 @@ class Topology:
     """The ranks, those that share a model side by side, where that is not as they count: SLURM deals ranks out to nodes
     like cards if asked to. Every group lists its ranks ascending, as process groups do. None: as they count."""
 
-    nodes: tuple[int, ...] | None = None
-    """By rank, the number of the node that it is on; None: all on one."""
-
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"expected a world_size of at least 1, found {self.world_size}")
@@ -41,8 +36,6 @@ class Topology:
                 f"shard_size={self.shard_size} does not divide the {self.world_size} ranks of this run; "
                 f"use one of {divisors}"
             )
-        if self.nodes is not None and len(self.nodes) != self.world_size:
-            raise ValueError(f"expected a node for each of {self.world_size} ranks in nodes, found {self.nodes}")
         for group in (*self.shard_groups(), *self.replicate_groups()) if self.order is not None else ():
             if group != sorted(group):
                 raise ValueError(
@@ -105,13 +98,6 @@ class Topology:
     def replicate_groups(self) -> list[list[int]]:
         """The ranks of every replicate group, by shard rank."""
         return [list(self._ranks[shard :: self.shard_size]) for shard in range(self.shard_size)]
-
-    def places_by_node(self, ranks: Sequence[int]) -> list[list[int]]:
-        """The places in a group of ``ranks`` that lie on the same node, by node."""
-        places: defaultdict[int, list[int]] = defaultdict(list)
-        for place, rank in enumerate(ranks):
-            places[0 if self.nodes is None else self.nodes[rank]].append(place)
-        return [places[node] for node in sorted(places)]
 
     def _runs_of(self, size: int) -> list[list[int]]:
         return [list(self._ranks[first : first + size]) for first in range(0, self.world_size, size)]

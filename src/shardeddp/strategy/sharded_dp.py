@@ -26,12 +26,12 @@ from shardeddp.lightning_api import (
 )
 from shardeddp.plan.placement import OptimizerShard, choose_placement
 from shardeddp.plugins.activation_checkpointing import ActivationCheckpointingLike, resolve_activation_checkpointing
-from shardeddp.plugins.batch_norm import synchronize_on_host
 from shardeddp.plugins.deferred import DeferredInit
 from shardeddp.plugins.generation import keep_generation_in_step
 from shardeddp.plugins.mixed_precision import resolve_mixed_precision
 from shardeddp.plugins.offload import resolve_offload
 from shardeddp.plugins.placing import place_module
+from shardeddp.plugins.refused import refuse_sync_batch_norm
 from shardeddp.plugins.registry import introduction
 from shardeddp.plugins.uneven_training import UnevenBatches
 from shardeddp.sharding.hooks import make_plain, parameters_changed, runtime_of
@@ -202,11 +202,11 @@ class ShardedDP(ModelStrategy):
         self._companions.meet(trainer, module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         runtime = runtime_of(module)
+        if runtime is None and self._layer_sync:
+            self._layer_sync.apply(module)
+        if fitting and self.root_device.type == "cpu":
+            refuse_sync_batch_norm(module)
         if runtime is None:
-            if self._layer_sync:
-                self._layer_sync.apply(module)
-            if self.root_device.type == "cpu":
-                synchronize_on_host(module)
             make_plain(module)
             self._deferred.note_dtypes(module)
             self.precision_plugin.convert_module(module)

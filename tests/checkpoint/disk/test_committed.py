@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardeddp.checkpoint.disk.committed import (
-    carries_manifest,
-    find_checkpoints,
-    is_checkpoint,
-    latest,
-    read_manifest,
-)
+from shardeddp.checkpoint.disk.committed import carries_manifest, find_checkpoints, read_manifest
 from shardeddp.checkpoint.format.manifest import MANIFEST
 from shardeddp.checkpoint.format.manifest_file import manifest_to_bytes
 from shardeddp.errors import CheckpointError
@@ -82,7 +76,6 @@ def test_a_whole_checkpoint_is_read_also_through_a_link(checkpoint: Path) -> Non
     link.symlink_to(checkpoint.name)
     for path in (checkpoint, link):
         assert read_manifest(path) == manifest_of(3)
-        assert is_checkpoint(path)
         assert carries_manifest(path)
 
 
@@ -93,7 +86,6 @@ def test_a_checkpoint_that_is_not_whole_is_refused_naming_the_file(checkpoint: P
     open_before = len(os.listdir("/dev/fd"))
     with pytest.raises(CheckpointError, match=rf"x\.ckpt is not a whole checkpoint: .*{text}"):
         read_manifest(checkpoint)
-    assert not is_checkpoint(checkpoint)
     assert len(os.listdir("/dev/fd")) == open_before
 
 
@@ -116,7 +108,8 @@ def test_a_manifest_of_ours_is_known_even_when_it_is_damaged_behind_its_beginnin
     path = checkpoint / MANIFEST
     path.write_bytes(path.read_bytes()[:-10])
     assert carries_manifest(checkpoint)
-    assert not is_checkpoint(checkpoint)
+    with pytest.raises(CheckpointError):
+        read_manifest(checkpoint)
     path.write_text(json.dumps({"manifest": {"format": "shardeddp"}}))
     assert not carries_manifest(checkpoint)
 
@@ -128,7 +121,6 @@ def test_checkpoints_are_ordered_by_step_and_not_by_time(tmp_path: Path) -> None
     os.utime(tmp_path / "step=8.ckpt")
     found = find_checkpoints(tmp_path)
     assert [it.step for it in found.checkpoints] == [8, 16, 24]
-    assert latest(tmp_path) == tmp_path / "step=24.ckpt"
     assert found.skipped == {}
 
 
@@ -137,15 +129,6 @@ def test_at_one_step_the_later_epoch_then_the_version_then_the_name_decides(tmp_
         put(tmp_path / name, step=5, epoch=epoch)
     names = [it.name for it in find_checkpoints(tmp_path).checkpoints]
     assert names == ["z.ckpt", "a.ckpt", "last.ckpt", "last-v2.ckpt", "last-v10.ckpt"]
-
-
-def test_only_names_of_the_pattern_are_looked_at(tmp_path: Path) -> None:
-    put(tmp_path / "last.ckpt", step=1)
-    put(tmp_path / "last-v1.ckpt", step=2)
-    put(tmp_path / "best.ckpt", step=3)
-    assert latest(tmp_path, "last*.ckpt") == tmp_path / "last-v1.ckpt"
-    assert latest(tmp_path, "*") == tmp_path / "best.ckpt"
-    assert latest(tmp_path, "none*") is None
 
 
 def test_unfinished_and_foreign_entries_are_never_candidates(tmp_path: Path) -> None:
@@ -159,23 +142,19 @@ def test_unfinished_and_foreign_entries_are_never_candidates(tmp_path: Path) -> 
     assert found.skipped == {}
 
 
-def test_candidates_that_fail_are_skipped_with_one_warning_that_names_them(tmp_path: Path) -> None:
+def test_candidates_that_fail_are_skipped_and_named(tmp_path: Path) -> None:
     put(tmp_path / "whole.ckpt", step=1)
     append(put(tmp_path / "long.ckpt", step=5))
     (tmp_path / "cut.ckpt").mkdir()
     (tmp_path / "dangling.ckpt").symlink_to("nothing")
     fill(tmp_path, step=7)  # files of a checkpoint beside checkpoints are no checkpoint inside
-    with pytest.warns(UserWarning, match=r"whole\.ckpt is taken .*cut\.ckpt.*dangling\.ckpt.*long\.ckpt") as caught:
-        assert latest(tmp_path) == tmp_path / "whole.ckpt"
-    assert len(caught) == 1
-    assert set(find_checkpoints(tmp_path).skipped) == {"cut.ckpt", "dangling.ckpt", "long.ckpt"}
-    with pytest.warns(UserWarning, match="No checkpoint is left"):
-        assert latest(tmp_path, "long*") is None
+    found = find_checkpoints(tmp_path)
+    assert [it.name for it in found.checkpoints] == ["whole.ckpt"]
+    assert set(found.skipped) == {"cut.ckpt", "dangling.ckpt", "long.ckpt"}
 
 
 def test_a_directory_that_does_not_exist_has_no_checkpoints(tmp_path: Path) -> None:
     assert find_checkpoints(tmp_path / "missing").checkpoints == ()
-    assert latest(tmp_path / "missing") is None
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="looking for checkpoints in"):
         find_checkpoints(tmp_path / "file")

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint.disk.committed import latest
+from shardeddp.checkpoint.disk.committed import find_checkpoints
 from support.tasks import Block
 from support.torture_hostile import CASES, HARMLESS, build, callbacks_that_delete
 from support.torture_mutations import Files, read_files, write_files
@@ -53,9 +53,7 @@ def original(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Files:
     """The files of an honest checkpoint."""
     folder = tmp_path_factory.mktemp("honest")
     world(2).run(train, str(folder), 2)
-    path = latest(folder)
-    assert path is not None
-    return read_files(path)
+    return read_files(find_checkpoints(folder).checkpoints[-1].path)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 import stat
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,15 +65,6 @@ def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manif
     return manifest
 
 
-def is_checkpoint(path: StrPath) -> bool:
-    """Whether :func:`read_manifest` accepts a directory."""
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True
-
-
 @dataclass(frozen=True, kw_only=True, order=True)
 class Candidate:
     """A whole checkpoint of a directory; the greater one is the later one.
@@ -102,12 +91,11 @@ class Found:
     """Why entries that look like checkpoints are none, by name."""
 
 
-def find_checkpoints(directory: StrPath, pattern: str = "*") -> Found:
+def find_checkpoints(directory: StrPath) -> Found:
     """The checkpoints of this package in a directory, not below it, by the step at which they were saved.
 
     Args:
         directory: It need not exist.
-        pattern: Of their names, as in a shell: ``last*.ckpt``.
 
     Raises:
         CheckpointError: The directory cannot be read.
@@ -120,7 +108,7 @@ def find_checkpoints(directory: StrPath, pattern: str = "*") -> Found:
         names = sorted(os.listdir(directory))
     for name in names:
         path = Path(directory) / name
-        if WORKING_NAME.fullmatch(name) or not fnmatch.fnmatchcase(name, pattern) or not _looks_like_one(path):
+        if WORKING_NAME.fullmatch(name) or not _looks_like_one(path):
             continue
         try:
             run = read_manifest(path).run
@@ -130,25 +118,6 @@ def find_checkpoints(directory: StrPath, pattern: str = "*") -> Found:
         version = max(map(int, _VERSION.findall(name)), default=0)
         candidates.append(Candidate(step=run.step, epoch=run.epoch, version=version, name=name, path=path))
     return Found(checkpoints=tuple(sorted(candidates)), skipped=skipped)
-
-
-def latest(directory: StrPath, pattern: str = "*") -> Path | None:
-    """The checkpoint of the highest step; one warning names what had to be skipped.
-
-    Args:
-        directory: It need not exist.
-        pattern: As for :func:`find_checkpoints`.
-
-    Returns:
-        None if there is no whole one of this package.
-    """
-    found = find_checkpoints(directory, pattern)
-    path = found.checkpoints[-1].path if found.checkpoints else None
-    if found.skipped:
-        taken = "No checkpoint is left" if path is None else f"{path.name} is taken"
-        reasons = "; ".join(found.skipped.values())
-        warnings.warn(f"{taken} from {os.fspath(directory)}; skipped: {reasons}", stacklevel=2)
-    return path
 
 
 def _looks_like_one(path: Path) -> bool:

@@ -25,8 +25,8 @@ from shardeddp.errors import CheckpointError
 
 WEIGHTS = "state_dict"
 OPTIMIZERS = "optimizer_states"
-TRAINED, AVERAGING = "current_model_state", "averaging_state"
-"""Where Lightning's weight averaging keeps the model that is trained, and its own state; the averages are WEIGHTS."""
+TRAINED = "current_model_state"
+"""Where Lightning's weight averaging keeps the model that is trained; the averages are WEIGHTS."""
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 """What nobody needs but whoever builds a model of it."""

@@ -108,12 +108,11 @@ def examine(path: StrPath, progress: Progress | None = None, started: Progress |
     )
 
 
-def newest_verified(directory: StrPath, before_step: int | None = None, within_s: float | None = None) -> Path | None:
+def newest_verified(directory: StrPath, within_s: float | None = None) -> Path | None:
     """The newest checkpoint of a directory all of whose bytes are as they were written.
 
     Args:
         directory: It need not exist.
-        before_step: Only checkpoints of fewer optimizer steps.
         within_s: Give up after so many seconds.
 
     Returns:
@@ -129,9 +128,8 @@ def newest_verified(directory: StrPath, before_step: int | None = None, within_s
             raise TimeoutError(f"not all checkpoints in {os.fspath(directory)} could be verified in {within_s} s")
 
     for candidate in reversed(find_checkpoints(directory).checkpoints):
-        wanted = before_step is None or candidate.step < before_step
         with contextlib.suppress(CheckpointError):  # it was removed meanwhile
-            if wanted and not verify(candidate.path, progress):
+            if not verify(candidate.path, progress):
                 return candidate.path
     return None
 
