@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-from support.fidelity import EVERY_BACKWARD, UNITS_TOO, BesideDdp, SmallGpt, case
+from support.fidelity import EVERY_BACKWARD, EXPECTED, UNITS_TOO, BesideDdp, SmallGpt, case
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -329,6 +330,42 @@ class ExchangesGradients(SmallGpt):
         self.blocks[0].norm.bias.grad = self.blocks[1].norm.weight.grad.clone()
 
 
+def halve(gradients: Any) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(0.5)
+
+
+class HalvesTogether(SmallGpt):
+    """Hooks on several parameters at once, set before the sharding, before training and in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_multi_grad_hook(list(self.blocks[0].parameters()), halve)
+
+    def on_train_start(self) -> None:
+        register_multi_grad_hook([*self.blocks[1].parameters(), self.embed.weight], halve)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch) + self.blocks[0].up.weight.square().mean()
+        counted = lambda gradients: self.losses.append(float(sum(each is not None for each in gradients)))  # noqa: E731
+        handle = register_multi_grad_hook([*self.parameters()], lambda found: [counted(found), handle.remove()])
+        return loss
+
+
+class TakesEdges(SmallGpt):
+    """Nodes of parameters in the graph: a hook before one, and gradients that are asked of it."""
+
+    def on_train_start(self) -> None:
+        self.node = get_gradient_edge(self.blocks[0].down.weight).node
+        self.node.register_prehook(lambda gradients: tuple(0.5 * each for each in gradients))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        edges = [get_gradient_edge(parameter) for parameter in self.blocks[1].parameters()]
+        return loss + sum(each.square().sum() for each in torch.autograd.grad(loss, edges, create_graph=True))
+
+
 THREE = {"accumulate_grad_batches": 3}
 MICRO_BATCHES = [
     case(ClampsEveryMicroBatch, options=THREE, batches=6, steps=2),
@@ -338,6 +375,8 @@ MICRO_BATCHES = [
 CASES = [
     *MICRO_BATCHES,
     case(ClampsWhatAllUsesBring),
+    case(HalvesTogether, warns=f"{EXPECTED}|something still refers to the memory"),  # its hooks do
+    case(TakesEdges),
     case(WritesToViewsOfTheForward),
     case(NormalizesGradients),
     case(AsksInAStepForWhatWasUsedBefore),

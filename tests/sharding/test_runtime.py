@@ -3,7 +3,9 @@
 Each test trains the sharded model beside the same model in one process, see ``tests/training.py``.
 """
 
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,6 +47,37 @@ def test_units_are_nested_and_the_outer_one_has_parameters_on_both_sides(strateg
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer(), nn.Linear(WIDTH, WIDTH))
     Trial(model, Sharding(strategy=strategy, units=("1", "1.blocks.*"))).train(square)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer"])
+@on_ranks(2)
+def test_units_that_two_threads_run_at_the_same_time_are_refused_by_name(strategy: str) -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert over.wait(20)
+            return super().forward(x)
+
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Waits(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as threads:
+                first = threads.submit(self.blocks[0], x)
+                assert inside.wait(20)
+                try:
+                    return self.blocks[1](x) + first.result()
+                finally:
+                    over.set()
+
+    model = Parallel()
+    runtime = Sharding(strategy=strategy, units=("blocks.*",)).apply(model)
+    with pytest.raises(RuntimeError, match=r"forward of .*blocks\.1.* begins while another thread"), runtime.step():
+        model(batch(0, 0, 4, WIDTH))
 
 
 @every_strategy

@@ -8,7 +8,8 @@ of torch; that one is extended here.
 A backward that builds a graph (adjoint methods, reversible layers) asks for gradients with respect to the arguments
 that its forward has seen, while what it runs may use the parameters themselves. In one process the two are one leaf. So
 whoever asks for the gradient of such an argument asks for that of the parameter: torch's way into its engine, private
-as well, is extended for that, and for `backward(inputs=...)`: who names a sharded parameter means all of its uses.
+as well, is extended for that, and for `backward(inputs=...)`: who names a sharded parameter means all of its uses. So
+does who asks for its node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 import torch._functorch.utils as functorch_utils
 from torch import nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd import graph as autograd_graph
+from torch.autograd.graph import GradientEdge, Node
 
 from shardeddp.sharding.asked_gradients import asked_gradients, retaining, with_unsharded
 from shardeddp.sharding.gathered import Gathered, GatheredView
+from shardeddp.sharding.identity import successor_of
 from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
 from shardeddp.sharding.unsharded import OfSharded, ReleasedParameter, outside_of, sharded_of
 
@@ -43,6 +46,7 @@ def extend_functions(pending_writes: PendingWrites) -> None:
     _PENDING[:] = [*(each for each in _PENDING if each() is not None), weakref.WeakMethod(pending_writes)]
     unwrap = functorch_utils.unwrap_dead_wrappers
     engine_run: Any = torch.autograd._engine_run_backward
+    found_node, engine_executes = autograd_graph._get_grad_fn_or_grad_acc, torch._C._will_engine_execute_node
     if unwrap.__module__ == __name__:
         return
 
@@ -76,7 +80,21 @@ def extend_functions(pending_writes: PendingWrites) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             return asked_gradients(ShardTensor, outputs, asked, grad_outputs=grad_outputs, **graph)
 
+    def node_of(tensor: Any) -> Node:
+        sharded = outside_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
+        if not isinstance(sharded, ShardTensor) or sharded.unsharded is None or not sharded.requires_grad:
+            return found_node(tensor)
+        sharded.listen()
+        with torch._C.DisableTorchFunctionSubclass():
+            return found_node(sharded.unsharded)
+
+    def will_execute(node: Node) -> bool:
+        successor = successor_of(node)
+        return engine_executes(node if successor is None else node_of(successor))
+
     functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+    torch._C._will_engine_execute_node = will_execute  # asked with nodes of parameters before they were sharded, too
+    autograd_graph._get_grad_fn_or_grad_acc = node_of  # that of `register_multi_grad_hook` and `get_gradient_edge`
     torch.autograd._engine_run_backward = engine_run_backward
 
 

@@ -55,16 +55,16 @@ class GradientHooks:
         self.listens = False
         """Whether what reaches the unsharded parameter passes the hooks."""
         if self._on_gradient:
-            self._listen()
+            self.listen()
 
     def add(self, hook: GradientHook) -> RemovableHandle:
         """Call a hook with each gradient on its way; what it returns, if anything, takes the gradient's place."""
-        self._listen()
+        self.listen()
         handle = RemovableHandle(self._on_gradient)
         self._on_gradient[handle.id] = hook
         return handle
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """Hear of gradients on their way to the unsharded parameter, from now on."""
         sharded, unsharded = self._sharded(), self._unsharded and self._unsharded()
         if self.listens or sharded is None or unsharded is None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -190,7 +189,8 @@ def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)
             torch.Tensor.register_post_accumulate_grad_hook(parameter, _gradient_hook(runtime, track.index, index))
-            track.accumulators.append(get_gradient_edge(parameter).node)
+            view: Any = parameter.view_as(parameter)
+            track.accumulators.append(view.grad_fn.next_functions[0][0])
             parameter.requires_grad_(trainable)
     for group in track.unit.groups:
         group.buffer.count_references()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Runtime:
         self._step_name = "forward"
         self._backwards = 0  # since the last forward of the root began
         self._backward_kind = backward_kind(0)
+        self._entering = threading.Lock()
+        self._forwards, self._thread = 0, 0  # of units, under way, and the thread that they run on
         self._buffers = BufferSync(self.root_module, mesh)
         extend_functions(self.pending_writes)
         self._saved = SavedTensors(self._restore)
@@ -200,6 +203,8 @@ class Runtime:
             return
         if self.phase is Phase.BACKWARD:
             self.reset()  # the backward that set it never came to its end
+        if track is not self._root:
+            self._take_thread(track)
         track.active += 1
         if track is self._root and track.active == 1:
             self._begin_pass()
@@ -207,6 +212,20 @@ class Runtime:
             self._visit(track, self._step_name)
         else:
             self._ensure_unsharded(track)
+
+    def _take_thread(self, track: UnitTrack) -> None:
+        """Refuse the forward of a unit while another thread is in that of one: ranks would gather in other orders."""
+        with self._entering:
+            thread = threading.get_ident()
+            if self._forwards and self._thread != thread and self.mesh.gather.size > 1:
+                raise RuntimeError(
+                    f"the forward of {track.unit.label} begins while another thread of this process is in the forward "
+                    f"of a unit: each gathers its parameters from the other ranks, which would be asked in another "
+                    f"order. Run units one after the other, or let one unit hold all that threads run at the same time "
+                    f"(auto_wrap_policy)"
+                )
+            self._thread = thread
+            self._forwards += 1
 
     def _visit(self, track: UnitTrack, kind: str) -> None:
         """A pass comes to a unit: gather it, and what comes next."""
@@ -231,6 +250,9 @@ class Runtime:
                 self._announce_backward(track, inputs, outputs)
             return
         track.active -= 1
+        if track is not self._root:
+            with self._entering:
+                self._forwards = max(0, self._forwards - 1)
         if torch.is_grad_enabled():
             self._announce_backward(track, inputs, outputs)
         if track is self._root:

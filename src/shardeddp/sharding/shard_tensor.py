@@ -266,16 +266,22 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
         if not self.is_leaf or not self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 return super().register_hook(hook)
+        return self._made_hooks().add(hook)
+
+    def listen(self) -> None:
+        """Let gradients of all uses end at one node of autograd's graph, that of the unsharded parameter."""
+        self._made_hooks().listen()
+
+    def _made_hooks(self) -> GradientHooks:
         self._hooks = self._hooks or GradientHooks(self, self._unsharded)
-        return self._hooks.add(hook)
+        return self._hooks
 
     def register_post_accumulate_grad_hook(self, hook: CompletionHook) -> RemovableHandle:
         """Call a hook with the parameter when a backward has completed its gradient; see :class:`GradientHooks`."""
         if not self.is_leaf or not self.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 return super().register_post_accumulate_grad_hook(hook)
-        self._hooks = self._hooks or GradientHooks(self, self._unsharded)
-        return self._hooks.add_completion(hook)
+        return self._made_hooks().add_completion(hook)
 
     def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
         """Become a parameter of a unit, which reduces its gradients with those of the others."""
