@@ -30,7 +30,7 @@ LAYERS = (
     ("__init__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-MAX_LINES = 600
+MAX_LINES = 900
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 LIGHTNING_API = "lightning_api"
