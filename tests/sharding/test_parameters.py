@@ -3,6 +3,7 @@
 Each test trains the sharded model beside the same model in one process, see ``tests/training.py``.
 """
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +41,7 @@ class Odds(nn.Module):
 @pytest.mark.parametrize("units", [(), ("0", "1")])
 @on_ranks(3)
 def test_scalar_empty_and_transposed_parameters(strategy: str, units: tuple[str, ...]) -> None:
+    warnings.filterwarnings("ignore", ".*a parameter that was not contiguous")
     model = nn.Sequential(Odds(), nn.Linear(2, 2))
     Trial(model, Sharding(strategy=strategy, units=units)).train(square)
 
@@ -118,6 +120,7 @@ def test_weights_are_tied_inside_a_unit_and_across_units(strategy: str) -> None:
 @every_strategy
 @on_ranks(2)
 def test_parameters_keep_identity_names_shapes_and_order(strategy: str) -> None:
+    warnings.filterwarnings("ignore", ".*a parameter that was not contiguous")
     model = nn.Sequential(Odds(), Mixed(), Tied())
     before = {name: (id(p), p.shape, p.dtype, p.requires_grad, p.ndim) for name, p in model.named_parameters()}
     Sharding(strategy=strategy, units=("0", "1", "2.layers.*")).apply(model)

@@ -60,12 +60,17 @@ class Run:
         """The same for a world, which passes positional arguments only."""
         return self.sharded(**arguments)
 
-    def _train(self, strategy: ShardedDP | DDPStrategy) -> Trained:
+    def alone(self, ranks: int) -> Trained:
+        """Train in one process on what so many ranks have together; for a world of one."""
+        return self._train("auto", ranks)
+
+    def _train(self, strategy: ShardedDP | DDPStrategy | str, ranks: int = 1) -> Trained:
         seed_everything(1, verbose=False)
         warnings.filterwarnings("ignore", self.warns)
         model = self.model()
         trainer = make_trainer(strategy, max_steps=self.steps, max_epochs=-1, **self.options)
-        trainer.fit(model, self.loader(4 * self.batches * trainer.world_size))
+        together = () if ranks == 1 else (4 * ranks,)
+        trainer.fit(model, self.loader(4 * self.batches * trainer.world_size * ranks, *together))
         return Trained(losses=model.losses, weights=full_weights(model))
 
 
