@@ -12,6 +12,9 @@ from torch import nn
 
 from shardeddp.errors import ConfigurationError
 
+StateDictType: TypeAlias = Literal["auto", "sharded", "full"]
+StartMethod: TypeAlias = Literal["popen", "spawn", "fork", "forkserver"]
+
 DTypeLike: TypeAlias = torch.dtype | str | None
 """A dtype, or its name: ``bfloat16``, also ``bf16``, ``fp16``, ``fp32``, ``fp64``."""
 

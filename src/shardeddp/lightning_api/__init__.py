@@ -42,6 +42,7 @@ if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
+    from lightning.pytorch.plugins import LayerSync
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers.multiprocessing import (
@@ -89,6 +90,7 @@ else:
     from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
     from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from pytorch_lightning.loops.progress import _ProcessedTracker as ProcessedTracker
+    from pytorch_lightning.plugins import LayerSync
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers.multiprocessing import (
@@ -123,6 +125,7 @@ __all__ = [
     "GradClipAlgorithmType",
     "GradientAccumulationScheduler",
     "HalfPrecision",
+    "LayerSync",
     "LightningModule",
     "LightningModuleSummary",
     "LightningOptimizer",
