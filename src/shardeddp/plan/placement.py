@@ -98,6 +98,8 @@ def _nodes(order: tuple[int, ...] | None, num_nodes: int, ranks_per_node: int) -
     return None if num_nodes == 1 else tuple(places[rank] // ranks_per_node for rank in range(len(places)))
 
 
+ShardingStrategyName = Literal["full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
+
 OptimizerShard = Literal["group", "world"]
 """Over which ranks the optimizer's share is split: those that share a model, or all."""
 

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from shardeddp.checkpoint.disk import cleaning
 from shardeddp.checkpoint.format.manifest import Run
+from shardeddp.checkpoint.reading.last import last_checkpoints
 from shardeddp.checkpoint.writing.full import save_full, stream_full
 from shardeddp.checkpoint.writing.saver import Saver
 from shardeddp.checkpoint.writing.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.comm import Mesh, agree_on_any, together
-from shardeddp.config import CheckpointOptions, StateDictType
+from shardeddp.config import CheckpointOptions, StateDictType, check_state_dict_type
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning_api import (
     LIGHTNING_VERSION,
@@ -31,7 +32,7 @@ from shardeddp.lightning_api import (
 )
 from shardeddp.plugins.paths import is_remote, local_path
 from shardeddp.strategy.process_group import ProcessGroup
-from shardeddp.strategy.restore import CODECS
+from shardeddp.strategy.restore import CODECS, clear_away
 
 _HOW_TO_READ = (
     "trainer.fit(ckpt_path=), MyModule.load_from_checkpoint() where shardeddp is imported, and `shardeddp consolidate` "
@@ -54,20 +55,13 @@ class Checkpoints:
     ) -> None:
         self._group = group
         self._sharding_strategy = sharding_strategy
-        self._kind: StateDictType = state_dict_type
+        self._kind = check_state_dict_type(state_dict_type)
         self._options = options
         self._saver = Saver(options)
         self._told = False  # that checkpoints are directories
 
     def check_io(self, io: CheckpointIO) -> None:
-        """Refuse, before anything is trained, a plugin that sharded checkpoints would go past.
-
-        Args:
-            io: Plugin of the Trainer.
-
-        Raises:
-            ConfigurationError: It writes files, and directories are asked for.
-        """
+        """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
         if type(io) is TorchCheckpointIO or self._kind == "full":
             return
         if self._kind == "sharded" or self._options.asynchronous:
@@ -91,12 +85,9 @@ class Checkpoints:
         Args:
             checkpoint: Nested state with sharded tensors.
             filepath: Target, as rank 0 has it.
-            storage_options: Options of the plugin; None: none.
-            io: Plugin that writes single files.
-            names: Names of the parameters of each optimizer.
-
-        Raises:
-            CheckpointError: It cannot be saved.
+            storage_options: Options for the plugin, which writes single files then.
+            io: Plugin of the Trainer.
+            names: Function that finds the names of the parameters of each optimizer.
         """
         mesh = self._group.current
         if mesh is None:
@@ -166,13 +157,7 @@ class Checkpoints:
             self.wait()
 
     def remove(self, filepath: str | Path, io: CheckpointIO, trainer: Trainer | None) -> None:
-        """Delete a checkpoint, when no save is under way any more, if it lies where this run keeps checkpoints.
-
-        Args:
-            filepath: Checkpoint.
-            io: Plugin that has written it if it is a single file.
-            trainer: Trainer of the run; its callbacks keep the checkpoints.
-        """
+        """Delete a checkpoint, when no save is under way any more, if it lies where this run keeps checkpoints."""
         path = local_path(filepath)
         if not _streams(path, None, io):
             io.remove_checkpoint(path)
@@ -181,14 +166,17 @@ class Checkpoints:
             raise RuntimeError("ShardedDP knows where its checkpoints are only while a Trainer runs")
         self._saver.then(partial(cleaning.remove, path, _root_of(path, trainer)))
 
+    def find_last(self, candidates: list[str], folders: list[str], *, clears: bool) -> str | None:
+        """Path of the checkpoint of the highest step, after the folders were cleared of what killed runs have left."""
+        self.wait()
+        if clears:
+            clear_away(folders)
+        found = last_checkpoints(candidates, folders)
+        return str(found[0]) if found else None
+
 
 def parameter_names(module: LightningModule | None, optimizers: Sequence[Optimizer]) -> ParameterNames:
-    """Names of the parameters of each optimizer.
-
-    Args:
-        module: Module that has them.
-        optimizers: Its optimizers.
-    """
+    """Names in the module of the parameters of each optimizer."""
     if module is None:
         raise RuntimeError("ShardedDP has no module to save: the Trainer connects it")
     names = {id(parameter): name for name, parameter in module.named_parameters()}

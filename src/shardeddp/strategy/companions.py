@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from shardeddp.config import UnevenBatches, check_uneven_batches
 from shardeddp.lightning_api import LightningModule, Trainer, TrainerFn
 from shardeddp.plugins.refused import refuse_callbacks
 from shardeddp.plugins.summary import complete_summaries, restore_summaries
 from shardeddp.plugins.uneven_evaluation import UnevenEvaluation
-from shardeddp.plugins.uneven_training import EvenTraining, UnevenBatches, check_uneven_batches
+from shardeddp.plugins.uneven_training import EvenTraining
 from shardeddp.sharding.runtime import Runtime
 from shardeddp.strategy.averages import Averages
 
@@ -21,12 +22,9 @@ class Companions:
 
     Args:
         uneven_batches: What training does when a rank has no batch left and others have.
-
-    Raises:
-        ConfigurationError: There is no such choice.
     """
 
-    def __init__(self, uneven_batches: str) -> None:
+    def __init__(self, uneven_batches: UnevenBatches) -> None:
         self.averages = Averages()
         self.uneven_batches: UnevenBatches = check_uneven_batches(uneven_batches)
         self._training: EvenTraining | None = None  # both: in a run of several ranks

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardeddp.comm import exchange
 from shardeddp.comm.muster import Muster
-from shardeddp.lightning_api import Trainer, callbacks_of
+from shardeddp.lightning_api import Trainer, TrainerStatus, callbacks_of
 from shardeddp.plugins.foremost import Foremost
 from shardeddp.plugins.interruption import Interruption
 from shardeddp.plugins.preemption import Preemption
@@ -33,18 +33,8 @@ class Guards:
         """State of a copy or a pickle: it guards no run yet."""
         return {**vars(self), "_interruption": None, "_foremost": None}
 
-    @property
-    def requeues(self) -> bool:
-        """Whether the job is given back as soon as the save that is asked for now has returned."""
-        return self._preemption.requeues
-
     def begin_run(self, trainer: Trainer, on_train_start: Callable[[], None]) -> None:
-        """Guard a run, before Lightning registers its handlers of signals.
-
-        Args:
-            trainer: Trainer of the run.
-            on_train_start: Called when training starts, before the user's callbacks.
-        """
+        """Guard a run, before Lightning registers its handlers of signals; calls back when training starts."""
         if self._interruption is None:
             mesh = self._group.mesh
             self._interruption = Interruption(Muster(mesh.rank, mesh.topology.world_size), mesh.rank)
@@ -54,13 +44,7 @@ class Guards:
         callbacks_of(trainer).insert(0, self._foremost)
 
     def begin_training(self, trainer: Trainer, node: int, local_rank: int) -> None:
-        """Let all ranks ask for signals after each batch; a collective of all ranks.
-
-        Args:
-            trainer: Trainer of the run.
-            node: Machine of this rank.
-            local_rank: Number of this rank on its machine.
-        """
+        """Let all ranks ask for signals after each batch; a collective of all ranks."""
         control = self._group.mesh.control
         answers = exchange(json.dumps([node, local_rank, os.getpid()]).encode(), control)
         first = [node, 0, os.getppid()]  # the first rank of this machine, if that one has started this one
@@ -69,6 +53,11 @@ class Guards:
     def is_alone(self, trainer: Trainer | None) -> bool:
         """Whether this rank handles an exception that others do not have, so that nothing may wait for them."""
         return self._interruption is not None and trainer is not None and self._interruption.alone(trainer)
+
+    def may_end(self, trainer: Trainer | None) -> bool:
+        """Whether the process may end as soon as the save that is asked for now has returned."""
+        running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        return self._preemption.requeues or not running
 
     def end_run(self, trainer: Trainer | None) -> None:
         """Leave a run that is over, or has failed."""

@@ -68,22 +68,15 @@ class ModelSharding:
         self._deferred = DeferredInit()
 
     @contextmanager
-    def building(self, module: LightningModule | None, empty_init: bool | None) -> Generator[None]:
+    def building(
+        self, module: LightningModule | None, precision: Precision, empty_init: bool | None
+    ) -> Generator[None]:
         """Surround the building of a module; with ``empty_init=True`` on the meta device, until it is sharded."""
-        with self._deferred.building(module, empty_init):
+        with self._deferred.building(module, empty_init), precision.tensor_init_context():
             yield
 
     def shard(self, module: LightningModule, precision: Precision, layer_sync: LayerSync | None) -> Runtime:
-        """The engine of a module, which is sharded unless an earlier run has done so; a collective of all ranks.
-
-        Args:
-            module: Module of the run.
-            precision: Precision of the Trainer.
-            layer_sync: Plugin that synchronises layers over ranks; None: none.
-
-        Raises:
-            ConfigurationError: It is sharded in another way, or cannot be sharded in this one.
-        """
+        """The engine of a module, which is sharded unless an earlier run has done so; a collective of all ranks."""
         runtime = runtime_of(module)
         if runtime is None:
             self._prepare(module, precision, layer_sync)

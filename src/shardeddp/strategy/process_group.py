@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from shardeddp.checkpoint.format.interop import lightning_meta
 from shardeddp.checkpoint.writing.full import whole
@@ -18,6 +19,7 @@ from shardeddp.comm.attendance import note_that_runs_alone
 from shardeddp.comm.failures import is_transfer_error
 from shardeddp.comm.lookout import lightning_calls
 from shardeddp.comm.rendezvous import meet, stay_on_loopback
+from shardeddp.config import check_backend
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning_api import (
     LIGHTNING_VERSION,
@@ -30,6 +32,7 @@ from shardeddp.lightning_api import (
 )
 from shardeddp.plan.placement import Placement
 from shardeddp.plan.seats import Seat, check_runs, node_order
+from shardeddp.sharding.hooks import runtime_of
 from shardeddp.strategy.release import describe_release
 
 T = TypeVar("T")
@@ -42,22 +45,23 @@ class ProcessGroup:
         placement: Sharding strategy; decides which ranks share a model.
         backend: Backend of the default process group; None: the device's own.
         timeout: Limit of a collective.
-        saving_timeout: Limit of a collective while checkpoints are saved.
+        saving_timeout_s: Limit of a collective while checkpoints are saved; None: ``timeout``.
         debug: Whether what users communicate is compared over ranks before it happens.
     """
 
     def __init__(
         self,
         placement: Placement,
-        *,
         backend: str | None,
         timeout: timedelta,
-        saving_timeout: timedelta,
+        saving_timeout_s: float | None,
+        *,
         debug: bool,
     ) -> None:
         self._placement = placement
         self._backend = check_backend(backend)
-        self._timeout, self._saving_timeout = timeout, saving_timeout
+        self._timeout = timeout
+        self._saving_timeout = timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
         self._debug = debug
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
         self.current: Mesh | None = None
@@ -91,7 +95,7 @@ class ProcessGroup:
         device: torch.device,
         num_nodes: int,
         ranks_per_node: int,
-        sharded: Mesh | None,
+        module: nn.Module | None,
     ) -> None:
         """Make the process group and the mesh where they do not exist yet, and begin a run; a collective of all ranks.
 
@@ -100,7 +104,7 @@ class ProcessGroup:
             device: Device of this rank.
             num_nodes: Number of machines.
             ranks_per_node: Number of ranks on each.
-            sharded: Mesh of a module that another Trainer has sharded, which brings its communicators along.
+            module: Module of the run; one that another Trainer has sharded brings its communicators along.
 
         Raises:
             ConfigurationError: Ranks run different code or options, or ``debug`` comes too late for the module.
@@ -115,9 +119,12 @@ class ProcessGroup:
                 "debug=True: what Lightning is asked for is compared over ranks; what torch.distributed itself is "
                 "asked for is not, as the process group was made before, without that. Start a new process for it"
             )
-        if self.current is None:
+        runtime = None if module is None else runtime_of(module)
+        if self.current is None and runtime is not None:
+            self.current = runtime.mesh
+        elif self.current is None:
             topology = self._placement.topology(num_nodes, ranks_per_node, self._order)
-            self.current = sharded or Mesh(
+            self.current = Mesh(
                 topology,
                 device,
                 self._timeout,
@@ -193,12 +200,7 @@ class ProcessGroup:
             return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
 
     def together(self, step: str, action: Callable[[], T]) -> T:
-        """Result of an action on all ranks, whose errors all hear of; or on this one alone, where there are no ranks.
-
-        Args:
-            step: Description for errors.
-            action: Work of this rank.
-        """
+        """Result of an action on all ranks, each of which hears of errors; without ranks, of this process alone."""
         return action() if self.current is None else together(step, action, self.current.control)
 
     def _compare(self, operation: str) -> None:
@@ -260,15 +262,3 @@ def _note_functions_of_one_rank() -> None:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def check_backend(name: str | None) -> str | None:
-    """The backend as it is, if torch knows it."""
-    known = sorted(set(torch.distributed.Backend.backend_list) - {"undefined"})
-    parts = [] if name is None else [part.rpartition(":")[2].lower() for part in name.split(",")]
-    if not set(parts) <= set(known):
-        raise ConfigurationError(
-            f"process_group_backend={name!r}: expected one of {', '.join(known)}, or one for each kind of device "
-            f"(cpu:gloo,cuda:nccl); a backend of a package of its own is known once that package is imported"
-        )
-    return name

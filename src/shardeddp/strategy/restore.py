@@ -123,14 +123,7 @@ class Restore:
     def load_model(
         self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool, fitting: bool
     ) -> None:
-        """Load the model's part of a checkpoint, at once or as soon as there are shards to load it into.
-
-        Args:
-            module: Module of the run.
-            checkpoint: Checkpoint of :meth:`open`.
-            strict: Whether names have to be the same.
-            fitting: Whether optimizers are going to take their part, too.
-        """
+        """Load the model's part of a checkpoint, at once or as soon as there are shards to load it into."""
         state = checkpoint["state_dict"]
         staged = [state, checkpoint.get("optimizer_states", ())] if fitting else [state]
 
@@ -151,15 +144,7 @@ class Restore:
         return pending
 
     def load(self, action: Callable[[], None] | None, module: LightningModule) -> None:
-        """Load something into a sharded module on all ranks.
-
-        Args:
-            action: Load of this rank; None on all ranks: nothing.
-            module: The sharded module.
-
-        Raises:
-            DamagedCheckpointError: Its part of the checkpoint is damaged; with advice.
-        """
+        """Load something into a sharded module on all ranks; None on all ranks: nothing."""
         if action is None:
             return
         try:
@@ -169,13 +154,7 @@ class Restore:
         place_module(module, self._group.mesh.device)  # metrics take over what they load, wherever it is
 
     def load_optimizers(self, module: LightningModule, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
-        """Load the states of optimizers; from then on the model is not rolled back any more.
-
-        Args:
-            module: The sharded module.
-            optimizers: Its optimizers.
-            states: Their part of the checkpoint.
-        """
+        """Load the states of optimizers; from then on the model is not rolled back any more."""
         if not states and optimizers:
             rank_zero_warn(
                 "the checkpoint has no optimizer states: weights are loaded, and optimizers begin as in a new training"

@@ -48,11 +48,6 @@ class Resume:
         """A checkpoint with all that Lightning does not know of; hooks of the user still hold the one without.
 
         A collective of all ranks; where there are none yet, the checkpoint as it is.
-
-        Args:
-            checkpoint: Checkpoint of Lightning.
-            module: The sharded module.
-            device: Device of this rank.
         """
         if self._group.current is None:
             return checkpoint
@@ -86,24 +81,14 @@ class Resume:
             take_loader_state(checkpoint, own["loader_states"], rank, size)
 
     def take_kept(self, module: LightningModule) -> Callable[[], None] | None:
-        """Action that makes the tensors that callbacks keep like those of the sharded module; None: nothing was read.
-
-        Args:
-            module: The sharded module, which has loaded its part.
-        """
+        """Action that shards what callbacks have loaded as the module is sharded; None: nothing was read."""
         kept, self._kept = self._kept, None
         return None if kept is None else partial(kept.shard, module)
 
     # -- a run that trains
 
     def prepare_loader(self, loader: object, trainer: Trainer, device: torch.device) -> object:
-        """The loader to use for one of the Trainer's.
-
-        Args:
-            loader: Loader of the user.
-            trainer: Trainer of the run.
-            device: Device of this rank.
-        """
+        """The loader to use in the place of one of the user's."""
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return loader
         loop = trainer.fit_loop
@@ -125,9 +110,6 @@ class Resume:
 
         Those that know where they are would not be told any more, and the progress of an epoch that is over would go
         on. In the middle of an epoch others start where they start, as under every strategy.
-
-        Args:
-            loop: Loop of the run.
         """
         loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
         if self._streams.wait or any(isinstance(each, Stateful) for each in loaders):
@@ -140,12 +122,7 @@ class Resume:
             loaders.flattened = self._streams.begin(loaders.flattened)
 
     def begin_training(self, loop: FitLoop, device: torch.device) -> None:
-        """Restore random states, last before the first batch.
-
-        Args:
-            loop: Loop of the run.
-            device: Device of this rank.
-        """
+        """Restore random states, last before the first batch."""
         if not self._randomness.holds:
             return
         if not loop.restarting and loop.is_resuming:

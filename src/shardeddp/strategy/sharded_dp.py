@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,22 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from shardeddp.checkpoint.reading.last import last_checkpoints
 from shardeddp.checkpoint.writing.full import gather_full
 from shardeddp.comm import Mesh, Traffic
 from shardeddp.comm.rendezvous import leave_loopback
-from shardeddp.config import CheckpointOptions, CPUOffload, MixedPrecision, StartMethod, StateDictType
+from shardeddp.config import (
+    CheckpointOptions,
+    CPUOffload,
+    MixedPrecision,
+    Scope,
+    StartMethod,
+    StateDictType,
+    UnevenBatches,
+    resolve_mixed_precision,
+    resolve_offload,
+    resolve_optimizer_scope,
+    resolve_timeout,
+)
 from shardeddp.lightning_api import (
     Accelerator,
     CheckpointIO,
@@ -28,25 +39,19 @@ from shardeddp.lightning_api import (
     Precision,
     Trainer,
     TrainerFn,
-    TrainerStatus,
     rank_zero_only,
     reset_seed,
 )
 from shardeddp.monitor.units import print_units
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.placement import OptimizerShard, choose_placement
+from shardeddp.plan.placement import OptimizerShard, ShardingStrategyName, choose_placement
 from shardeddp.plugins.activation_checkpointing import ActivationCheckpointingLike, resolve_activation_checkpointing
 from shardeddp.plugins.last import ShardedScriptLauncher
 from shardeddp.plugins.launcher import ShardedMultiProcessingLauncher
-from shardeddp.plugins.mixed_precision import resolve_mixed_precision
-from shardeddp.plugins.offload import resolve_offload
 from shardeddp.plugins.precision import shard_precision
 from shardeddp.plugins.registry import introduction
-from shardeddp.plugins.timeout import collective_timeout
-from shardeddp.plugins.uneven_training import UnevenBatches
 from shardeddp.sharding.hooks import parameters_changed, runtime_of
 from shardeddp.sharding.optimizer import attach_optimizer, follow_optimizers
-from shardeddp.sharding.optimizer_scope import Scope, check_stated
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.summoning import summon
 from shardeddp.strategy.checkpoints import Checkpoints, checkpoint_folders, parameter_names
@@ -122,7 +127,7 @@ class ShardedDP(ParallelStrategy):
 
     def __init__(
         self,
-        sharding_strategy: str = "full_shard",
+        sharding_strategy: ShardingStrategyName | str = "full_shard",  # any case
         shard_size: int | None = None,
         auto_wrap_policy: PolicyLike = "auto",
         *,
@@ -150,34 +155,24 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self.offload = resolve_offload(cpu_offload)
+        offload = self.offload = resolve_offload(cpu_offload)
         self.placement = choose_placement(
-            sharding_strategy,
-            shard_size,
-            reduce_every_backward,
-            reshard_after_forward,
-            self.offload.params,
-            optimizer_shard,
+            sharding_strategy, shard_size, reduce_every_backward, reshard_after_forward, offload.params, optimizer_shard
         )
         self.policy = resolve_policy(auto_wrap_policy)
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
         self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
-        self.optimizer_scope = check_stated(optimizer_scope)
+        self.optimizer_scope = resolve_optimizer_scope(optimizer_scope)
         self.prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
         self.uneven_units = uneven_units
         self.checkpoint_options = checkpoint_options
-        self.timeout = collective_timeout(timeout)
+        self.timeout = resolve_timeout(timeout)
         self.debug = debug
         self.num_nodes = 1  # set by the Trainer
         self._sharding_strategy = sharding_strategy.lower()
         self._start_method: StartMethod = start_method
-        patience = checkpoint_options.timeout
         self._group = ProcessGroup(
-            self.placement,
-            backend=process_group_backend,
-            timeout=self.timeout,
-            saving_timeout=self.timeout if patience is None else timedelta(seconds=patience),
-            debug=debug,
+            self.placement, process_group_backend, self.timeout, checkpoint_options.timeout, debug=debug
         )
         self._checkpoints = Checkpoints(self._group, self._sharding_strategy, state_dict_type, checkpoint_options)
         self._restore = Restore(self._group, checkpoint_options)
@@ -207,12 +202,11 @@ class ShardedDP(ParallelStrategy):
         """State of a copy or a pickle: options and optimizers. Parts leave out what belongs to a process or a run."""
         return {**super().__getstate__(), "_runtime": None}
 
-    # -- ranks and devices
+    # -- ranks, devices, the model
 
-    # The attribute to which the Trainer assigns the module. Right after that it refuses one that torch.compile was
-    # applied to, by a note in the module, unless the strategy is one of three of Lightning's own classes. To a strategy
-    # such a module is one like any other, so the note goes. What is lost is Lightning's `to_uncompiled` for it; the
-    # note cannot come back between runs, because a run that is given no module checks that of the run before.
+    # The Trainer assigns the module here, and then refuses a compiled one, which has a note, to all but three of
+    # Lightning's own strategies. It trains like any other, so the note goes, and Lightning's `to_uncompiled` with it:
+    # each later run without a module of its own looks for the note again.
     # Rejected: registering as a virtual subclass of one of the three, for which Lightning asks for other reasons too.
     @property
     def _lightning_module(self) -> LightningModule | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -236,11 +230,6 @@ class ShardedDP(ParallelStrategy):
         if self.trainer is None:
             raise RuntimeError("ShardedDP has no module yet: the Trainer connects it when it starts to run")
         return self.trainer
-
-    def _module_at_work(self) -> LightningModule:
-        if self.lightning_module is None:
-            raise RuntimeError("ShardedDP has no module to load into: the Trainer connects it")
-        return self.lightning_module
 
     @property
     def _fitting(self) -> bool:
@@ -295,8 +284,6 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError("ShardedDP has no cluster environment: the Trainer finds one when it is made")
         return self.cluster_environment
 
-    # -- the model
-
     @property
     def runtime(self) -> Runtime:
         """The engine of the model; exists from ``setup`` on."""
@@ -342,11 +329,10 @@ class ShardedDP(ParallelStrategy):
         Inside, modules hold plain parameters of full shape and of the model's own dtype: they can be read, saved,
         pickled, handed to other libraries, and written to. What rank 0 writes in place is what all ranks have
         afterwards; what other ranks write is dropped. References that were taken before (by an optimizer) are to the
-        sharded parameters still, and a ``backward()`` to whole ones is an error.
-
-        It takes memory for all parameters of ``module`` on every rank, and gathers each once. It may be nested, used
-        in any hook, and after a run. Before the model is sharded it does nothing, as parameters are whole then. Inside
-        of a step, modules whose forward is under way hold what they compute with: write to parameters outside of steps.
+        sharded parameters still, and a ``backward()`` to whole ones is an error. It takes memory for all parameters of
+        ``module`` on every rank, and gathers each once. It may be nested, used in any hook, and after a run. Before the
+        model is sharded it does nothing, as parameters are whole then. Inside of a step, modules whose forward is under
+        way hold what they compute with: write to parameters outside of steps.
 
         Args:
             module: The model, a part of it, or a deep copy of either; None: the LightningModule.
@@ -357,11 +343,10 @@ class ShardedDP(ParallelStrategy):
         model = self.lightning_module
         runtime = None if model is None else runtime_of(model)
         target = model if module is None else module
-        with (
-            nullcontext()
-            if runtime is None or target is None
-            else summon(runtime, target, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
-        ):
+        if runtime is None or target is None:
+            yield
+            return
+        with summon(runtime, target, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu):
             yield
 
     # -- a run begins
@@ -373,9 +358,8 @@ class ShardedDP(ParallelStrategy):
         if self._start_method == "popen":
             self._launcher = ShardedScriptLauncher(self._environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = ShardedMultiProcessingLauncher(
-                self, self._start_method, gather_full, self._group.explain_and_leave
-            )
+            leave = self._group.explain_and_leave
+            self._launcher = ShardedMultiProcessingLauncher(self, self._start_method, gather_full, leave)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""
@@ -388,10 +372,8 @@ class ShardedDP(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        module = self.lightning_module
-        runtime = None if module is None else runtime_of(module)
-        sharded = None if runtime is None else runtime.mesh
-        self._group.set_up(self._environment, self.root_device, self.num_nodes, self.num_processes, sharded)
+        environment, ranks_per_node = self._environment, self.num_processes
+        self._group.set_up(environment, self.root_device, self.num_nodes, ranks_per_node, self.lightning_module)
         if self.trainer is not None:
             self._companions.averages.keep_in_place(self.trainer, self.trainer.lightning_module)
 
@@ -399,8 +381,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
         """Surround the building of a module; with ``empty_init=True`` on the meta device, until it is sharded."""
-        building = self._model_sharding.building(self.lightning_module, empty_init)
-        with building, self.precision_plugin.tensor_init_context():
+        with self._model_sharding.building(self.lightning_module, self.precision_plugin, empty_init):
             yield
 
     @override
@@ -517,12 +498,12 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not self._is_alone():
+        if not self._guards.is_alone(self.trainer):
             self._group.barrier(name)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._is_alone() else self._group.broadcast(obj, src)
+        return obj if self._guards.is_alone(self.trainer) else self._group.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -532,36 +513,28 @@ class ShardedDP(ParallelStrategy):
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         return self._group.gather(tensor, group, sync_grads)
 
-    def _is_alone(self) -> bool:
-        return self._guards.is_alone(self.trainer)
-
     # -- checkpoints
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State of an optimizer for a checkpoint; nothing if not all ranks are there to tell theirs."""
         with self._group.explaining():
-            return {} if self._is_alone() else super().optimizer_state(optimizer)
+            return {} if self._guards.is_alone(self.trainer) else super().optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint as ``state_dict_type`` says; nothing if not all ranks are there, after an error."""
-        if self._is_alone():
+        if self._guards.is_alone(self.trainer):
             return
         names = partial(parameter_names, self.lightning_module, self.optimizers)
         with self._group.explaining():
             extended = self._resume.extended(checkpoint, self.lightning_module, self.root_device)
             self._checkpoints.save(extended, filepath, storage_options, self.checkpoint_io, names)
-            running = self.trainer is not None and self.trainer.state.status == TrainerStatus.RUNNING
-            if self._guards.requeues or not running:
+            if self._guards.may_end(self.trainer):
                 self.wait_for_checkpoint()  # nobody else is going to
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no checkpoint is being written any more.
-
-        Raises:
-            CheckpointError: The one that was could not be saved.
-        """
+        """Return when no checkpoint is being written any more; raises if the one that was could not be saved."""
         self._checkpoints.wait()
 
     @override
@@ -572,11 +545,9 @@ class ShardedDP(ParallelStrategy):
 
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
         """Checkpoint that ``ckpt_path="last"`` means: the one of the highest step."""
-        self.wait_for_checkpoint()
-        if self._start_method == "popen" and self.is_global_zero:  # else it is not known yet which rank this is
-            clear_away(folders)
-        found = last_checkpoints(candidates, folders)
-        return str(found[0]) if found else None
+        # Where this process is going to spawn the ranks, it is none of them, and leaves their folders alone.
+        clears = self._start_method == "popen" and self.is_global_zero
+        return self._checkpoints.find_last(candidates, folders, clears=clears)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -593,13 +564,14 @@ class ShardedDP(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model's part of a checkpoint; what callbacks load after it waits for shards as well."""
-        module = self._module_at_work()
-        self._restore.load_model(module, checkpoint, strict=strict, fitting=self._fitting)
-        self._companions.averages.await_shards(self._trainer_at_work(), module, self.checkpoint_options.cast)
+        trainer = self._trainer_at_work()
+        self._restore.load_model(trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting)
+        self._companions.averages.await_shards(trainer, trainer.lightning_module, self.checkpoint_options.cast)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._restore.load_optimizers(self._module_at_work(), self.optimizers, checkpoint["optimizer_states"])
+        module = self._trainer_at_work().lightning_module
+        self._restore.load_optimizers(module, self.optimizers, checkpoint["optimizer_states"])
 
     # -- a run ends
 
