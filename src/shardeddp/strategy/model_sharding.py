@@ -86,6 +86,7 @@ class ModelSharding:
                 f"this {type(module).__name__} is already sharded by another strategy ({runtime.placement}) and cannot "
                 f"change to {self._placement}. Use the same options, or build the module anew and load a checkpoint"
             )
+        self._group.current = runtime.mesh  # of the Trainer that has sharded it, whatever this one has used before
         return runtime
 
     def _prepare(self, module: LightningModule, precision: Precision, layer_sync: LayerSync | None) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-import torch
-
 from shardeddp.checkpoint.kept_shards import KEPT, KEY, KeptShards, places_of_shards
 from shardeddp.checkpoint.loader_states import gather_loader_states, take_loader_state
 from shardeddp.checkpoint.random_state import ResumeRandomness, Stateful, gather_random_states
@@ -42,19 +40,17 @@ class Resume:
 
     # -- checkpoints
 
-    def extended(
-        self, checkpoint: dict[str, Any], module: LightningModule | None, device: torch.device
-    ) -> dict[str, Any]:
+    def extended(self, checkpoint: dict[str, Any], module: LightningModule | None) -> dict[str, Any]:
         """A checkpoint with all that Lightning does not know of; hooks of the user still hold the one without.
 
         A collective of all ranks; where there are none yet, the checkpoint as it is.
         """
-        if self._group.current is None:
+        mesh = self._group.current
+        if mesh is None:
             return checkpoint
-        control = self._group.mesh.control
         own: dict[str, Any] = {}
-        own["random_states"] = gather_random_states(self._randomness.capture(device), control)
-        checkpoint, loader_states = gather_loader_states(checkpoint, control)
+        own["random_states"] = gather_random_states(self._randomness.capture(mesh.device), mesh.control)
+        checkpoint, loader_states = gather_loader_states(checkpoint, mesh.control)
         if loader_states:  # ranks are in different places of their data
             own["loader_states"] = loader_states
         if module is not None and (places := places_of_shards(checkpoint, module)):
@@ -87,7 +83,7 @@ class Resume:
 
     # -- a run that trains
 
-    def prepare_loader(self, loader: object, trainer: Trainer, device: torch.device) -> object:
+    def prepare_loader(self, loader: object, trainer: Trainer) -> object:
         """The loader to use in the place of one of the user's."""
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return loader
@@ -103,7 +99,8 @@ class Resume:
             return isinstance(fetcher, PrefetchDataFetcher) and bool(fetcher.batches)
 
         mid_epoch = loop.restarting and not batches.is_last_batch
-        return self._randomness.watch(self._streams.hold_back(loader), device, mid_epoch=mid_epoch, in_hand=in_hand)
+        loader, device = self._streams.hold_back(loader), self._group.mesh.device
+        return self._randomness.watch(loader, device, mid_epoch=mid_epoch, in_hand=in_hand)
 
     def ask_loaders_again(self, loop: FitLoop) -> None:
         """Drop training loaders that were asked for before Lightning knew where a run goes on.
@@ -121,7 +118,7 @@ class Resume:
         if self._streams.wait and loaders is not None:
             loaders.flattened = self._streams.begin(loaders.flattened)
 
-    def begin_training(self, loop: FitLoop, device: torch.device) -> None:
+    def begin_training(self, loop: FitLoop) -> None:
         """Restore random states, last before the first batch."""
         if not self._randomness.holds:
             return
@@ -129,7 +126,7 @@ class Resume:
             # Between epochs. Lightning would train on with the iterator that was made in setting up, while the
             # uninterrupted run makes one when the epoch has started, after all hooks.
             loop._resuming_from_checkpoint = False
-        self._randomness.begin(device)
+        self._randomness.begin(self._group.mesh.device)
 
     def begin_batch(self) -> None:
         """Give loaders their own generators back, as their first batch is there."""

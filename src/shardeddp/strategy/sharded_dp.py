@@ -428,13 +428,13 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._resume.prepare_loader(dataloader, self._trainer_at_work(), self.root_device)
+        return self._resume.prepare_loader(dataloader, self._trainer_at_work())
 
     @override
     def on_train_start(self) -> None:
         trainer = self._trainer_at_work()
         self._guards.begin_training(trainer, self.node_rank, self.local_rank)
-        self._resume.begin_training(trainer.fit_loop, self.root_device)
+        self._resume.begin_training(trainer.fit_loop)
         self._companions.begin_training(trainer)
 
     # -- steps
@@ -528,7 +528,7 @@ class ShardedDP(ParallelStrategy):
             return
         names = partial(parameter_names, self.lightning_module, self.optimizers)
         with self._group.explaining():
-            extended = self._resume.extended(checkpoint, self.lightning_module, self.root_device)
+            extended = self._resume.extended(checkpoint, self.lightning_module)
             self._checkpoints.save(extended, filepath, storage_options, self.checkpoint_io, names)
             if self._guards.may_end(self.trainer):
                 self.wait_for_checkpoint()  # nobody else is going to
@@ -545,7 +545,7 @@ class ShardedDP(ParallelStrategy):
 
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
         """Checkpoint that ``ckpt_path="last"`` means: the one of the highest step."""
-        # Where this process is going to spawn the ranks, it is none of them, and leaves their folders alone.
+        # In a spawned or forked rank it is not known yet which one it is.
         clears = self._start_method == "popen" and self.is_global_zero
         return self._checkpoints.find_last(candidates, folders, clears=clears)
 
