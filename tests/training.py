@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision
+from shardeddp.config import MixedPrecision, Scope
 from shardeddp.plan.placement import PLACEMENTS, Placement, ShardSize
 from shardeddp.plan.topology import Topology
 from shardeddp.plugins.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.sharding.optimizer import attach_optimizer
-from shardeddp.sharding.optimizer_scope import Scope
 from shardeddp.sharding.runtime import Prefetch, Runtime
 from shardeddp.sharding.setup import shard_model
 from shardeddp.sharding.shard_tensor import ShardTensor

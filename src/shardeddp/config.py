@@ -1,16 +1,30 @@
-"""Options that are more than a number or a name, as frozen dataclasses that YAML can write."""
+"""Options of the strategy: their types, as YAML can write them, and the checks of what users write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import inf
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
+
+T = TypeVar("T")
+
+StateDictType: TypeAlias = Literal["auto", "sharded", "full"]
+StartMethod: TypeAlias = Literal["popen", "spawn", "fork", "forkserver"]
+
+UnevenBatches: TypeAlias = Literal["error", "min", "join"]
+"""End of an epoch in which ranks have different numbers of batches: an error on all ranks, the first rank that has none
+left, or the last, with batches of no weight on the others."""
+
+Scope: TypeAlias = Literal["element", "parameter", "model"]
+"""Input of an optimizer for the new value of an element. ``element``: the element itself, its gradient and its states.
+``parameter``: all of its parameter. ``model``: anything else that the optimizer holds."""
 
 DTypeLike: TypeAlias = torch.dtype | str | None
 """A dtype, or its name: ``bfloat16``, also ``bf16``, ``fp16``, ``fp32``, ``fp64``."""
@@ -65,6 +79,8 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            resolve_dtype(getattr(self, name), name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +170,144 @@ class CheckpointOptions:
             raise ConfigurationError(
                 f"max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for no single files"
             )
-        for name, known in (("durability", ("disk", "process")), ("permissions", ("private", "umask", None))):
-            if getattr(self, name) not in known:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(str, known))}"
-                )
+        check_choice("durability", self.durability, ("disk", "process"))
+        check_choice("permissions", self.permissions, ("private", "umask", None))
         if self.trust_pickle and not self.foreign:
             raise ConfigurationError("trust_pickle=True goes with foreign=True: no pickle of our own is ever read")
+
+
+def check_choice(option: str, value: T, choices: Sequence[object], advice: str = "") -> T:
+    """The value of an option, if it is one of its choices.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+    if value not in choices:
+        raise ConfigurationError(f"{option}={value!r}: expected one of {', '.join(map(str, choices))}{advice}")
+    return value
+
+
+def check_state_dict_type(value: StateDictType) -> StateDictType:
+    """The value of ``state_dict_type``."""
+    return check_choice("state_dict_type", value, get_args(StateDictType))
+
+
+def check_uneven_batches(value: UnevenBatches) -> UnevenBatches:
+    """The value of ``uneven_batches``."""
+    advice = "; 'min' ends each epoch with the first rank that has no batch left, 'join' with the last"
+    return check_choice("uneven_batches", value, get_args(UnevenBatches), advice)
+
+
+def check_backend(name: str | None) -> str | None:
+    """The value of ``process_group_backend``.
+
+    Raises:
+        ConfigurationError: torch does not know it.
+    """
+    known = sorted(set(torch.distributed.Backend.backend_list) - {"undefined"})
+    parts = [] if name is None else [part.rpartition(":")[2].lower() for part in name.split(",")]
+    if not set(parts) <= set(known):
+        raise ConfigurationError(
+            f"process_group_backend={name!r}: expected one of {', '.join(known)}, or one for each kind of device "
+            f"(cpu:gloo,cuda:nccl); a backend of a package of its own is known once that package is imported"
+        )
+    return name
+
+
+def resolve_timeout(value: object) -> timedelta:
+    """The duration of a ``timeout``: a number of seconds or a duration.
+
+    Raises:
+        ConfigurationError: It is neither, or not positive.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf:
+        return timedelta(seconds=value)
+    if isinstance(value, timedelta) and value > timedelta(0):
+        return value
+    raise ConfigurationError(
+        f"timeout={value!r}: expected a positive number of seconds or a datetime.timedelta, for example 600.0"
+    )
+
+
+def resolve_offload(value: object) -> CPUOffload:
+    """The options of a ``cpu_offload``: a bool, the options, or their fields.
+
+    Raises:
+        ConfigurationError: It is none of these.
+    """
+    if isinstance(value, CPUOffload):
+        return value
+    if value is None or isinstance(value, bool):
+        return CPUOffload(params=bool(value), optimizer=bool(value))
+    if isinstance(value, Mapping) and set(value) <= {"params", "optimizer"}:
+        return CPUOffload(**value)
+    raise ConfigurationError(
+        f"cpu_offload={value!r}: expected True (everything), False, or CPUOffload(params=..., optimizer=...)"
+    )
+
+
+def resolve_mixed_precision(value: object) -> MixedPrecision | None:
+    """The options of a ``mixed_precision``: None, the options, their fields, or a ``param_dtype``.
+
+    Raises:
+        ConfigurationError: It is none of these, or a dtype in it is not known.
+    """
+    if value is None or isinstance(value, MixedPrecision):
+        return value
+    if isinstance(value, (str, torch.dtype)):
+        return MixedPrecision(param_dtype=value)
+    if isinstance(value, Mapping):
+        try:
+            return MixedPrecision(**value)
+        except TypeError as error:
+            raise ConfigurationError(f"mixed_precision={dict(value)!r}: {error}") from None
+    raise ConfigurationError(
+        f"mixed_precision={value!r}: expected None (the Trainer's precision alone), a dtype for param_dtype, or "
+        f"MixedPrecision(param_dtype=..., reduce_dtype=...)"
+    )
+
+
+_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
+    """The dtype of a field of :class:`MixedPrecision`.
+
+    Args:
+        value: A dtype or its name; None: none.
+        name: Field.
+
+    Raises:
+        ConfigurationError: It is no dtype of floating-point numbers.
+    """
+    if value is None:
+        return None
+    text = str(value).lower().removeprefix("torch.")
+    found = value if isinstance(value, torch.dtype) else vars(torch).get(_DTYPE_NAMES.get(text, text))
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            f"MixedPrecision.{name}={value!r}: expected a floating-point dtype, for example 'bfloat16', 'float16', "
+            f"'float32' or torch.bfloat16"
+        )
+    return found
+
+
+def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
+    """The scopes of an ``optimizer_scope``, by name or import path of the optimizer's class.
+
+    Raises:
+        ConfigurationError: It is no mapping, or a scope is not known.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(
+            f"optimizer_scope={value!r}: expected a mapping from optimizer classes, or their names or import paths, "
+            f"to one of {', '.join(get_args(Scope))}, such as {{'Lion': 'element'}}"
+        )
+    return {
+        f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else str(key): check_choice(
+            f"optimizer_scope[{key!r}]", scope, get_args(Scope), ": what the new value of an element depends on"
+        )
+        for key, scope in value.items()
+    }

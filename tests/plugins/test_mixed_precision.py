@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardeddp import MixedPrecision
+from shardeddp.config import resolve_mixed_precision
 from shardeddp.errors import ConfigurationError
-from shardeddp.plugins.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes, resolve_mixed_precision
+from shardeddp.plugins.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.wrap import NamePolicy, build_units
 from training import RUNTIMES, Sharding, Trial, batch, full
 from world import on_ranks
@@ -115,7 +116,7 @@ def test_a_param_dtype_of_the_users_goes_for_all_but_what_is_kept() -> None:
     ("value", "message"),
     [
         ("int8", "param_dtype='int8': expected a floating-point dtype"),
-        (MixedPrecision(reduce_dtype="brain"), "reduce_dtype='brain'"),
+        ({"reduce_dtype": "brain"}, "reduce_dtype='brain'"),
         ({"parm_dtype": "bf16"}, "parm_dtype"),
         (3, "mixed_precision=3: expected None"),
     ],
@@ -123,6 +124,11 @@ def test_a_param_dtype_of_the_users_goes_for_all_but_what_is_kept() -> None:
 def test_what_is_no_dtype_is_refused_by_name(value: object, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         resolve_mixed_precision(value)
+
+
+def test_options_are_checked_when_they_are_made() -> None:
+    with pytest.raises(ConfigurationError, match="reduce_dtype='brain'"):
+        MixedPrecision(reduce_dtype="brain")
 
 
 @pytest.mark.parametrize("value", ["bf16", torch.bfloat16, {"param_dtype": "bfloat16"}])

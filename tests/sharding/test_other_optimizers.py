@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn, optim
 
+from shardeddp.config import resolve_optimizer_scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.local_step import LocalStep
-from shardeddp.sharding.optimizer_scope import check_stated, scope_of
+from shardeddp.sharding.optimizer_scope import scope_of
 from shardeddp.sharding.owned_step import OwnedStep
 from shardeddp.sharding.shard_tensor import ShardTensor
 from support.optimizers import Closure, Lamb, Lion
@@ -116,12 +117,13 @@ def test_the_scope_of_a_class_is_known_from_what_it_changes() -> None:
 def test_scopes_are_stated_by_class_name_or_import_path() -> None:
     path = f"{Lion.__module__}.Lion"
     for stated in ({"Lion": "element"}, {path: "element"}, {Lion: "element"}):
-        assert scope_of(Lion, check_stated(stated)) == "element"
-    assert scope_of(StepsLionOtherwise, check_stated({"Lion": "element"})) is None  # it has a step of its own
-    assert scope_of(optim.SGD, check_stated({"torch.optim.sgd.SGD": "model"})) == "model"
+        assert scope_of(Lion, resolve_optimizer_scope(stated)) == "element"
+    # One with a step of its own is another optimizer.
+    assert scope_of(StepsLionOtherwise, resolve_optimizer_scope({"Lion": "element"})) is None
+    assert scope_of(optim.SGD, resolve_optimizer_scope({"torch.optim.sgd.SGD": "model"})) == "model"
     for wrong in ({"Lion": "elementwise"}, "Lion", ["Lion"]):
         with pytest.raises(ConfigurationError, match="expected"):
-            check_stated(wrong)
+            resolve_optimizer_scope(wrong)
 
 
 # -- other ways to hold and to step optimizers

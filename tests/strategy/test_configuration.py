@@ -140,7 +140,8 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 
 def described(strategy: ShardedDP) -> dict[str, str]:
     """All that a strategy has been told, and what modules of a model it takes."""
-    shown = {name: str(value) for name, value in vars(strategy).items()}
+    parts = [part for part in vars(strategy).values() if type(part).__module__.startswith("shardeddp.strategy.")]
+    shown = {f"{type(it).__name__}.{name}": str(value) for it in (strategy, *parts) for name, value in vars(it).items()}
     recomputed = strategy.activation_checkpointing
     return {name: text for name, text in shown.items() if " object at " not in text} | {
         "units": str(strategy.policy.select(TinyGpt())),
@@ -257,7 +258,8 @@ def choices(annotation: Any) -> set[str]:
 
 def test_the_document_lists_the_choices_of_every_option() -> None:
     table, hints = rows("All options"), get_type_hints(ShardedDP.__init__)
-    expected = {name: choices(hints[name]) for name in table} | {"sharding_strategy": set(PLACEMENTS)}
+    expected = {name: choices(hints[name]) for name in table}
+    assert expected["sharding_strategy"] == set(PLACEMENTS)
     assert sum(map(len, expected.values())) > 10
     for name, wanted in expected.items():
         assert wanted <= set(re.findall(r"`(\w+)`", table[name][0])), name

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from shardeddp import ConfigurationError, ShardedDP
-from shardeddp.strategy.processes import torch_compares
+from shardeddp.strategy.process_group import torch_compares
 from support.tasks import Block, EvaluatedGpt
 from support.trainers import make_trainer
 from support.uneven import loader

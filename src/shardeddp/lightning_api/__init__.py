@@ -41,6 +41,7 @@ if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.pytorch.loops import _FitLoop as FitLoop
     from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
+    from lightning.pytorch.plugins import LayerSync
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers.multiprocessing import (
@@ -87,6 +88,7 @@ else:
     from pytorch_lightning.loops import _FitLoop as FitLoop
     from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from pytorch_lightning.loops.progress import _ProcessedTracker as ProcessedTracker
+    from pytorch_lightning.plugins import LayerSync
     from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers.multiprocessing import (
@@ -120,6 +122,7 @@ __all__ = [
     "GradClipAlgorithmType",
     "GradientAccumulationScheduler",
     "HalfPrecision",
+    "LayerSync",
     "LightningModule",
     "LightningModuleSummary",
     "LightningOptimizer",

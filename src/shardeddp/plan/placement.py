@@ -91,6 +91,8 @@ def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] |
     return None if order == tuple(range(len(order))) else order
 
 
+ShardingStrategyName = Literal["full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
+
 OptimizerShard = Literal["group", "world"]
 """Over which ranks the optimizer's share is split: those that share a model, or all."""
 

@@ -11,14 +11,12 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
-from shardeddp.config import MixedPrecision
+from shardeddp.config import MixedPrecision, resolve_dtype
 from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.autocast_copies import compute_with_copies
 from shardeddp.sharding.spec import ParameterSpec, UnitSpec
 from shardeddp.wrap import ClassPolicy
 from shardeddp.wrap.tree import has_forward, unit_children
-
-_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
 # Modules whose parameters autocast casts before it uses them: gathered in the lower dtype, they give the same result.
 _CAST_BY_AUTOCAST: dict[type[nn.Module], tuple[str, ...]] = {
@@ -49,27 +47,6 @@ class Dtypes:
     """Dtype of the autocast that surrounds every step, if there is one."""
 
 
-def resolve_mixed_precision(value: object) -> MixedPrecision | None:
-    """The options that a value of ``mixed_precision`` means: None, the options, their fields, or a ``param_dtype``.
-
-    Raises:
-        ConfigurationError: It is none of these, or a dtype in it is not known.
-    """
-    if value is None:
-        return None
-    if isinstance(value, (str, torch.dtype)):
-        value = MixedPrecision(param_dtype=value)
-    elif isinstance(value, Mapping):
-        value = _from_fields(value)
-    if not isinstance(value, MixedPrecision):
-        raise ConfigurationError(
-            f"mixed_precision={value!r}: expected None (the Trainer's precision alone), a dtype for param_dtype, or "
-            f"MixedPrecision(param_dtype=..., reduce_dtype=...)"
-        )
-    resolve_dtypes(value, None)
-    return value
-
-
 def resolve_dtypes(options: MixedPrecision | None, autocast: torch.dtype | None) -> Dtypes:
     """Resolve the names of dtypes.
 
@@ -80,10 +57,10 @@ def resolve_dtypes(options: MixedPrecision | None, autocast: torch.dtype | None)
     if options is None:
         return Dtypes(autocast=autocast)
     return Dtypes(
-        param_dtype=_dtype(options.param_dtype, "param_dtype"),
-        reduce_dtype=_dtype(options.reduce_dtype, "reduce_dtype"),
-        output_dtype=_dtype(options.output_dtype, "output_dtype"),
-        buffer_dtype=_dtype(options.buffer_dtype, "buffer_dtype"),
+        param_dtype=resolve_dtype(options.param_dtype, "param_dtype"),
+        reduce_dtype=resolve_dtype(options.reduce_dtype, "reduce_dtype"),
+        output_dtype=resolve_dtype(options.output_dtype, "output_dtype"),
+        buffer_dtype=resolve_dtype(options.buffer_dtype, "buffer_dtype"),
         cast_forward_inputs=options.cast_forward_inputs,
         keep_fp32=tuple(options.keep_fp32),
         autocast=autocast,
@@ -237,26 +214,3 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_floating_point():
             module._buffers[name] = buffer.to(dtype)
-
-
-def _from_fields(fields: Mapping[Any, Any]) -> MixedPrecision:
-    try:
-        return MixedPrecision(**fields)
-    except TypeError as error:
-        raise ConfigurationError(f"mixed_precision={dict(fields)!r}: {error}") from None
-
-
-def _dtype(value: Any, name: str) -> torch.dtype | None:
-    if value is None or isinstance(value, torch.dtype):
-        found = value
-    else:
-        text = str(value).lower().removeprefix("torch.")
-        found = vars(torch).get(_ALIASES.get(text, text))
-    if found is None and value is None:
-        return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigurationError(
-            f"MixedPrecision.{name}={value!r}: expected a floating-point dtype, for example 'bfloat16', 'float16', "
-            f"'float32' or torch.bfloat16"
-        )
-    return found

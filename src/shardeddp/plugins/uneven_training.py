@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from shardeddp.comm import Mesh, agree_on_any, exchange
+from shardeddp.config import UnevenBatches
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning_api import (
     GradientAccumulationScheduler,
@@ -21,24 +22,6 @@ from shardeddp.lightning_api import (
     reloads_dataloaders,
     sized_len,
 )
-
-UnevenBatches = Literal["error", "min", "join"]
-"""What training does when a rank has no batch left and others have: raise on all ranks, or end the epoch on all, or go
-on with that rank's last batch at no weight."""
-
-
-def check_uneven_batches(value: str) -> UnevenBatches:
-    """The option as it is.
-
-    Raises:
-        ConfigurationError: There is no such value.
-    """
-    if value not in get_args(UnevenBatches):
-        raise ConfigurationError(
-            f"uneven_batches={value!r}: expected one of {', '.join(get_args(UnevenBatches))}; 'min' ends each epoch "
-            f"with the first rank that has no batch left, 'join' with the last"
-        )
-    return cast(UnevenBatches, value)
 
 
 class EvenTraining:

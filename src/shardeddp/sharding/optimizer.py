@@ -20,9 +20,10 @@ from typing import Any
 from torch import optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.sharding.local_step import LocalStep
-from shardeddp.sharding.optimizer_scope import ELEMENTWISE, Scope, refuse, scope_of
+from shardeddp.sharding.optimizer_scope import ELEMENTWISE, refuse, scope_of
 from shardeddp.sharding.owned_step import OwnedStep
 from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.swapped_step import OnStep, SwappedStep, stepped_parameters, take_sharded

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 from torch import optim
 
+from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
-
-Scope: TypeAlias = Literal["element", "parameter", "model"]
-"""``element``: the element itself, its gradient and its states. ``parameter``: all of its parameter. ``model``:
-anything else that the optimizer holds."""
 
 ELEMENTWISE: set[type[optim.Optimizer]] = {
     optim.ASGD,
@@ -81,30 +78,6 @@ def _is_hook_of_torch(kind: type) -> bool:
         and step.__code__.co_filename == inspect.getfile(optim.Optimizer)
         and vars(step).get("__wrapped__") in (inherited, vars(inherited).get("__wrapped__"))
     )
-
-
-def check_stated(stated: Any) -> dict[str, Scope]:
-    """What a user says about optimizers, as a mapping from names of classes.
-
-    Raises:
-        ConfigurationError: It is something else, or a scope is not known.
-    """
-    if stated is None:
-        return {}
-    if not isinstance(stated, Mapping):
-        raise ConfigurationError(
-            f"optimizer_scope={stated!r}: expected a mapping from optimizer classes, or their names or import paths, "
-            f"to one of {', '.join(get_args(Scope))}, such as {{'Lion': 'element'}}"
-        )
-    found: dict[str, Scope] = {}
-    for key, scope in stated.items():
-        if scope not in get_args(Scope):
-            raise ConfigurationError(
-                f"optimizer_scope[{key!r}]={scope!r}: expected one of {', '.join(get_args(Scope))}: what the new value "
-                f"of an element depends on"
-            )
-        found[f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else str(key)] = scope
-    return found
 
 
 # Packages whose optimizers divide parameters or average gradients over ranks by themselves.

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from shardeddp.lightning_api import LightningModule, Trainer, TrainerFn
-from shardeddp.plugins.refused import refuse_callbacks
+from shardeddp.config import UnevenBatches, check_uneven_batches
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning_api import LightningModule, ModelPruning, Trainer, TrainerFn, callbacks_of
 from shardeddp.plugins.summary import complete_summaries, restore_summaries
 from shardeddp.plugins.uneven_evaluation import UnevenEvaluation
-from shardeddp.plugins.uneven_training import EvenTraining, UnevenBatches, check_uneven_batches
+from shardeddp.plugins.uneven_training import EvenTraining
 from shardeddp.sharding.runtime import Runtime
 from shardeddp.strategy.averages import Averages
 
@@ -21,12 +22,9 @@ class Companions:
 
     Args:
         uneven_batches: What training does when a rank has no batch left and others have.
-
-    Raises:
-        ConfigurationError: There is no such choice.
     """
 
-    def __init__(self, uneven_batches: str) -> None:
+    def __init__(self, uneven_batches: UnevenBatches) -> None:
         self.averages = Averages()
         self.uneven_batches: UnevenBatches = check_uneven_batches(uneven_batches)
         self._training: EvenTraining | None = None  # both: in a run of several ranks
@@ -43,7 +41,7 @@ class Companions:
             ConfigurationError: A callback cannot do its work on a sharded module.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_callbacks(trainer)
+            _refuse_callbacks(trainer)
         self.averages.meet_shards(module)
 
     def join(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> Callable[[], None] | None:
@@ -98,3 +96,18 @@ class Companions:
         self._training = self._evaluation = None
         restore_summaries(trainer)
         self.averages.forget(module)
+
+
+def _refuse_callbacks(trainer: Trainer) -> None:
+    """Look through the callbacks of a training that is about to begin.
+
+    Raises:
+        ConfigurationError: One of them would fail in the middle of training, or do something else than it says.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} cannot be used with ShardedDP: ModelPruning replaces parameters while they "
+                f"are sharded, and finds the smallest of whole tensors. Prune with torch.nn.utils.prune before "
+                f"trainer.fit(), whose masks then hold in training, or train with strategy='ddp'"
+            )

@@ -14,7 +14,7 @@ from shardeddp.checkpoint.reading.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.lightning_api import LightningModule, extend_reading, load_state, migrate_checkpoint
 from shardeddp.plugins.paths import local_path
-from shardeddp.strategy.checkpoints import open_any
+from shardeddp.strategy.restore import open_any
 
 ModuleT = TypeVar("ModuleT", bound=LightningModule)
 
