@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardeddp.lightning_api import LightningModule, ParallelStrategy
+from shardeddp.lightning_api import LightningModule, ParallelStrategy, private
 
 
 class AcceptsCompiled(ParallelStrategy):
@@ -32,4 +32,4 @@ class AcceptsCompiled(ParallelStrategy):
     ) -> None:
         self._connected = module
         if module is not None:
-            module._compiler_ctx = None
+            private.forget_compilation(module)
