@@ -18,7 +18,7 @@ def cluster_environment_of(trainer: Any) -> Any:
     Args:
         trainer: Of either namespace.
     """
-    return trainer.strategy.cluster_environment
+    return getattr(trainer.strategy, "cluster_environment", None)
 
 
 def reloads_dataloaders(trainer: Any) -> bool:
