@@ -12,18 +12,7 @@ from house_rules import SRC, Finding, Source
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_LATER = "the strategy is rewritten and takes it from private.py then"
-EXCUSED: dict[tuple[str, str, str], str] = {
-    ("foreign_privates", f"{SRC}strategy/averages.py", "_device"): _LATER,
-    ("foreign_privates", f"{SRC}strategy/checkpoints.py", "_optimizer"): _LATER,
-    ("foreign_privates", f"{SRC}strategy/continuing.py", "_combined_loader"): _LATER,
-    ("foreign_privates", f"{SRC}strategy/continuing.py", "_data_fetcher"): _LATER,
-    ("foreign_privates", f"{SRC}strategy/continuing.py", "_restarting"): _LATER,
-    ("foreign_privates", f"{SRC}strategy/continuing.py", "_resuming_from_checkpoint"): _LATER,
-    ("foreign_privates", f"{SRC}strategy/processes.py", "_trainer"): _LATER,
-    ("foreign_privates", f"{SRC}strategy/sharded_dp.py", "_combined_loader"): _LATER,
-    ("foreign_privates", f"{SRC}strategy/sharded_dp.py", "_layer_sync"): _LATER,
-}
+EXCUSED: dict[tuple[str, str, str], str] = {}
 """(rule, file, subject of the finding) -> why this one stays."""
 
 Rule = Callable[[Sequence[Source]], Iterator[Finding]]

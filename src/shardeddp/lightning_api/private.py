@@ -71,9 +71,6 @@ def _changed(problems: Sequence[str]) -> ConfigurationError:
 if TYPE_CHECKING:
     from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin as DeviceDtypeModuleMixin
     from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_ddp_if_available
-    from lightning.fabric.utilities.distributed import (
-        _get_default_process_group_backend_for_device as default_backend_for_device,
-    )
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.pytorch.core.saving import _load_state as load_state
     from lightning.pytorch.loops import _FitLoop as FitLoop
@@ -90,7 +87,6 @@ if TYPE_CHECKING:
 else:
     DeviceDtypeModuleMixin = _named("fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin")
     all_gather_ddp_if_available = _named("fabric.utilities.distributed:_all_gather_ddp_if_available")
-    default_backend_for_device = _named("fabric.utilities.distributed:_get_default_process_group_backend_for_device")
     init_dist_connection = _named("fabric.utilities.distributed:_init_dist_connection")
     load_state = _named("pytorch.core.saving:_load_state")
     FitLoop = _named("pytorch.loops:_FitLoop")
@@ -119,6 +115,17 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
 def forget_compilation(module: Any) -> None:
     """Drop the note of ``torch.compile``, for which a Trainer refuses a module."""
     module._compiler_ctx = None
+
+
+def replace_layers(strategy: Any, module: nn.Module) -> None:
+    """Replace layers by those that ``Trainer(sync_batchnorm=True)`` asks for.
+
+    Args:
+        strategy: The strategy, to which the Trainer has given them.
+        module: The module whose layers are replaced.
+    """
+    if strategy._layer_sync:
+        strategy._layer_sync.apply(module)
 
 
 # -- loops; each is a fit, evaluation or prediction loop

@@ -25,6 +25,7 @@ from shardeddp.lightning_api import (
     TrainerFn,
     TrainerStatus,
     callbacks_of,
+    private,
 )
 from shardeddp.plugins.foremost import Foremost
 from shardeddp.plugins.interruption import Interruption
@@ -85,7 +86,7 @@ class ContinuingStrategy(CheckpointStrategy):
             if not loop.restarting and loop.is_resuming:
                 # Between epochs. Lightning would train on with the iterator that was made in setting up, while the
                 # uninterrupted run makes one when the epoch has started, after all hooks.
-                loop._resuming_from_checkpoint = False
+                private.end_resume(loop)
             self._randomness.begin(self.root_device)
 
     @override
@@ -95,7 +96,7 @@ class ContinuingStrategy(CheckpointStrategy):
 
     def _begin_streams(self) -> None:
         """Training starts, and users may look at its loaders."""
-        loaders = self._trainer_at_work().fit_loop._combined_loader
+        loaders = private.combined_loader(self._trainer_at_work().fit_loop)
         if self._held_back.wait and loaders is not None:
             loaders.flattened = self._held_back.begin(loaders.flattened)
 
@@ -131,10 +132,10 @@ class ContinuingStrategy(CheckpointStrategy):
         if self._randomness.holds and batches.is_last_batch and epoch.ready == epoch.started == epoch.processed:
             # Between epochs. A Trainer that counts steps would train on one more batch of the epoch that is over.
             for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-                each._restarting = False  # the property of a loop that counts steps is always true
+                private.end_restart(each)
 
         def in_hand() -> bool:
-            fetcher = loop._data_fetcher
+            fetcher = private.data_fetcher(loop)
             return isinstance(fetcher, PrefetchDataFetcher) and bool(fetcher.batches)
 
         dataloader = self._held_back.hold_back(dataloader)
@@ -147,9 +148,10 @@ class ContinuingStrategy(CheckpointStrategy):
         Those that know where they are would not be told any more, and the progress of an epoch that is over would go
         on. In the middle of an epoch others start where they start, as under every strategy.
         """
-        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        combined = private.combined_loader(loop)
+        loaders = [] if combined is None else combined.flattened
         if self._held_back.wait or any(isinstance(each, Stateful) for each in loaders):
-            loop._combined_loader = None
+            private.drop_combined_loader(loop)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

@@ -26,8 +26,9 @@ from shardeddp.lightning_api import (
     Precision,
     Trainer,
     all_gather_ddp_if_available,
-    default_backend_for_device,
+    check_lightning,
     init_dist_connection,
+    private,
     rank_zero_only,
     rank_zero_warn,
     reset_seed,
@@ -76,6 +77,7 @@ class ProcessStrategy(AcceptsCompiled):
         checkpoint_io: CheckpointIO | None,
         precision_plugin: Precision | None,
     ) -> None:
+        check_lightning()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.placement = placement
         self._process_group_backend = _check_backend(process_group_backend)
@@ -90,7 +92,7 @@ class ProcessStrategy(AcceptsCompiled):
     def trainer(self) -> Trainer | None:
         """Whose runs these are; None before it has connected a module, and in a process that has spawned the ranks."""
         module = self.lightning_module
-        return None if module is None else module._trainer
+        return None if module is None else private.trainer_of(module)
 
     @property
     def is_distributed(self) -> bool:
@@ -204,7 +206,7 @@ class ProcessStrategy(AcceptsCompiled):
         with torch_compares() if self.debug else nullcontext():
             init_dist_connection(
                 environment,
-                self._process_group_backend or default_backend_for_device(device),
+                self._process_group_backend or torch.distributed.get_default_backend_for_device(device),
                 timeout=self.timeout,
                 device_id=None if device.type == "cpu" else device,
                 store=store,

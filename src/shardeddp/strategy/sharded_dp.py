@@ -23,6 +23,7 @@ from shardeddp.lightning_api import (
     Precision,
     Trainer,
     TrainerFn,
+    private,
 )
 from shardeddp.plan.placement import OptimizerShard, choose_placement
 from shardeddp.plugins.activation_checkpointing import ActivationCheckpointingLike, resolve_activation_checkpointing
@@ -203,8 +204,7 @@ class ShardedDP(ModelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         runtime = runtime_of(module)
         if runtime is None:
-            if self._layer_sync:
-                self._layer_sync.apply(module)
+            private.replace_layers(self, module)
             if self.root_device.type == "cpu":
                 synchronize_on_host(module)
             make_plain(module)
@@ -266,7 +266,7 @@ class ShardedDP(ModelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if trainer.fit_loop._combined_loader is not None:  # asked for by `trainer.estimated_stepping_batches`
+        if private.combined_loader(trainer.fit_loop) is not None:  # asked for by `trainer.estimated_stepping_batches`
             if self._companions.meet_loaders(trainer):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
