@@ -12,7 +12,8 @@ TORCH ?= torch==2.13.0
 LIGHTNINGS ?= 2.6.0 2.6.6
 VERSIONS := $(VENV)/versions
 SMOKE := tests/test_lightning_private.py tests/plugins/test_preemption.py tests/strategy/test_parity.py \
-    tests/strategy/test_resume.py tests/strategy/test_cli.py tests/strategy/test_launch.py tests/strategy/test_summaries.py
+    tests/strategy/test_resume.py tests/strategy/test_cli.py tests/strategy/test_summaries.py \
+    tests/strategy/test_launch.py::test_forked_and_spawned_ranks_bring_the_full_weights_back
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
