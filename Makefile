@@ -8,6 +8,13 @@ PYTHON ?= python3
 VENV := .venv
 TORCH ?= torch==2.13.0
 
+# The oldest and the newest release of Lightning that pyproject.toml allows, for `make test-versions`.
+LIGHTNINGS ?= 2.6.0 2.6.6
+VERSIONS := $(VENV)/versions
+SMOKE := tests/test_lightning_private.py tests/plugins/test_preemption.py tests/strategy/test_parity.py \
+    tests/strategy/test_resume.py tests/strategy/test_cli.py tests/strategy/test_summaries.py \
+    tests/strategy/test_launch.py::test_forked_and_spawned_ranks_bring_the_full_weights_back
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -c constraints.txt
@@ -15,11 +22,12 @@ LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-models test-fidelity test-cluster torture torture-cluster lint types bench clean
+.PHONY: help demo test test-versions test-models test-fidelity test-cluster torture torture-cluster lint types bench clean
 
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
 	@echo "make test             run all tests but the long harnesses"
+	@echo "make test-versions    a part of the tests with the oldest and the newest Lightning (three minutes)"
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
 	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
 	@echo "make test-fidelity    hostile modules, each beside DDP (ten minutes)"
@@ -54,11 +62,29 @@ $(VENV)/.installed-models: $(VENV)/.installed-test
 	$(INSTALL) --quiet --no-build-isolation --editable '.[test,models]'
 	@touch $@
 
+# An environment that holds one release of Lightning, and what that needs otherwise, in front of the packages of $(VENV).
+$(VERSIONS)/%/.installed: $(VENV)/.installed-test
+	@rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/locked.pth"
+	@grep -vE '^(lightning|pytorch-lightning|fsspec)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -c $(@D)/constraints.txt \
+	    lightning==$* pytorch-lightning==$*
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/python examples/train_gpt.py fit --config configs/laptop.yaml
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
+
+test-versions: $(LIGHTNINGS:%=$(VERSIONS)/%/.installed)
+	@for version in $(LIGHTNINGS); do \
+	    found=$$($(VERSIONS)/$$version/bin/python -c 'import lightning; print(lightning.__version__)'); \
+	    echo "lightning $$found"; test "$$found" = "$$version" || exit 1; \
+	    $(VERSIONS)/$$version/bin/python -m pytest -q $(SMOKE) || exit 1; \
+	done
 
 test-models: $(VENV)/.installed-models
 	$(BIN)/python -m pytest -m models tests/models

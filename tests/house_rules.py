@@ -35,7 +35,49 @@ MAX_LINES = 900
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 LIGHTNING_API = "lightning_api"
 LIGHTNING_CLASS = re.compile(rf"{PACKAGE}\.{LIGHTNING_API}\.[A-Z]\w*\.")
+LIGHTNING_PRIVATE = f"{LIGHTNING_API}/private.py"
 LIGHTNING_USERS = ("strategy.py", "strategy/", "plugins/", "monitor/callbacks")
+
+# Private attributes of objects of torch and of what builds on it; its modules show by themselves whose names are.
+TORCH_PRIVATES = frozenset(
+    (
+        "_backward_cls",
+        "_backward_hooks",
+        "_buffers",
+        "_cdata",
+        "_check_input_dim",
+        "_check_non_zero_input_channels",
+        "_compiled_call_impl",
+        "_fields",
+        "_forward_hooks",
+        "_forward_hooks_always_called",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_get_sequence_number_for_group",
+        "_indices",
+        "_is_param",
+        "_load_from_state_dict",
+        "_load_state_dict_pre_hooks",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_optimizer_step_post_hooks",
+        "_optimizer_step_pre_hooks",
+        "_parameters",
+        "_pop_saved_tensors_default_hooks",
+        "_post_accumulate_grad_hooks",
+        "_push_saved_tensors_default_hooks",
+        "_saved_tensors_hooks_disable",
+        "_saved_tensors_hooks_is_enabled",
+        "_schema",
+        "_step_supports_amp_scaling",
+        "_to_copy",
+        "_top_saved_tensors_default_hooks",
+        "_use_count",
+        "_values",
+        "_version",
+    )
+)
 
 COLLECTIVE = re.compile(
     r"_?(all_gather|all_reduce|all_to_all|broadcast|gather|reduce_scatter|scatter|new_subgroups)\w*"
@@ -205,6 +247,67 @@ def borrowed_privates(files: Sequence[Source]) -> Iterator[Finding]:
             if borrowed and word.startswith("_") and not word.endswith("__"):
                 problem = "private to another file: make it public there, or ask for what it answers"
                 yield Finding(path=file.path, line=line, subject=dotted, problem=problem)
+
+
+def foreign_privates(files: Sequence[Source]) -> Iterator[Finding]:
+    """A private name of Lightning is used in one file. What is neither ours nor known to be torch's counts as such."""
+    definitions = {file.path: frozenset(_definitions(file.tree)) for file in files}
+    everywhere = frozenset[str]().union(*definitions.values())
+    for file in files:
+        if file.inner == LIGHTNING_PRIVATE:
+            continue
+        found = [
+            (i.target.rpartition(".")[2], i.line, False)
+            for i in file.imports
+            if i.is_under(*LIGHTNING) and i.target.rpartition(".")[2].startswith("_")
+        ]
+        for word, line, of_self in (*found, *_foreign_words(file)):
+            ours = (everywhere if of_self else definitions[file.path]) | TORCH_PRIVATES
+            if word.startswith("_") and not word.endswith("_") and word not in ours:
+                problem = f"private to Lightning, it seems: {LIGHTNING_PRIVATE} gives it a plain name and checks it"
+                yield Finding(path=file.path, line=line, subject=word, problem=problem)
+
+
+def _definitions(tree: ast.Module) -> Iterator[str]:
+    """Names that a file gives to functions, classes, fields and attributes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name("self" | "cls" | "made" | "other")):
+                yield name
+            case ast.AnnAssign(target=ast.Name(name)) | ast.Assign(targets=[ast.Name(name)]):
+                yield name
+            case ast.Call(func=ast.Attribute(attr="update", value=ast.Call(ast.Name("vars"), [ast.Name("self")]))):
+                yield from (word.arg for word in node.keywords if word.arg)
+            case _:
+                pass
+
+
+def _foreign_words(file: Source) -> Iterator[tuple[str, int, bool]]:
+    """(name, line, whether it is an object's own) of every attribute that is used, also as a text."""
+    foreign = {i.local_name for i in file.imports if not i.is_under(PACKAGE, *LIGHTNING)}
+    for node in ast.walk(file.tree):
+        match node:
+            case ast.Attribute(value=owner, attr=word):
+                pass
+            case ast.Subscript(value=owner, slice=ast.Constant(str(word))):
+                pass
+            case ast.Call(ast.Name("getattr" | "setattr" | "delattr"), [owner, ast.Constant(str(word)), *_]):
+                pass
+            case ast.Call(ast.Attribute(owner, "get" | "pop" | "setdefault"), [ast.Constant(str(word)), *_]):
+                pass
+            case ast.Compare(ast.Constant(str(word)), [ast.In() | ast.NotIn()], [owner]):
+                pass
+            case ast.Call(ast.Attribute(ast.Call(ast.Name("vars"), [owner]), "update"), keywords=words):
+                own = ast.unparse(owner) == "self"
+                yield from ((word.arg, node.lineno, own) for word in words if word.arg)
+                continue
+            case _:
+                continue
+        text = ast.unparse(owner)
+        if text.partition(".")[0] not in foreign:
+            yield word, node.lineno, text in ("self", "cls", "super()", "vars(self)")
 
 
 def stray_collectives(files: Sequence[Source]) -> Iterator[Finding]:

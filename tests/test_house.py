@@ -22,6 +22,7 @@ RULES: list[Rule] = [
     house.imports_in_functions,
     house.impure_plans,
     house.borrowed_privates,
+    house.foreign_privates,
     house.stray_collectives,
     house.foreign_engines,
     house.stray_lightning,
@@ -85,6 +86,10 @@ def test_plans_import_the_standard_library_only() -> None:
 
 def test_private_names_stay_in_their_file() -> None:
     assert broken(house.borrowed_privates) == []
+
+
+def test_private_names_of_lightning_stand_in_one_file() -> None:
+    assert broken(house.foreign_privates) == []
 
 
 def test_collectives_are_issued_in_comm_only() -> None:
@@ -162,6 +167,21 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
         house.borrowed_privates,
         {"strategy/a.py": "from shardeddp.lightning_api import choice\nchoice._is_installed('x')"},
     ),
+    (house.foreign_privates, {"lightning_api/reading.py": "from lightning.pytorch.core.saving import _load_state"}),
+    (house.foreign_privates, {"plugins/last.py": "def f(loop: Any) -> None:\n    loop._combined_loader = None"}),
+    (
+        house.foreign_privates,
+        {"plugins/a.py": "class A:\n    def f(self) -> None:\n        self._device = 1", "plugins/b.py": "x._device"},
+    ),
+    (house.foreign_privates, {"plugins/last.py": "vars(loop)['_data_fetcher']"}),
+    (house.foreign_privates, {"plugins/last.py": "getattr(trainer, '_signal_connector')"}),
+    (house.foreign_privates, {"plugins/last.py": "vars(loop).pop('_fetcher', None)"}),
+    (house.foreign_privates, {"plugins/last.py": "vars(x).update(_on_signal=f)"}),
+    (house.foreign_privates, {"plugins/last.py": "'_summary' in vars(x)"}),
+    (
+        house.foreign_privates,
+        {"strategy.py": "class A(ParallelStrategy):\n    def f(self) -> None: self._layer_sync.x"},
+    ),
     (house.stray_collectives, {"sharding/unit.py": "import torch.distributed as dist\ndist.all_reduce(x)"}),
     (house.stray_collectives, {"sharding/unit.py": "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"}),
     (house.stray_collectives, {"sharding/unit.py": "import torch.distributed\ntorch.distributed.barrier()"}),
@@ -232,6 +252,15 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
         {
             "wrap.py": "import torch\nfrom .plan import layout\ntorch._C.f()\nlayout.__name__\nself._x",
             "strategy/a.py": "from shardeddp.lightning_api import Trainer\nTrainer._run",
+        },
+    ),
+    (
+        house.foreign_privates,
+        {
+            "lightning_api/private.py": "loop._combined_loader",
+            "plugins/a.py": "class A:\n    def f(self, it: A) -> None:\n        self._x = 1\n        it._x.__len__",
+            "plugins/b.py": "class B(A):\n    def f(self) -> None:\n        self._x\n        vars(self)['_x']",
+            "plugins/c.py": "import sys\nimport torch\ntorch._C.f()\nsys._getframe()\nmodule._parameters\nx.get('_')",
         },
     ),
     (house.stray_collectives, {"comm/gloo.py": "import torch.distributed as dist\ndist.all_reduce(x)"}),

@@ -12,6 +12,15 @@ def callbacks_of(trainer: Any) -> list[Any]:
     return vars(trainer)["callbacks"]
 
 
+def cluster_environment_of(trainer: Any) -> Any:
+    """The cluster environment of a Trainer's ranks; None under a strategy of one process.
+
+    Args:
+        trainer: Of either namespace.
+    """
+    return getattr(trainer.strategy, "cluster_environment", None)
+
+
 def reloads_dataloaders(trainer: Any) -> bool:
     """Whether a Trainer makes its training data loaders anew now and then.
 

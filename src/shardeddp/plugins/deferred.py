@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardeddp.lightning_api import LightningModule, TrainerStatus
+from shardeddp.lightning_api import LightningModule, TrainerStatus, private
 from shardeddp.sharding.materialize import Birth
 from shardeddp.sharding.replay import Origin
 
@@ -33,7 +33,7 @@ class DeferredInit:
             empty_init: True builds on the meta device; else tensors are built where the user says, or on the host:
                 never the whole model on the device.
         """
-        running = module is not None and module._trainer is not None
+        running = module is not None and private.trainer_of(module) is not None
         if running and module.trainer.state.status == TrainerStatus.RUNNING:  # type: ignore[union-attr]
             if self._in_run is None:
                 earlier = [tensor for tensor in _tensors(module) if tensor.is_meta]  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from shardeddp.lightning_api import (
     SubprocessScriptLauncher,
     Trainer,
     TrainerFn,
+    cluster_environment_of,
+    private,
 )
 from shardeddp.plugins.paths import is_remote, local_path
 
@@ -39,9 +41,7 @@ class FindsLast(Protocol):
 
 def resolve_last(trainer: Trainer) -> None:
     """Let a Trainer ask its strategy which checkpoint is the last."""
-    connector = trainer._checkpoint_connector
-    connector._parse_ckpt_path = partial(_parse, trainer)  # type: ignore[method-assign]
-    connector.resume_start = partial(_resume_start, trainer)  # type: ignore[method-assign]
+    private.replace_checkpoint_lookup(trainer, partial(_look_up, trainer), partial(_agree, trainer))
 
 
 class ShardedScriptLauncher(SubprocessScriptLauncher):
@@ -58,21 +58,18 @@ class ShardedScriptLauncher(SubprocessScriptLauncher):
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
-def _resume_start(trainer: Trainer, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+def _agree(trainer: Trainer, path: Any) -> Any:
     # Each rank has looked by itself, before there was a process group: what rank 0 has found holds for all.
-    connector = trainer._checkpoint_connector
-    type(connector).resume_start(connector, trainer.strategy.broadcast(checkpoint_path), weights_only)
+    return trainer.strategy.broadcast(path)
 
 
-def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-    connector = trainer._checkpoint_connector
-    parsed = type(connector)._parse_ckpt_path(connector, state_fn, ckpt_path, model_provided, model_connected)
+def _look_up(trainer: Trainer, parsed: Any, ckpt_path: Any) -> Any:
     on_exception = [callback for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
     asked = ckpt_path == "last" or (ckpt_path is None and on_exception and trainer.state.fn == TrainerFn.FITTING)
     if not asked:
         return parsed
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    candidates = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
+    candidates = {path for callback in callbacks for path in private.find_last_checkpoints(callback, trainer)}
     candidates |= {callback.ckpt_path for callback in on_exception} | _saved_for_requeue(trainer)
     given = {local_path(path): path for path in candidates}
     folders = [local_path(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
@@ -86,7 +83,7 @@ def _parse(trainer: Trainer, state_fn: TrainerFn, ckpt_path: Any, model_provided
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:
     """What this job has saved before SLURM took its nodes; a job that was not restarted looks at none of them."""
-    slurm = isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment)
+    slurm = isinstance(cluster_environment_of(trainer), SLURMEnvironment)
     if not slurm or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return set()
-    return {path for path in [trainer._checkpoint_connector._hpc_resume_path] if path is not None}
+    return {path for path in [private.requeue_checkpoint(trainer)] if path is not None}

@@ -6,12 +6,12 @@ from typing import Any, Literal
 from torch import nn
 from typing_extensions import override
 
-from shardeddp.lightning_api import MultiProcessingLauncher, ParallelStrategy, Trainer, handed_down
+from shardeddp.lightning_api import ParallelStrategy, Trainer, handed_down, private
 from shardeddp.plugins.last import resolve_last
 from shardeddp.sharding.materialize import allocate_on_host
 
 
-class ShardedMultiProcessingLauncher(MultiProcessingLauncher):
+class ShardedMultiProcessingLauncher(private.RankLauncher):
     """Spawns or forks the ranks; at the end the main process gets the full weights, as it does under DDP.
 
     Args:
@@ -40,29 +40,29 @@ class ShardedMultiProcessingLauncher(MultiProcessingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
-    def _wrapping_function(self, *arguments: Any, **named: Any) -> None:
+    def run_rank(self, run: Callable[[], None]) -> None:
         try:
-            super()._wrapping_function(*arguments, **named)
+            run()
         except BaseException as error:
             # Lightning tells strategies of errors in the main process alone, where it has the text of one of them.
             self._on_error(error)
             raise
 
     @override
-    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+    def collect_results(self, collect: Callable[[], Any], trainer: Trainer) -> Any:
         def gather(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
             # All ranks pass here; only rank 0 keeps what it gathers and sends it to the main process.
-            state_dict.update(self._gather(dict(state_dict), self._strategy.is_global_zero))
+            state_dict.update(self._gather(dict(state_dict), self.strategy.is_global_zero))
 
         handle = trainer.lightning_module.register_state_dict_post_hook(gather)
         try:
-            return super()._collect_rank_zero_results(trainer, results)
+            return collect()
         finally:
             handle.remove()
 
     @override
-    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
-        if worker_output.weights_path is not None:
+    def recover_results(self, recover: Callable[[], None], trainer: Trainer, weights_path: Any) -> None:
+        if weights_path is not None:
             # The main process has sharded nothing: loading into a module on the meta device would do nothing.
             allocate_on_host(trainer.lightning_module)
-        super()._recover_results_in_main_process(worker_output, trainer)
+        recover()

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shardeddp.lightning_api import DeviceDtypeModuleMixin
+from shardeddp.lightning_api import private
 
 
 def place_module(module: nn.Module, device: torch.device) -> None:
@@ -15,5 +15,4 @@ def place_module(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
-    if isinstance(module, DeviceDtypeModuleMixin):
-        module._device = device
+    private.tell_device(module, device)

@@ -42,6 +42,8 @@ from shardeddp.lightning_api import (
     Trainer,
     TrainerFn,
     callbacks_of,
+    cluster_environment_of,
+    private,
     rank_zero_info,
 )
 
@@ -85,10 +87,7 @@ class Preemption:
         """
         self._trainer, self._owner = trainer, os.getpid()
         self._seen, self._requeued = _NOTHING, False
-        vars(trainer._signal_connector).update(
-            _sigterm_notifier_fn=self._on_end, _slurm_sigusr_handler_fn=self._on_requeue
-        )
-        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
+        private.replace_signal_handlers(trainer, self._on_end, self._on_requeue)
 
     def begin(self, trainer: Trainer, group: dist.ProcessGroup, launcher: int | None) -> None:
         """Ask all ranks from now on after each batch.
@@ -102,9 +101,8 @@ class Preemption:
         callbacks_of(trainer).append(self._boundary)
         if launcher is not None:
             self._boundary.launcher = launcher
-        connector = trainer._signal_connector
         if not _requeues(trainer) and not _is_caught(signal.SIGUSR1):
-            connector._register_signal(signal.SIGUSR1, self._on_end)
+            private.register_signal(trainer, signal.SIGUSR1, self._on_end)
 
     def detach(self) -> None:
         """Leave a run that is over; Lightning restores the handlers that were there before."""
@@ -113,7 +111,7 @@ class Preemption:
         callbacks = callbacks_of(self._trainer)
         if self._boundary in callbacks:  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
             callbacks.remove(self._boundary)
-        vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        private.restore_broadcast(self._trainer)
         self._trainer, self._boundary = None, None
 
     # -- handlers
@@ -133,7 +131,7 @@ class Preemption:
             # Nothing would be saved, so nobody has to be asked; ranks that this one has started end with it.
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signum)
-            trainer._signal_connector.received_sigterm = True
+            private.note_sigterm(trainer)
             raise SIGTERMException(EXIT_CODE)
         self._seen = _END
 
@@ -147,15 +145,14 @@ class Preemption:
         if seen == _REQUEUE:
             if not self._requeued:
                 self._seen, self._requeued = _NOTHING, True
-                connector = trainer._signal_connector
                 self.requeues = True
                 try:
-                    type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, _no_frame())
+                    private.save_and_requeue(trainer)
                 finally:
                     self.requeues = False
             return
         # Not before: Lightning ends the run by itself where it is set, on one rank alone.
-        trainer._signal_connector.received_sigterm = True
+        private.note_sigterm(trainer)
         if self._requeued:
             rank_zero_info(f"The job was given back to SLURM, which ends it now, at step {trainer.global_step}")
             raise SIGTERMException(EXIT_CODE)
@@ -191,7 +188,7 @@ class _Boundary(Checkpoint):
     ) -> None:
         """Answer, where a run can resume from."""
         loop = trainer.fit_loop
-        self._ask(trainer, ready=not loop._should_accumulate() and not loop.epoch_loop.batch_progress.is_last_batch)
+        self._ask(trainer, ready=not private.accumulates(loop) and not loop.epoch_loop.batch_progress.is_last_batch)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,10 +215,10 @@ def _save(trainer: Trainer) -> str:
     keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     for keeper in keepers:
         if keeper.save_last is True and not keeper.save_weights_only:
-            keeper._save_last_checkpoint(trainer, keeper._monitor_candidates(trainer))
+            private.save_last_checkpoint(keeper, trainer)
             return keeper.last_model_path
     if any(isinstance(callback, OnExceptionCheckpoint) for callback in callbacks_of(trainer)) or any(
-        keeper._should_save_on_exception(trainer) and not keeper.save_weights_only for keeper in keepers
+        private.saves_on_exception(keeper, trainer) and not keeper.save_weights_only for keeper in keepers
     ):
         return "the checkpoint of a callback that saves on exceptions"
     folder = next((keeper.dirpath for keeper in keepers if keeper.dirpath), None) or trainer.default_root_dir
@@ -231,7 +228,7 @@ def _save(trainer: Trainer) -> str:
 
 
 def _requeues(trainer: Trainer) -> bool:
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment_of(trainer)
     return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
 
@@ -251,11 +248,3 @@ def _outlive(process: int) -> None:
     deadline = time.monotonic() + LINGER_S
     while os.getppid() == process and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _no_frame() -> Any:
-    return None  # Lightning's handler does not look at it
-
-
-def _nothing() -> None:
-    return None

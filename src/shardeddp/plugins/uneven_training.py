@@ -19,6 +19,7 @@ from shardeddp.lightning_api import (
     Trainer,
     callbacks_of,
     has_iterable_dataset,
+    private,
     reloads_dataloaders,
     sized_len,
 )
@@ -59,7 +60,7 @@ class EvenTraining:
             ConfigurationError: They do, and that is not wanted.
         """
         loop = trainer.fit_loop
-        loader = loop._combined_loader
+        loader = private.combined_loader(loop)
         length = None if loader is None else sized_len(loader)
         asks = length is None or any(map(has_iterable_dataset, loader.flattened if loader is not None else ()))
         answers = exchange(json.dumps([length, asks]).encode(), self._mesh.control)
@@ -80,12 +81,11 @@ class EvenTraining:
     def begin(self, trainer: Trainer) -> None:
         """Training begins, or an epoch whose loaders were made anew."""
         self.align(trainer)
-        fetcher = trainer.fit_loop._data_fetcher
+        fetcher = private.data_fetcher(trainer.fit_loop)
         if isinstance(fetcher, PrefetchDataFetcher):
             if (self._asks or self._differ) and not isinstance(fetcher, WatchedFetcher):
-                trainer.fit_loop._data_fetcher = WatchedFetcher(
-                    fetcher, lambda: self._goes_on_without(trainer), self._mesh.rank
-                )
+                watched = WatchedFetcher(fetcher, lambda: self._goes_on_without(trainer), self._mesh.rank)
+                private.replace_data_fetcher(trainer.fit_loop, watched)
         elif self._choice == "join" and (self._asks or self._differ):
             raise ConfigurationError(
                 "uneven_batches='join' cannot give a batch again to a training_step(self, dataloader_iter), which "
@@ -98,7 +98,7 @@ class EvenTraining:
         ready = progress.current.ready
         if ready == 1 and reloads_dataloaders(trainer):
             self.begin(trainer)
-        fetcher = trainer.fit_loop._data_fetcher
+        fetcher = private.data_fetcher(trainer.fit_loop)
         watched = fetcher if isinstance(fetcher, WatchedFetcher) else None
         self._repeats = self._differ and (ready > self._own or (watched is not None and watched.repeats))
         if self._over is not None:

@@ -95,7 +95,7 @@ class Drawing(TorchDispatchMode):
 
 
 def _sharded_of(tensor: torch.Tensor) -> ShardTensor:
-    return tensor if isinstance(tensor, ShardTensor) else tensor._gathered.sharded  # type: ignore[attr-defined]
+    return tensor if isinstance(tensor, ShardTensor) else tensor.sharded  # type: ignore[attr-defined]
 
 
 def _place_of(tensor: torch.Tensor) -> ShardSpec | int:

@@ -174,6 +174,11 @@ class GatheredView(Memoryless, torch.Tensor):
         raise NotImplementedError(f"a view of {fqn} cannot be given other memory: use copy_()")
 
     @property
+    def sharded(self) -> ShardTensor:
+        """The sharded tensor that it is a view of."""
+        return self._gathered.sharded
+
+    @property
     def spec(self) -> ShardSpec:
         """What it is a view of a part of."""
         return self._gathered.sharded.spec

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from shardeddp.checkpoint.reading.restore import load_model
 from shardeddp.comm import Mesh
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning_api import Callback, LightningModule, StochasticWeightAveraging, Trainer, callbacks_of
+from shardeddp.lightning_api import Callback, LightningModule, StochasticWeightAveraging, Trainer, callbacks_of, private
 from shardeddp.sharding.buffers import BufferSync
 from shardeddp.sharding.hooks import runtime_of
 from shardeddp.sharding.shard_tensor import ShardTensor
@@ -149,10 +149,8 @@ def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 def _averages(trainer: Trainer, module: LightningModule) -> Iterator[_Average]:
     for callback in callbacks_of(trainer):
-        attributes = vars(callback)
-        device = attributes.get("_device")
-        where = None if device is None else torch.device(device)
-        for value in attributes.values():
+        where = private.averaging_device(callback)
+        for value in vars(callback).values():
             if isinstance(value, AveragedModel) and type(value.module) is type(module):
                 yield _Average(value, value.module, where)
             elif isinstance(callback, StochasticWeightAveraging) and type(value) is type(module):

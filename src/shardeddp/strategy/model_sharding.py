@@ -11,7 +11,7 @@ from torch import nn
 from shardeddp.comm import together
 from shardeddp.config import ActivationCheckpointing, CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning_api import LayerSync, LightningModule, Precision, rank_zero_info
+from shardeddp.lightning_api import LightningModule, Precision, rank_zero_info
 from shardeddp.monitor.units import describe_units
 from shardeddp.plan.placement import Placement
 from shardeddp.plugins.activation_checkpointing import checkpoint_activations
@@ -74,13 +74,9 @@ class ModelSharding:
         with self._deferred.building(module, empty_init), precision.tensor_init_context():
             yield
 
-    def shard(
-        self, module: LightningModule, precision: Precision, layer_sync: LayerSync | None, fitting: bool
-    ) -> Runtime:
+    def shard(self, module: LightningModule, precision: Precision, fitting: bool) -> Runtime:
         """The engine of a module, which is sharded unless an earlier run has done so; a collective of all ranks."""
         runtime = runtime_of(module)
-        if runtime is None and layer_sync:
-            layer_sync.apply(module)
         if fitting and self._group.mesh.device.type == "cpu":
             _refuse_sync_batch_norm(module)
         if runtime is None:

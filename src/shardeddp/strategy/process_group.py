@@ -25,7 +25,6 @@ from shardeddp.lightning_api import (
     LIGHTNING_VERSION,
     ClusterEnvironment,
     all_gather_ddp_if_available,
-    default_backend_for_device,
     init_dist_connection,
     rank_zero_only,
     rank_zero_warn,
@@ -162,7 +161,7 @@ class ProcessGroup:
         with torch_compares() if self._debug else nullcontext():
             init_dist_connection(
                 environment,
-                self._backend or default_backend_for_device(device),
+                self._backend or torch.distributed.get_default_backend_for_device(device),
                 timeout=self._timeout,
                 device_id=None if device.type == "cpu" else device,
                 store=store,

@@ -167,7 +167,7 @@ class Restore:
                     f"train with the optimizers that it was saved with, or load its weights alone"
                 )
             for optimizer, state in zip(optimizers, states, strict=False):
-                inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+                inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
                 if not state and not inner.state_dict():
                     continue  # Lightning's stand-in for a module without optimizers
                 load_optimizer(inner, state)

@@ -19,6 +19,7 @@ from shardeddp.lightning_api import (
     Trainer,
     TrainerFn,
     has_iterable_dataset,
+    private,
 )
 from shardeddp.strategy.process_group import ProcessGroup
 
@@ -94,10 +95,10 @@ class Resume:
         if self._randomness.holds and batches.is_last_batch and epoch.ready == epoch.started == epoch.processed:
             # Between epochs. A Trainer that counts steps would train on one more batch of the epoch that is over.
             for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-                each._restarting = False  # the property of a loop that counts steps is always true
+                private.end_restart(each)
 
         def in_hand() -> bool:
-            fetcher = loop._data_fetcher
+            fetcher = private.data_fetcher(loop)
             return isinstance(fetcher, PrefetchDataFetcher) and bool(fetcher.batches)
 
         mid_epoch = loop.restarting and not batches.is_last_batch
@@ -110,13 +111,14 @@ class Resume:
         Those that know where they are would not be told any more, and the progress of an epoch that is over would go
         on. In the middle of an epoch others start where they start, as under every strategy.
         """
-        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        combined = private.combined_loader(loop)
+        loaders = [] if combined is None else combined.flattened
         if self._streams.wait or any(isinstance(each, Stateful) for each in loaders):
-            loop._combined_loader = None
+            private.drop_combined_loader(loop)
 
     def begin_streams(self, trainer: Trainer) -> None:
         """Give the loop its loaders as the user knows them, before the user's hooks of the start of training."""
-        loaders = trainer.fit_loop._combined_loader
+        loaders = private.combined_loader(trainer.fit_loop)
         if self._streams.wait and loaders is not None:
             loaders.flattened = self._streams.begin(loaders.flattened)
 
@@ -127,7 +129,7 @@ class Resume:
         if not loop.restarting and loop.is_resuming:
             # Between epochs. Lightning would train on with the iterator that was made in setting up, while the
             # uninterrupted run makes one when the epoch has started, after all hooks.
-            loop._resuming_from_checkpoint = False
+            private.end_resume(loop)
         self._randomness.begin(self._group.mesh.device)
 
     def begin_batch(self) -> None:

@@ -39,6 +39,8 @@ from shardeddp.lightning_api import (
     Precision,
     Trainer,
     TrainerFn,
+    check_lightning,
+    private,
     rank_zero_only,
     reset_seed,
 )
@@ -154,6 +156,7 @@ class ShardedDP(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        check_lightning()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         offload = self.offload = resolve_offload(cpu_offload)
         self.placement = choose_placement(
@@ -218,13 +221,13 @@ class ShardedDP(ParallelStrategy):
     ) -> None:
         self._connected = module
         if module is not None:
-            module._compiler_ctx = None
+            private.forget_compilation(module)
 
     @property
     def trainer(self) -> Trainer | None:
         """Trainer of the runs; None before it has connected a module, and in a process that has spawned the ranks."""
         module = self.lightning_module
-        return None if module is None else module._trainer
+        return None if module is None else private.trainer_of(module)
 
     def _trainer_at_work(self) -> Trainer:
         if self.trainer is None:
@@ -387,7 +390,9 @@ class ShardedDP(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._begin_run(trainer)
-        self._runtime = self._model_sharding.shard(module, self.precision_plugin, self._layer_sync, self._fitting)
+        if runtime_of(module) is None:
+            private.replace_layers(self, module)
+        self._runtime = self._model_sharding.shard(module, self.precision_plugin, self._fitting)
         if self._fitting and self.is_distributed:
             require_parameters(module)  # as DistributedDataParallel does; whatever else a run does needs none
         self._restore.load(self._companions.join(trainer, module, self._runtime), module)
@@ -413,7 +418,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if trainer.fit_loop._combined_loader is not None:  # asked for by `trainer.estimated_stepping_batches`
+        if private.combined_loader(trainer.fit_loop) is not None:  # asked for by `trainer.estimated_stepping_batches`
             if self._companions.meet_loaders(trainer):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
