@@ -102,7 +102,7 @@ def test_a_stock_checkpoint_is_verified(tmp_path: Path, capsys: Output) -> None:
     assert out.splitlines()[1] == "  not checked, for it was written without a checksum: .metadata"
 
 
-@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["consolidate", "-o", "a.ckpt"], ["shard", "-o", "a"]])
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["consolidate", "-o", "a.ckpt"]])
 def test_a_wrong_path_is_one_line(tmp_path: Path, capsys: Output, command: list[str]) -> None:
     status, out, err = run(capsys, *command, tmp_path / "nowhere")
     assert (status, out, len(err.splitlines())) == (1, "", 1)
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_another_tool_is_not_taken_for_ours(tmp_path: Path, caps
         assert "Another tool wrote it" in err
 
 
-# -- consolidate and shard
+# -- consolidate
 
 
 def test_the_weights_are_written(path: Path, tmp_path: Path, capsys: Output) -> None:
@@ -173,17 +173,6 @@ def test_the_weights_are_written(path: Path, tmp_path: Path, capsys: Output) -> 
     assert (status, "--force" in err) == (1, True)
     assert run(capsys, "consolidate", path, "-o", target, "--force", "--max-shard-size", "100B")[0] == 0
     assert (tmp_path / "model.safetensors.index.json").exists()
-
-
-def test_a_file_becomes_a_directory_and_a_file_again(path: Path, tmp_path: Path, capsys: Output) -> None:
-    assert run(capsys, "consolidate", path, "-o", tmp_path / "whole.ckpt")[0] == 0
-    status, out, err = run(capsys, "shard", tmp_path / "whole.ckpt", "-o", tmp_path / "again")
-    assert (status, err.strip()) == (0, "")
-    assert out == f"wrote 11 tensors, 609 B to {tmp_path / 'again'}\n"
-    assert run(capsys, "verify", tmp_path / "again")[0] == 0
-    status, _, err = run(capsys, "shard", tmp_path / "whole.ckpt", "-o", tmp_path / "again")
-    assert (status, "--force" in err) == (1, True)
-    assert run(capsys, "shard", tmp_path / "whole.ckpt", "-o", tmp_path / "again", "--force")[0] == 0
 
 
 def test_a_damaged_checkpoint_is_not_exported(path: Path, tmp_path: Path, capsys: Output) -> None:

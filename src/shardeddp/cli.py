@@ -1,4 +1,4 @@
-"""The command line: verify, inspect, consolidate and shard checkpoints, without a GPU or a process group."""
+"""The command line: verify, inspect and consolidate checkpoints, without a GPU or a process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardeddp.checkpoint.disk.committed import read_manifest
 from shardeddp.checkpoint.format.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.reading.inspection import as_json, module_rows, tensor_rows
 from shardeddp.checkpoint.reading.verification import Verification, checkpoints_in, examine
-from shardeddp.checkpoint.writing.export import Exported, Selection, from_ckpt, to_ckpt, to_safetensors
+from shardeddp.checkpoint.writing.export import Selection, to_ckpt, to_safetensors
 from shardeddp.errors import CheckpointError
 from shardeddp.monitor.checkpoints import inspection_view, verification_view
 from shardeddp.monitor.report import human_bytes
@@ -121,26 +121,13 @@ def consolidate(options: argparse.Namespace) -> int:
         else:
             limit = options.max_shard_size
             exported = to_safetensors(path, options.output, selection, max_nbytes=limit, **reports)
-    _report(options.name, exported)
-    return 0
-
-
-def shard(options: argparse.Namespace) -> int:
-    """Make a checkpoint directory of a plain file."""
-    trust, force = options.trust_pickle, options.force
-    with Console(stderr=True).status(f"writing {options.output.name}"):
-        exported = from_ckpt(options.file, options.output, trust_pickle=trust, force=force)
-    _report(options.name, exported)
-    return 0
-
-
-def _report(command: str, exported: Exported) -> None:
     for note in exported.notes:
-        print(f"shardeddp {command}: {note}", file=sys.stderr)
+        print(f"shardeddp {options.name}: {note}", file=sys.stderr)
     what = f"{exported.num_tensors:,} tensors, {human_bytes(exported.nbytes)}"
     shown = [str(path) for path in exported.paths]
     files = shown[0] if len(shown) == 1 else f"{shown[0]} and {len(shown) - 1} more"
     print(f"wrote {what} to {files}")
+    return 0
 
 
 class _UsageError(Exception):
@@ -224,7 +211,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_inspect(commands)
     _add_consolidate(commands)
-    _add_shard(commands)
     return parser
 
 
@@ -272,17 +258,6 @@ def _add_consolidate(commands: Any) -> None:
     limit = "safetensors: begin another file above this (default 5GB)"
     parser.add_argument("--max-shard-size", default="5GB", type=_nbytes, metavar="SIZE", help=limit)
     parser.add_argument("--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP")
-    _add_common(parser)
-
-
-def _add_shard(commands: Any) -> None:
-    parser = _add_command(commands, shard, "make a checkpoint directory of a plain .ckpt file")
-    parser.add_argument("file", type=Path, metavar="FILE", help="the plain checkpoint")
-    parser.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="the directory that it becomes")
-    _add_common(parser)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     danger = "unpickle anything: that runs the code of whoever wrote it"
     parser.add_argument("--trust-pickle", action="store_true", help=danger)

@@ -1,22 +1,13 @@
 """The first rank that fails is heard by those whose transfers break because of it."""
 
-import atexit
-import contextlib
-import gc
-import io
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm import Mesh, failures
+from shardeddp.comm import Mesh
 from shardeddp.errors import DesyncError, LostRankError, RankError
 from shardeddp.plan.topology import Topology
 from world import Worlds, on_ranks
@@ -84,36 +75,3 @@ def test_a_broken_transfer_without_an_origin_says_where_all_ranks_were(world: Wo
     for cause, seconds in world(2).run(break_without_a_reason):
         assert seconds < 0.8, "waited, though all ranks have said that they were not the first"
         assert isinstance(cause, DesyncError) and "no rank has an error of its own: rank 0 was at " in str(cause)
-
-
-@contextlib.contextmanager
-def held_by_another_thread() -> Iterator[io.BufferedWriter]:
-    """A file whose lock is held by somebody who waits."""
-    reads, writes = os.pipe()
-    os.set_blocking(writes, True)
-    with os.fdopen(reads, "rb") as reader, os.fdopen(writes, "wb", buffering=1 << 20) as held:
-        held.write(b"x" * (1 << 19))  # more than a pipe takes
-        thread = threading.Thread(target=held.flush, daemon=True)
-        thread.start()
-        yield held
-        reader.read(1 << 19)
-        thread.join()
-
-
-def test_a_process_that_ends_because_of_another_leaves_its_garbage_to_the_system_but_no_text_of_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frozen: list[None] = []
-    planned: list[Callable[[], None]] = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(None))
-    monkeypatch.setattr(atexit, "register", lambda function, *arguments: planned.append(partial(function, *arguments)))
-    failures._plan_to_leave_garbage()
-    with (tmp_path / "log").open("w") as log:
-        log.write("the last line")
-        planned.pop()()
-        assert (tmp_path / "log").read_text() == "the last line" and frozen == [None]
-    failures._plan_to_leave_garbage()
-    began = time.monotonic()
-    with held_by_another_thread():
-        planned.pop()()
-    assert time.monotonic() - began < 2.0 and frozen == [None, None]

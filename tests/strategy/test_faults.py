@@ -14,8 +14,8 @@ LOST = ("no word from rank 1", "")
 EXPECTED: dict[str, tuple[tuple[str, ...], float]] = {
     "killed (kill -9), rank 1": (LOST, 4.0),
     "killed (kill -9), rank 0": (("", "no word from rank 0"), 4.0),
-    "frozen (SIGSTOP), rank 1": (LOST, TIMEOUT_S + 2),
-    "frozen (SIGSTOP), rank 0": (("", "no word from rank 0"), TIMEOUT_S + 2),
+    "frozen (SIGSTOP), rank 1": (LOST, TIMEOUT_S + 3),
+    "frozen (SIGSTOP), rank 0": (("", "no word from rank 0"), TIMEOUT_S + 3),
     "exception in forward": (("LookupError: rank 1 lost its data",) * 2, 5.0),
     "exception in forward, rank 0": (("LookupError: rank 0 lost its data",) * 2, 5.0),
     "exception in backward": (("ArithmeticError: rank 1 fails in backward",) * 2, 5.0),

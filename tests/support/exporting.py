@@ -4,6 +4,7 @@ import json
 import struct
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,19 @@ import torch
 
 from shardeddp.checkpoint.format.manifest import Run
 from shardeddp.checkpoint.writing.shards import write_checkpoint
-from shardeddp.checkpoint.writing.snapshot import Alone, take_snapshot
+from shardeddp.checkpoint.writing.snapshot import take_snapshot
 from shardeddp.config import CheckpointOptions
+from shardeddp.plan.topology import Topology
 
 PARAMETERS = ("net.embed.weight", "net.scale")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One process that needs no process group."""
+
+    rank: int = 0
+    topology: Topology = field(default_factory=lambda: Topology(world_size=1, shard_size=1))
 
 
 def weights(seed: int = 1) -> dict[str, torch.Tensor]:

@@ -2,13 +2,9 @@
 
 import atexit
 import contextlib
-import gc
-import io
 import json
-import threading
 import time
 import traceback
-from queue import SimpleQueue
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -33,9 +29,6 @@ _LISTED = 8
 
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.2
 _NOBODY = json.dumps(None)
-_FLUSH_S = 0.5
-_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-_File = io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom
 
 
 class Failures:
@@ -58,7 +51,7 @@ class Failures:
         """Forget what ranks have left in an earlier run; all ranks call it when one begins."""
         self._notes = Notes("failures", self._rank)
         self._explained = False
-        _forget_end()
+        atexit.unregister(_leave)
 
     def is_known(self) -> bool:
         """Whether a rank has left an error in this run, while this one has none of its own."""
@@ -95,9 +88,7 @@ class Failures:
             if broken and self._rank and not _is_explained(error):
                 _explain_by(error, LostRankError([0], ended=not isinstance(lost, SilentStoreError)))
         self._explained = True
-        _forget_end()
-        if broken:
-            _plan_to_leave_garbage()
+        atexit.unregister(_leave)
         lost_ranks = error.__cause__.ranks if isinstance(error.__cause__, LostRankError) else []
         hosts = self._rank == 0 and not has_agent_store()
         atexit.register(_leave, self._notes, self._world_size - len(lost_ranks) if hosts else 0)
@@ -200,41 +191,13 @@ def _place_of_error(error: BaseException) -> str:
     return place_of(frames[-1] if frames else None)
 
 
-def _forget_end() -> None:
-    atexit.unregister(_leave)
-    atexit.unregister(_leave_garbage)
-
-
 def _leave(notes: Notes, readers: int) -> None:
     """Let the others see that this rank ends, and this many of them read why."""
+    # The end of the process closes connections only after all other exit handlers (a logger's upload may take minutes).
+    # Ranks that look for the reason must also break their wait while the store is there, which ends with its host.
     for group in list(distributed_c10d._world.pg_map):
         disconnect(group)
     deadline = time.monotonic() + LOOKUP_S
     with contextlib.suppress(LostStoreError):
         while readers and notes.count(_EXPLAINED, 0) < readers and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-
-
-def _plan_to_leave_garbage() -> None:
-    """Spare this process, when it ends, the interpreter's last collections, of memory that goes with it anyway.
-
-    They take a second or two, in which a user waits who has waited for the timeout already. What is written to open
-    files is flushed, if nobody else holds them; other objects that are in circles and have work to do when they are
-    collected (an open ``zipfile.ZipFile``) do not get to do it.
-    """
-    files: SimpleQueue[list[_File]] = SimpleQueue()
-    flush = threading.Thread(target=_flush, args=(files,), name="shardeddp-flush", daemon=True)
-    flush.start()  # here, because none can be started when the process ends
-    atexit.register(_leave_garbage, files, flush)
-
-
-def _leave_garbage(files: SimpleQueue[list[_File]], flush: threading.Thread) -> None:
-    files.put([each for each in gc.get_objects() if issubclass(type(each), _FILES)])
-    flush.join(_FLUSH_S)
-    gc.freeze()
-
-
-def _flush(files: SimpleQueue[list[_File]]) -> None:
-    for each in files.get():
-        with contextlib.suppress(OSError, ValueError):
-            each.flush()

@@ -13,7 +13,6 @@ from rich.text import Text
 from shardeddp.checkpoint.format.manifest import CRC, Manifest
 from shardeddp.checkpoint.reading.inspection import Row, total
 from shardeddp.checkpoint.reading.verification import Verification
-from shardeddp.checkpoint.writing.export import NOT_SHARDED
 from shardeddp.monitor.report import human_bytes, human_count
 
 MAX_DAMAGES = 20
@@ -59,13 +58,12 @@ def _facts(path: Path, manifest: Manifest) -> Table:
     run = manifest.run
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
     files = "one file" if manifest.algorithm == CRC else f"{len(manifest.files) + 1:,} files"
-    sharding = "" if run.sharding_strategy == NOT_SHARDED else f", {run.sharding_strategy}"
     shards = f", shards over {run.shard_size}" if run.shard_size != run.world_size else ""
     versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
     facts = {
         "checkpoint": str(path),
         "saved at": f"step {run.step:,}, epoch {run.epoch:,}",
-        "by": ranks + sharding + shards,
+        "by": f"{ranks}, {run.sharding_strategy}{shards}",
         "versions": versions,
         "holds": f"{len(manifest.tensors):,} tensors, {human_bytes(manifest.nbytes)}, {files}",
     }

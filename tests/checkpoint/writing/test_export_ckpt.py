@@ -1,4 +1,4 @@
-"""A directory becomes the one file that Lightning writes, readable without this package, and the other way round."""
+"""A directory becomes the one file that Lightning writes, readable without this package."""
 
 import pickle
 from collections import OrderedDict
@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardeddp.checkpoint.disk.committed import read_manifest
-from shardeddp.checkpoint.reading.opening import open_checkpoint
-from shardeddp.checkpoint.reading.verification import verify
-from shardeddp.checkpoint.writing.export import Selection, from_ckpt, to_ckpt
+from shardeddp.checkpoint.writing.export import Selection, to_ckpt
 from shardeddp.errors import CheckpointError
 from support.exporting import checkpoint, put, same, weights
 from support.resuming import fit, full_shard, losses_and_weights
@@ -93,51 +90,24 @@ def test_a_strange_callback_state_needs_trust(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "whole.ckpt", weights_only=False)["callbacks"]["mine"] == Strange()
 
 
-# -- back
-
-
-def test_a_plain_checkpoint_becomes_a_directory_with_the_same_content(tmp_path: Path) -> None:
-    torch.save(checkpoint(), tmp_path / "plain.ckpt")
-    exported = from_ckpt(tmp_path / "plain.ckpt", tmp_path / "sharded.ckpt")
-    assert verify(exported.paths[0]) == []
-    manifest = read_manifest(exported.paths[0])
-    assert (manifest.run.step, manifest.run.epoch, manifest.run.world_size) == (7, 1, 1)
-    found = open_checkpoint(exported.paths[0], None)
-    expected = checkpoint()
-    assert same({name: it.whole() for name, it in found["state_dict"].items()}, expected["state_dict"])
-    assert found["optimizer_states"][0]["param_groups"] == expected["optimizer_states"][0]["param_groups"]
-    assert found["lr_schedulers"] == expected["lr_schedulers"]
-
-
-def test_one_tensor_under_two_names_keeps_both(tmp_path: Path) -> None:
-    weight = torch.ones(2)
-    torch.save(checkpoint(state_dict={"a": weight, "b": weight}, optimizer_states=[]), tmp_path / "plain.ckpt")
-    from_ckpt(tmp_path / "plain.ckpt", tmp_path / "sharded.ckpt")
-    assert {"model.a", "model.b"} <= read_manifest(tmp_path / "sharded.ckpt").tensors.keys()
-
-
-def test_there_and_back_is_the_same_file(path: Path, tmp_path: Path) -> None:
-    to_ckpt(path, tmp_path / "1.ckpt")
-    from_ckpt(tmp_path / "1.ckpt", tmp_path / "2.ckpt")
-    to_ckpt(tmp_path / "2.ckpt", tmp_path / "3.ckpt")
-    assert (tmp_path / "3.ckpt").read_bytes() == (tmp_path / "1.ckpt").read_bytes()
+# -- a plain file as the source
 
 
 @pytest.mark.parametrize("content", [b"text", pickle.dumps({"state_dict": {}})])
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plain.ckpt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"is not what torch\.save writes"):
-        from_ckpt(tmp_path / "plain.ckpt", tmp_path / "sharded.ckpt")
+        to_ckpt(tmp_path / "plain.ckpt", tmp_path / "whole.ckpt")
     assert names(tmp_path) == {"plain.ckpt"}
 
 
 def test_a_file_with_code_in_it_needs_trust(tmp_path: Path) -> None:
     torch.save(checkpoint(callbacks={"mine": Strange()}), tmp_path / "plain.ckpt")
     with pytest.raises(CheckpointError, match=r"cannot be loaded.*--trust-pickle"):
-        from_ckpt(tmp_path / "plain.ckpt", tmp_path / "sharded.ckpt")
+        to_ckpt(tmp_path / "plain.ckpt", tmp_path / "whole.ckpt")
     torch.save(OrderedDict(weight=torch.ones(1)), tmp_path / "bare.ckpt")
     with pytest.raises(CheckpointError, match="there is no state_dict in it"):
-        from_ckpt(tmp_path / "bare.ckpt", tmp_path / "sharded.ckpt")
+        to_ckpt(tmp_path / "bare.ckpt", tmp_path / "whole.ckpt")
 
 
 # -- checkpoints of a training
@@ -157,9 +127,7 @@ def test_a_training_on_two_ranks_goes_on_from_the_exported_file(world: Worlds, t
     to_ckpt(path, tmp_path / "whole.ckpt")
     model = TinyGpt.load_from_checkpoint(tmp_path / "whole.ckpt", map_location="cpu", weights_only=True)
     assert same(model.state_dict(), {**saved, "head.weight": saved["embed.weight"]})
-    from_ckpt(tmp_path / "whole.ckpt", tmp_path / "again.ckpt")
     expected = world(2).run(resume, str(path))
-    for other in ("whole.ckpt", "again.ckpt"):
-        found = world(2).run(resume, str(tmp_path / other))
-        assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
-        assert same(found[0]["weights"], expected[0]["weights"])
+    found = world(2).run(resume, str(tmp_path / "whole.ckpt"))
+    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]
+    assert same(found[0]["weights"], expected[0]["weights"])

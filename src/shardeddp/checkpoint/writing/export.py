@@ -1,15 +1,12 @@
-"""Export: a checkpoint as one or several safetensors files, or as one plain ``.ckpt`` file, and back.
+"""Export: a checkpoint as one or several safetensors files, or as one plain ``.ckpt`` file.
 
 Everything is streamed: a part of one tensor is in memory at a time, and it is checked before it is written.
 """
 
 from __future__ import annotations
 
-import platform
-import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -18,32 +15,23 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from shardeddp.checkpoint.disk.new_files import new_files
 from shardeddp.checkpoint.disk.plain_file import carries_index, damaged_records
-from shardeddp.checkpoint.format.manifest import Run
 from shardeddp.checkpoint.reading.contents import (
     HYPER_PARAMETERS,
-    OPTIMIZERS,
     TRAINED,
     WEIGHTS,
     Contents,
-    lightning_version,
     read_contents,
     read_file_contents,
     read_foreign_contents,
 )
 from shardeddp.checkpoint.reading.stream import Progress, silent
 from shardeddp.checkpoint.writing import safetensors
-from shardeddp.checkpoint.writing.optimizer_names import parameter_names
 from shardeddp.checkpoint.writing.safetensors import Entry, write_safetensors
-from shardeddp.checkpoint.writing.shards import write_checkpoint
-from shardeddp.checkpoint.writing.snapshot import Alone, take_snapshot, tensors_of
+from shardeddp.checkpoint.writing.snapshot import tensors_of
 from shardeddp.checkpoint.writing.torch_file import TorchFile, plain
-from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 
 GB = 10**9
-
-NOT_SHARDED = "none"
-"""The sharding strategy in a checkpoint that was made of a plain file."""
 
 _OF_A_MODEL = ("epoch", "global_step", "pytorch-lightning_version", "loops", "hparams_name", "hparams_type", WEIGHTS)
 """What Lightning keeps in a checkpoint of weights alone, beside hyper-parameters."""
@@ -176,41 +164,6 @@ def to_ckpt(
     return Exported(paths=[target], nbytes=nbytes, num_tensors=len(tensors), notes=notes)
 
 
-def from_ckpt(
-    source: Path,
-    target: Path,
-    *,
-    trust_pickle: bool = False,
-    force: bool = False,
-    options: CheckpointOptions | None = None,
-) -> Exported:
-    """Write a plain ``.ckpt`` file as a checkpoint directory, which every number of ranks can load in parts.
-
-    Args:
-        source: The file; it is mapped, not read into memory.
-        target: The directory that it becomes.
-        trust_pickle: Unpickle more than data; that runs the code of whoever wrote it.
-        force: Replace a checkpoint that is there.
-        options: How it is written.
-
-    Raises:
-        CheckpointError: The file is no such checkpoint, or the directory cannot be written.
-    """
-    if target.exists() and not force:
-        raise CheckpointError(f"{target} exists already; --force replaces a checkpoint")
-    checkpoint = dict(read_file_contents(source, trust_pickle).checkpoint)
-    # Names are found by identity, and pickle gives back one object where one was saved under two names.
-    checkpoint[WEIGHTS] = {name: _another(value) for name, value in checkpoint[WEIGHTS].items()}
-    names = [parameter_names(checkpoint[WEIGHTS], state) for state in checkpoint.get(OPTIMIZERS, ())]
-    snapshot = take_snapshot(checkpoint, names, Alone())
-    write_checkpoint(snapshot, target, _run(checkpoint), None, options or CheckpointOptions())
-    return Exported(paths=[target], nbytes=snapshot.nbytes, num_tensors=len(snapshot.tensors))
-
-
-def _another(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
 def _open(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
     if selection.foreign:
         return read_foreign_contents(source, selection.trust_pickle)
@@ -272,16 +225,3 @@ def _once(
             converted = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
             entries[key] = Entry(name=name, tensor=tensor, dtype=converted)
     return list(entries.values()), aliases
-
-
-def _run(checkpoint: Mapping[str, Any]) -> Run:
-    packages = {"torch": version("torch"), "lightning": lightning_version()}
-    return Run(
-        uuid=uuid.uuid4().hex,
-        step=int(checkpoint.get("global_step", 0)),
-        epoch=int(checkpoint.get("epoch", 0)),
-        world_size=1,
-        shard_size=1,
-        sharding_strategy=NOT_SHARDED,
-        versions=packages | {"python": platform.python_version()},
-    )

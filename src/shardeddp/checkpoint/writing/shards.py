@@ -16,7 +16,6 @@ import torch.distributed as dist
 from shardeddp.checkpoint.disk import directory
 from shardeddp.checkpoint.disk.directory import Staging
 from shardeddp.checkpoint.disk.durable import Permissions, disk_errors, preflight
-from shardeddp.checkpoint.disk.early_sync import EarlySync
 from shardeddp.checkpoint.format.checksums import ALGORITHM, block_checksums, checksum
 from shardeddp.checkpoint.format.interop import dcp_metadata, to_bytes
 from shardeddp.checkpoint.format.items import DataFile
@@ -145,18 +144,13 @@ class _Writing:
         name = f"__{self._rank}_0.distcp"
         pieces: dict[BoxKey, tuple[Item, int, tuple[str, ...]]] = {}
         copies: dict[BoxKey, tuple[str, ...]] = {}
-        with (
-            self._created(name) as descriptor,
-            disk_errors("writing", self._folder / name, self._snapshot.nbytes),
-            EarlySync(descriptor, self._options.durability) as sync,
-        ):
+        with self._created(name) as descriptor, disk_errors("writing", self._folder / name, self._snapshot.nbytes):
             file = DataFile(descriptor, name, crc=self._options.zip_crc)
             for share in self._snapshot.shares:
                 elements = plain_elements(share.elements)
                 key = share.name, share.box.offsets, share.box.sizes
                 if share.written:
                     pieces[key] = file.put_tensor(elements.view(share.box.sizes))
-                    sync.wrote(elements.nbytes)
                 else:
                     copies[key] = block_checksums(elements)
             objects = [file.put_object(value) for _, value in self._snapshot.objects] if self._rank == 0 else []

@@ -25,7 +25,7 @@ ParameterNames = Sequence[Sequence[str]]
 
 
 class Ranks(Protocol):
-    """Those who save a checkpoint together: a ``Mesh``, or a process alone."""
+    """Those who save a checkpoint together: a ``Mesh``."""
 
     @property
     def rank(self) -> int:
@@ -36,14 +36,6 @@ class Ranks(Protocol):
     def topology(self) -> Topology:
         """All of them."""
         ...
-
-
-@dataclass(frozen=True)
-class Alone:
-    """One process that needs no process group."""
-
-    rank: int = 0
-    topology: Topology = field(default_factory=lambda: Topology(world_size=1, shard_size=1))
 
 
 @dataclass(frozen=True, slots=True)
