@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
+from shardeddp.lightning_api import private
 from shardeddp.plugins.placing import place_module
 
 pytestmark = pytest.mark.timeout(30)
@@ -41,5 +42,5 @@ def test_buffers_and_metrics_move_and_parameters_do_not() -> None:
 
 def test_lightning_modules_know_their_device() -> None:
     module = Parent()
-    place_module(module, ELSEWHERE)
+    private.tell_device(module, ELSEWHERE)
     assert module.device == module.child.device == ELSEWHERE

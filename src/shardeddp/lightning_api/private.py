@@ -107,9 +107,10 @@ def trainer_of(module: Any) -> Any:
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:
-    """Let ``module.device`` say where a module computes, without moving anything; other modules have no such thing."""
-    if isinstance(module, DeviceDtypeModuleMixin):
-        module._device = device
+    """Let ``module.device`` of a LightningModule, and of those in it, name a device, without moving anything."""
+    for child in module.modules():
+        if isinstance(child, DeviceDtypeModuleMixin):
+            child._device = device
 
 
 def forget_compilation(module: Any) -> None:

@@ -1,9 +1,7 @@
-"""Put what is not a parameter where the model computes: buffers, metrics, and what Lightning tells of the device."""
+"""Buffers and metrics on the device of a rank."""
 
 import torch
 from torch import nn
-
-from shardeddp.lightning_api import private
 
 
 def place_module(module: nn.Module, device: torch.device) -> None:
@@ -15,4 +13,3 @@ def place_module(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = buffer.to(device)
-    private.tell_device(module, device)

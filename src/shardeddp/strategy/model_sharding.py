@@ -11,7 +11,7 @@ from torch import nn
 from shardeddp.comm import together
 from shardeddp.config import ActivationCheckpointing, CPUOffload, MixedPrecision
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning_api import LightningModule, Precision, rank_zero_info
+from shardeddp.lightning_api import LightningModule, Precision, private, rank_zero_info
 from shardeddp.monitor.units import describe_units
 from shardeddp.plan.placement import Placement
 from shardeddp.plugins.activation_checkpointing import checkpoint_activations
@@ -102,6 +102,7 @@ class ModelSharding:
             units, mesh, self._placement, self._prefetch, birth, idle=self._passthrough, uneven=self._uneven_units
         )
         place_module(module, mesh.device)
+        private.tell_device(module, mesh.device)
         keep_generation_in_step(module, self._placement)
         self._restore.load(None if deferred else load, module)
         if self._group.is_rank_zero:
