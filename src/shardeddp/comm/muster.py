@@ -8,7 +8,7 @@ from shardeddp.comm.notes import ANSWER_S, LostStoreError, Notes, SilentStoreErr
 PATIENCE_S = 5.0
 """How long a rank waits for the others."""
 
-_POLL_S = 0.05
+_BARRIER_POLL_S = 0.05
 _ALL, _SOME = "all", "some"
 
 
@@ -43,7 +43,7 @@ class Muster:
             except SilentStoreError:
                 if time.monotonic() > deadline + ANSWER_S:
                     return False
-                time.sleep(_POLL_S)
+                time.sleep(_BARRIER_POLL_S)
             except LostStoreError:
                 return False
 
@@ -56,5 +56,5 @@ class Muster:
         if self._notes.has([here(rank) for rank in range(self._world_size)]):
             return self._notes.claim(decision, _ALL)
         while not self._notes.has([decision]) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(_BARRIER_POLL_S)
         return self._notes.claim(decision, _SOME)

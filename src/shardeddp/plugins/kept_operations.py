@@ -43,7 +43,7 @@ def selective_contexts(save_ops: object) -> ContextFunction | None:
     Raises:
         ConfigurationError: Something in it is no operation, or one that autograd takes apart before it runs.
     """
-    policy = _policy(save_ops)
+    policy = _policy_of(save_ops)
     if policy is not None:
         return functools.partial(create_selective_checkpoint_contexts, policy)
     operations = find_operations(_entries(save_ops))
@@ -56,7 +56,7 @@ def check_save_ops(save_ops: object) -> None:
     Raises:
         ConfigurationError: As :func:`selective_contexts`.
     """
-    if _policy(save_ops) is None:
+    if _policy_of(save_ops) is None:
         find_operations(
             entry
             for entry in _entries(save_ops)
@@ -93,7 +93,7 @@ def find_operations(entries: Iterable[object]) -> list[Operation]:
     return list(found)
 
 
-def _policy(save_ops: object) -> Callable[..., Any] | None:
+def _policy_of(save_ops: object) -> Callable[..., Any] | None:
     """The policy function, given as such or by its import path; None where operations are listed."""
     if isinstance(save_ops, str) and save_ops not in PRESETS:
         target = imported(save_ops)

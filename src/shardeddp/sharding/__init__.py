@@ -1,1 +1,4 @@
-"""The engine: parameters as shards, units, and the runtime that gathers and reduces them."""
+"""Sharding."""
+
+from shardeddp.sharding import dispatch as dispatch
+from shardeddp.sharding import function_arguments as function_arguments

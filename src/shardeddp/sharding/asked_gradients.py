@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from shardeddp.sharding.backward import asking
+from shardeddp.sharding.shard_tensor import ShardTensor
 from shardeddp.sharding.unsharded import outside_of
 
-if TYPE_CHECKING:
-    from shardeddp.sharding.shard_tensor import ShardTensor
 
-_ASKED: list[object] = []  # one entry per call of asked_gradients that is running; device threads look at it as well
-
-
-_RETAINED: list[bool] = []  # one entry per running call of the engine: whether its graph stays for another backward
-
-
-def graph_is_retained() -> bool:
-    """Whether the backward that is running leaves its graph for another one."""
-    return any(_RETAINED)
-
-
-@contextmanager
-def retaining(graph: bool) -> Generator[None]:
-    """A backward runs.
-
-    Args:
-        graph: Whether it leaves its graph for another one.
-    """
-    _RETAINED.append(graph)
-    try:
-        yield
-    finally:
-        _RETAINED.pop()
-
-
-def are_asked() -> bool:
-    """Whether the backward that is running returns gradients, and so averages none."""
-    return bool(_ASKED)
-
-
-def asked_gradients(
-    cls: type[ShardTensor], outputs: Any, inputs: Sequence[Any], **options: Any
-) -> tuple[torch.Tensor | None, ...]:
+def asked_gradients(outputs: Any, inputs: Sequence[Any], **options: Any) -> tuple[torch.Tensor | None, ...]:
     """What ``torch.autograd.grad`` returns, where sharded parameters are among its arguments.
 
     A sharded parameter stands for two leaves of the graph: itself, where it was used outside its unit, and the
@@ -53,18 +20,19 @@ def asked_gradients(
     tensor of the parameter's shape that may be differentiated again.
 
     Args:
-        cls: ``ShardTensor``.
         outputs: As torch takes them.
         inputs: As torch takes them, in a sequence.
         options: As torch takes them.
     """
     dtypes = [x.dtype for x in inputs]
     inputs = [outside_of(x) for x in inputs]  # in a step, parameters are met unsharded
-    leaves = [(place, x.unsharded) for place, x in enumerate(inputs) if isinstance(x, cls) and x.unsharded is not None]
+    leaves = [
+        (place, x.unsharded) for place, x in enumerate(inputs) if isinstance(x, ShardTensor) and x.unsharded is not None
+    ]
     unused_is_fine, zeros = options.get("allow_unused"), options.get("materialize_grads")
     options |= {"allow_unused": True, "materialize_grads": False}
-    with _asking():
-        both = [*inputs, *(unsharded for _, unsharded in leaves)]
+    with asking():
+        both = [*inputs, *(leaf for _, leaf in leaves)]
         results: list[torch.Tensor | None] = [*torch.autograd.grad(outputs, both, **options)]
     for (place, _), gradient in zip(leaves, results[len(inputs) :], strict=True):
         if gradient is not None:
@@ -76,7 +44,7 @@ def asked_gradients(
             graph = bool(options.get("create_graph"))
             results[place] = torch.zeros(x.shape, dtype=x.dtype, device=x.device, requires_grad=graph)
         elif results[place] is None and not unused_is_fine:
-            name = f" ({x.spec.fqn})" if isinstance(x, cls) else ""
+            name = f" ({x.spec.fqn})" if isinstance(x, ShardTensor) else ""
             raise RuntimeError(
                 f"One of the differentiated Tensors{name} appears to not have been used in the graph. Set "
                 f"allow_unused=True if this is the desired behavior."
@@ -84,30 +52,20 @@ def asked_gradients(
     return tuple(results[: len(inputs)])
 
 
-def backward_to(cls: type[ShardTensor], tensors: Any, *, inputs: Any = None, **options: Any) -> None:
+def backward_to(tensors: Any, *, inputs: Any = None, **options: Any) -> None:
     """Run ``torch.autograd.backward`` where sharded parameters are among its arguments.
 
     Args:
-        cls: ``ShardTensor``.
         tensors: As torch takes them.
         inputs: As torch takes them: the only ones that get gradients, wherever they were used. None: all.
         options: As torch takes them.
     """
-    torch.autograd.backward(tensors, inputs=None if inputs is None else with_unsharded(cls, inputs), **options)
+    torch.autograd.backward(tensors, inputs=None if inputs is None else with_unsharded(inputs), **options)
 
 
-def with_unsharded(cls: type[ShardTensor], inputs: Any) -> list[Any]:
+def with_unsharded(inputs: Any) -> list[Any]:
     """Leaves of a graph, and the unsharded parameters of those that are sharded; each once."""
     leaves: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    unsharded = [leaf.unsharded for leaf in leaves if isinstance(leaf, cls) and leaf.unsharded is not None]
+    unsharded = [leaf.unsharded for leaf in leaves if isinstance(leaf, ShardTensor) and leaf.unsharded is not None]
     known = {id(leaf) for leaf in leaves}
     return leaves + [leaf for leaf in unsharded if id(leaf) not in known]
-
-
-@contextmanager
-def _asking() -> Generator[None]:
-    _ASKED.append(object())
-    try:
-        yield
-    finally:
-        _ASKED.pop()

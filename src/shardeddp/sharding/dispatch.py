@@ -12,19 +12,17 @@ Nothing returns a local answer to a global question, and nothing that is written
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Pending
 from shardeddp.comm.collectives import ReduceKind
-from shardeddp.sharding.gathered import Gathered, gather, hand_out, mark_written, views_among
+from shardeddp.sharding.gathered import Gathered, hand_out, views_among
 from shardeddp.sharding.questions import reshapes, written
+from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor, gather, handlers, mark_written
 from shardeddp.sharding.writes import refuse_overlapping, run_on_whole
-
-if TYPE_CHECKING:
-    from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
 
 aten = torch.ops.aten
 
@@ -64,34 +62,34 @@ _REDUCTIONS: dict[Any, tuple[Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 }
 
 
-def run(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one ATen operation that has at least one ``ShardTensor`` among its arguments."""
     name = func.overloadpacket.__name__
     if func in _ALIASES:
         return args[0].alias()
     if func in _CREATIONS:
         return func(args[0].to_local(), *args[1:], **kwargs)
-    if func is aten.fill_.Tensor and isinstance(args[0], cls):
+    if func is aten.fill_.Tensor and isinstance(args[0], ShardTensor):
         return args[0].copy_(args[1])
     if torch.Tag.inplace_view in func.tags:
-        return _reshape_in_place(cls, func, args, kwargs)
+        return _reshape_in_place(func, args, kwargs)
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args)
     if name.startswith("_foreach_"):
-        return _run_foreach(cls, func, name, args, kwargs)
+        return _run_foreach(func, name, args, kwargs)
     if func in _SAME_ELEMENTS or _is_pointwise(func):
-        spec = _common_spec(cls, func, args, kwargs)
+        spec = _common_spec(func, args, kwargs)
         if spec is not None:
-            return _run_local(cls, func, spec, args, kwargs)
+            return _run_local(func, spec, args, kwargs)
     if func is aten.equal.default:
-        return _equal(cls, *args)
+        return _equal(*args)
     if func in _REDUCTIONS and args[0].spec.numel:
         return _reduce(func, args[0], kwargs)
     norm_order = _norm_order(func, args, kwargs)
     if norm_order is not None:
         args[0].spec.mesh.attendance.call(f"{name} of {args[0].spec.fqn}")
         return norms([args[0]], norm_order)[0]
-    return _run_gathered(cls, func, args, kwargs)
+    return _run_gathered(func, args, kwargs)
 
 
 def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
@@ -144,38 +142,34 @@ def _is_pointwise(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags and no.isdisjoint(func.tags)
 
 
-def _common_spec(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec | None:
+def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec | None:
     """The spec that an element-wise operation can work in; None when its result is not a shard like its operands."""
     targets = written(func, args, kwargs)
     outputs = {id(target) for target in targets if any(target is value for value in kwargs.values())}
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return _spec_of(cls, [leaf for leaf in leaves if id(leaf) not in outputs], targets)
+    return _spec_of([leaf for leaf in leaves if id(leaf) not in outputs], targets)
 
 
-def _spec_of(
-    cls: type[ShardTensor], inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
-) -> ShardSpec | None:
+def _spec_of(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> ShardSpec | None:
     # Where something is written the target decides; whatever else takes part is cut to its interval. Else a plain
     # tensor may be this rank's own (an activation, a gradient), and the result with it: that is whole.
-    if not targets and any(tensor.dim() and not isinstance(tensor, cls) for tensor in inputs):
+    if not targets and any(tensor.dim() and not isinstance(tensor, ShardTensor) for tensor in inputs):
         return None
-    deciding = targets or [tensor for tensor in inputs if isinstance(tensor, cls)]
-    specs = {tensor.spec if isinstance(tensor, cls) else None for tensor in deciding}
+    deciding = targets or [tensor for tensor in inputs if isinstance(tensor, ShardTensor)]
+    specs = {tensor.spec if isinstance(tensor, ShardTensor) else None for tensor in deciding}
     spec = specs.pop() if len(specs) == 1 else None
     if spec is None or torch.broadcast_shapes(*(tensor.shape for tensor in inputs)) != spec.shape:
         return None
     return spec
 
 
-def _run_local(
-    cls: type[ShardTensor], func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_local(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets = written(func, args, kwargs)
     for target in targets:
-        _note_write(cls, func, target, pytree.tree_leaves((args, kwargs)))
-    home = _home(cls, (targets, args, kwargs))
+        _note_write(func, target, pytree.tree_leaves((args, kwargs)))
+    home = _home((targets, args, kwargs))
     local_args, local_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: _operand(cls, tensor, spec, home), (args, dict(kwargs))
+        torch.Tensor, lambda tensor: _operand(tensor, spec, home), (args, dict(kwargs))
     )
     local_kwargs.pop("memory_format", None)  # a shard is 1D: it has one memory format
     result = func(*local_args, **local_kwargs)
@@ -183,26 +177,26 @@ def _run_local(
         mark_written(target.to_local())  # type: ignore[attr-defined]  # _spec_of saw that it is a ShardTensor
     if targets:
         return targets[0] if len(targets) == 1 else tuple(targets)
-    return pytree.tree_map_only(torch.Tensor, lambda local: cls(local, spec), result)
+    return pytree.tree_map_only(torch.Tensor, lambda local: ShardTensor(local, spec), result)
 
 
-def _note_write(cls: type[ShardTensor], func: Any, target: Any, operands: Sequence[Any]) -> None:
+def _note_write(func: Any, target: Any, operands: Sequence[Any]) -> None:
     target.note_write(func.__name__)
     for operand in operands:
-        if isinstance(operand, torch.Tensor) and not isinstance(operand, cls):
+        if isinstance(operand, torch.Tensor) and not isinstance(operand, ShardTensor):
             target.note_write("of", operand)
         elif isinstance(operand, (bool, int, float, complex)):
             target.note_write(repr(operand))
 
 
-def _home(cls: type[ShardTensor], arguments: Any) -> torch.device:
+def _home(arguments: Any) -> torch.device:
     """Where the elements of the first sharded argument live: on the host, if they are offloaded."""
-    return next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, cls)).to_local().device
+    return next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, ShardTensor)).to_local().device
 
 
-def _operand(cls: type[ShardTensor], tensor: torch.Tensor, spec: ShardSpec, home: torch.device) -> torch.Tensor:
+def _operand(tensor: torch.Tensor, spec: ShardSpec, home: torch.device) -> torch.Tensor:
     """This rank's part of an operand of an element-wise operation, where the operation runs."""
-    if isinstance(tensor, cls):
+    if isinstance(tensor, ShardTensor):
         if tensor.spec is spec:
             return tensor.to_local().to(home)
         tensor = gather(tensor)
@@ -211,50 +205,53 @@ def _operand(cls: type[ShardTensor], tensor: torch.Tensor, spec: ShardSpec, home
     return part.to(home)
 
 
-def _run_foreach(cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = args[0] if args else ()
     if func is aten._foreach_norm.Scalar and not (kwargs.get("dtype") or len(args) > 2):
-        return _foreach_norm(cls, tensors, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
+        return _foreach_norm(tensors, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
     if name == "_foreach_max":
         return [tensor.max() for tensor in tensors]
     if name in ("_foreach_norm", "_foreach_powsum", "_foreach_mm"):
-        return _run_gathered(cls, func, args, kwargs)
+        return _run_gathered(func, args, kwargs)
     lists = [argument for argument in (*args, *kwargs.values()) if _holds_tensors(argument)]
     targets = written(func, args, kwargs)
-    refuse_overlapping(func, views_among(targets), {it for it in targets if isinstance(it, cls)})
-    specs = [_spec_of(cls, operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))]
+    refuse_overlapping(func, views_among(targets), {it for it in targets if isinstance(it, ShardTensor)})
+    specs = [_spec_of(operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))]
     rows = zip(specs, zip(*lists, strict=True), strict=True)
-    homes = [_home(cls, operands) if spec else None for spec, operands in rows]
+    homes = [_home(operands) if spec else None for spec, operands in rows]
 
     def localize(argument: Any) -> Any:
         if not _holds_tensors(argument):
-            return gather(argument) if isinstance(argument, cls) else argument
+            return gather(argument) if isinstance(argument, ShardTensor) else argument
         return [
-            _operand(cls, item, spec, home) if spec and home else gather(item) if isinstance(item, cls) else item
+            _operand(item, spec, home) if spec and home else gather(item) if isinstance(item, ShardTensor) else item
             for item, spec, home in zip(argument, specs, homes, strict=True)
         ]
 
     for target, operands in zip(targets, zip(*lists, strict=True), strict=False):
-        if isinstance(target, cls):
-            _note_write(cls, func, target, operands)
+        if isinstance(target, ShardTensor):
+            _note_write(func, target, operands)
     results = func(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
     for target in targets:
         # Below autograd nothing counts versions, of plain targets in the same list neither.
-        mark_written(target.to_local() if isinstance(target, cls) else target)
+        mark_written(target.to_local() if isinstance(target, ShardTensor) else target)
     if targets:
         return None
-    return [cls(result, spec) if spec else result for result, spec in zip(results, specs, strict=True)]
+    return [ShardTensor(result, spec) if spec else result for result, spec in zip(results, specs, strict=True)]
 
 
 def _holds_tensors(argument: Any) -> bool:
     return isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument)
 
 
-def _foreach_norm(cls: type[ShardTensor], tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    held = [tensor for tensor in tensors if isinstance(tensor, cls)]
+def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    held = [tensor for tensor in tensors if isinstance(tensor, ShardTensor)]
     held[0].spec.mesh.attendance.call(f"norms of {held[0].spec.fqn} and {len(held) - 1} more")
     sharded = iter(norms(held, order))
-    return [next(sharded) if isinstance(tensor, cls) else torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+    return [
+        next(sharded) if isinstance(tensor, ShardTensor) else torch.linalg.vector_norm(tensor, order)
+        for tensor in tensors
+    ]
 
 
 def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -268,11 +265,17 @@ def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Te
     return reduced.to(dtype)
 
 
-def _equal(cls: type[ShardTensor], first: torch.Tensor, second: torch.Tensor) -> bool:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.shape != second.shape:
         return False
-    if not (isinstance(first, cls) and isinstance(second, cls) and first.spec.intervals == second.spec.intervals):
-        return torch.equal(*(gather(tensor) if isinstance(tensor, cls) else tensor for tensor in (first, second)))
+    if not (
+        isinstance(first, ShardTensor)
+        and isinstance(second, ShardTensor)
+        and first.spec.intervals == second.spec.intervals
+    ):
+        return torch.equal(
+            *(gather(tensor) if isinstance(tensor, ShardTensor) else tensor for tensor in (first, second))
+        )
     first.spec.mesh.attendance.call(f"equal of {first.spec.fqn}")
     differs = torch.tensor(not torch.equal(first.to_local(), second.to_local().to(first.to_local())))
     return not reduce_partials(differs, first.spec, "max")
@@ -292,27 +295,27 @@ def _norm_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> flo
     return float(order) if plain else None
 
 
-def _run_gathered(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found: dict[int, Gathered] = {}
     operation = f"{func.overloadpacket.__name__} of"
 
     def to_full(sharded: ShardTensor) -> torch.Tensor:
         return found.setdefault(id(sharded), found.get(id(sharded)) or Gathered(sharded, operation=operation)).full
 
-    full_args, full_kwargs = pytree.tree_map_only(cls, to_full, (args, kwargs))
+    full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
     known = written(func, args, kwargs)
-    targets = [*{id(target): found[id(target)] for target in known if isinstance(target, cls)}.values()]
+    targets = [*{id(target): found[id(target)] for target in known if isinstance(target, ShardTensor)}.values()]
     refuse_overlapping(func, [*views_among(known), *targets])
     result = run_on_whole(func, full_args, full_kwargs, [*found.values()], targets)
     return hand_out(result, found.values(), {id(home.full): home.sharded for home in found.values()})
 
 
-def _reshape_in_place(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func is aten.resize_as_.default and not isinstance(args[0], cls):
+def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is aten.resize_as_.default and not isinstance(args[0], ShardTensor):
         return args[0].resize_(args[1].shape)
     if func is aten.detach_.default or not reshapes(func, args, kwargs):
         return args[0]
-    sharded = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+    sharded = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardTensor))
     raise NotImplementedError(
         f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded, or lend it: expected "
         f"operations that do not. Use the one that returns a new tensor, or change it before the model is sharded"
@@ -350,3 +353,6 @@ def _limits(dtype: torch.dtype) -> tuple[float, float]:
     if dtype.is_floating_point:
         return -float("inf"), float("inf")
     return (False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+
+
+handlers.operation = run

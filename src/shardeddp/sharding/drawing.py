@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardeddp.comm import Mesh
-from shardeddp.sharding.gathered import GatheredView, mark_written
+from shardeddp.sharding.gathered import GatheredView
 from shardeddp.sharding.questions import written
-from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
+from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor, mark_written
 
 
 class Drawing(TorchDispatchMode):

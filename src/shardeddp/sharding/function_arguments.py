@@ -21,13 +21,17 @@ from typing import Any
 import torch
 import torch._functorch.utils as functorch_utils
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import graph as autograd_graph
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils import _pytree as pytree
 
-from shardeddp.sharding.asked_gradients import asked_gradients, retaining, with_unsharded
+from shardeddp.sharding.asked_gradients import asked_gradients, backward_to, with_unsharded
+from shardeddp.sharding.backward import retaining
 from shardeddp.sharding.gathered import Gathered, GatheredView
 from shardeddp.sharding.identity import successor_of
-from shardeddp.sharding.shard_tensor import ShardTensor, origin_of
+from shardeddp.sharding.questions import asks_only_about
+from shardeddp.sharding.shard_tensor import ShardTensor, gather, handlers, origin_of, refuse_recorded_write
 from shardeddp.sharding.unsharded import OfSharded, ReleasedParameter, outside_of, sharded_of
 
 _NAMED = 5  # parameters in a message
@@ -69,7 +73,7 @@ def extend_functions(pending_writes: PendingWrites) -> None:
         if kwargs["accumulate_grad"]:
             inputs = tuple({id(each): each for each in map(outside_of, inputs)}.values())
             if any(isinstance(each, ShardTensor) for each in inputs):
-                args = (grad_outputs, retain_graph, create_graph, tuple(with_unsharded(ShardTensor, inputs)), *flags)
+                args = (grad_outputs, retain_graph, create_graph, tuple(with_unsharded(inputs)), *flags)
             return run_backward(outputs, *args, **kwargs)
         together = set(map(id, inputs))
         found = [_origin(each, together) for each in inputs]
@@ -78,7 +82,7 @@ def extend_functions(pending_writes: PendingWrites) -> None:
         asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]
         graph = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": flags[0]}
         with torch._C.DisableTorchFunctionSubclass():
-            return asked_gradients(ShardTensor, outputs, asked, grad_outputs=grad_outputs, **graph)
+            return asked_gradients(outputs, asked, grad_outputs=grad_outputs, **graph)
 
     def node_of(tensor: Any) -> Node:
         sharded = outside_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
@@ -149,3 +153,62 @@ def _full(argument: Any) -> Any:
         return argument.full_for_autograd(operation)
     gathered = Gathered(argument, operation=operation)
     return GatheredView(gathered.full, gathered)  # what its forward writes reaches the shard
+
+
+class _View(torch.autograd.Function):
+    """Hand a view of a full tensor out as a ``GatheredView``, with the view's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor, gathered: Gathered) -> GatheredView:
+        return GatheredView(view, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _needs_gradient(arguments: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments))
+
+
+def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that autograd records, on full tensors."""
+    found: dict[int, tuple[Gathered, int]] = {}
+
+    def to_full(sharded: ShardTensor) -> torch.Tensor:
+        if id(sharded) not in found:
+            operation = f"{func.__name__} of"
+            with temporarily_clear_interpreter_stack():  # a transform of torch.func sees what was gathered, not how
+                full = sharded.full_for_autograd(operation) if sharded.requires_grad else gather(sharded, operation)
+            found[id(sharded)] = (Gathered(sharded, full), full._version)
+        return found[id(sharded)][0].full
+
+    def hand_out(tensor: torch.Tensor) -> torch.Tensor:
+        gathered = next((gathered for gathered, _ in found.values() if gathered.aliases(tensor)), None)
+        if gathered is None:
+            return tensor
+        return gathered.sharded if tensor is gathered.full else _View.apply(tensor, gathered)
+
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, ShardTensor) and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+            leaf.warn_outside(stacklevel=6)  # whoever called the torch function
+    full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
+    result = func(*full_args, **full_kwargs)
+    for gathered, version in found.values():
+        if gathered.full._version != version:
+            refuse_recorded_write(gathered.sharded, func.__name__)
+    return pytree.tree_map_only(torch.Tensor, hand_out, result)
+
+
+def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch's Python API that meets sharded parameters."""
+    if func is torch.autograd.grad:
+        return asked_gradients(*args, **kwargs)
+    if func is torch.autograd.backward:
+        return backward_to(*args, **kwargs)
+    if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
+        return _run_on_full(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+handlers.function = _run_function

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -12,48 +12,15 @@ from torch.utils import _pytree as pytree
 from shardeddp.comm import agree_on_any_alike
 from shardeddp.sharding.memoryless import Memoryless
 from shardeddp.sharding.questions import reshapes, written
-from shardeddp.sharding.untraced import never_traced
-from shardeddp.sharding.writes import run_on_whole
-
-if TYPE_CHECKING:
-    from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
-
-
-outside_of_graphs = never_traced(
-    "a sharded parameter is used here, outside the forward of its unit. Use it inside, or let a parent module be the "
-    "unit (auto_wrap_policy)"
+from shardeddp.sharding.shard_tensor import (
+    ShardSpec,
+    ShardTensor,
+    gather,
+    mark_written,
+    outside_of_graphs,
+    refuse_recorded_write,
 )
-
-
-def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
-    """The full tensor, plain; a collective of its owners.
-
-    Args:
-        sharded: What is asked for.
-        operation: Why, for the message if not all of them come.
-    """
-    spec, local = sharded.spec, sharded.to_local()
-    spec.mesh.attendance.call(f"{operation} {spec.fqn}")
-    with torch.no_grad():
-        full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
-        pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
-        pieces[spec.mesh.owners.rank].copy_(local)
-        spec.mesh.gather_lane.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
-    return full
-
-
-def mark_written(local: torch.Tensor) -> None:
-    """Note a write to a shard: below autograd, where operations on shards run, nothing else counts versions."""
-    if not local.is_inference():
-        torch.autograd.graph.increment_version(local)
-
-
-def refuse_recorded_write(sharded: ShardTensor, operation: str) -> None:
-    """Raise for a write that autograd would have to record."""
-    raise RuntimeError(
-        f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while gradients are "
-        f"recorded; it is unchanged. Write to it under torch.no_grad(), or to a copy of it (clone())"
-    )
+from shardeddp.sharding.writes import run_on_whole
 
 
 class Gathered:

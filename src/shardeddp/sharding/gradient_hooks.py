@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.sharding.unsharded import accumulate_in
-
-if TYPE_CHECKING:
-    from shardeddp.sharding.shard_tensor import ShardTensor
 
 GradientHook = Callable[[torch.Tensor], torch.Tensor | None]
 CompletionHook = Callable[[torch.Tensor], None]
@@ -46,7 +43,7 @@ class GradientHooks:
         former: Those of the parameter before it was sharded; their handles stay valid.
     """
 
-    def __init__(self, sharded: ShardTensor, unsharded: nn.Parameter | None, former: Hooks = (None, None)) -> None:
+    def __init__(self, sharded: torch.Tensor, unsharded: nn.Parameter | None, former: Hooks = (None, None)) -> None:
         self._on_gradient: OrderedDict[int, GradientHook] = former[0] or OrderedDict()
         self._when_complete: OrderedDict[int, CompletionHook] = former[1] or OrderedDict()
         self._sharded = weakref.ref(sharded)

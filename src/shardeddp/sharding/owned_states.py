@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Mesh, agree_on_any, exchange, gather_results
 from shardeddp.plan.intervals import Interval
-from shardeddp.sharding.gathered import gather
-from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor
+from shardeddp.sharding.shard_tensor import ShardSpec, ShardTensor, gather
 from shardeddp.sharding.state_forms import Number, NumberElsewhere, form_of, has_number, numbers_in
 from shardeddp.sharding.swapped_step import OutsideStates, State
 from shardeddp.sharding.unsharded import outside_of

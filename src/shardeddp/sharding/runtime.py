@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardeddp.comm import Mesh
 from shardeddp.comm.failures import is_transfer_error
 from shardeddp.plan.placement import Placement, Reshard
-from shardeddp.sharding.asked_gradients import graph_is_retained
+from shardeddp.sharding.backward import graph_is_retained
 from shardeddp.sharding.buffers import BufferSync
 from shardeddp.sharding.function_arguments import extend_functions
 from shardeddp.sharding.gathered_buffer import SavedView

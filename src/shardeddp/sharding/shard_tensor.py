@@ -26,23 +26,44 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
-from shardeddp.plan.intervals import Interval
-from shardeddp.sharding import dispatch
-from shardeddp.sharding.asked_gradients import are_asked, asked_gradients, backward_to
-from shardeddp.sharding.chunks import Chunked
-from shardeddp.sharding.gathered import Gathered, GatheredView, gather, outside_of_graphs, refuse_recorded_write
+from shardeddp.plan.intervals import Box, Interval, boxes
+from shardeddp.sharding.backward import are_asked
 from shardeddp.sharding.gradient_hooks import CompletionHook, GradientHook, GradientHooks
 from shardeddp.sharding.memoryless import Memoryless
-from shardeddp.sharding.questions import asks_only_about
 from shardeddp.sharding.stored_gradients import store_gradient, stored_gradient
 from shardeddp.sharding.unsharded import OfSharded, SameParameter, sharded_of
+from shardeddp.sharding.untraced import never_traced
 
-Dispatch = Callable[..., Any]
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""A function or an operation of torch, its arguments and its keyword arguments to its result."""
+
+
+@dataclass
+class Handlers:
+    """How calls that meet a ``ShardTensor`` run; ``autograd.py`` and ``dispatch.py`` set it when they are imported."""
+
+    function: Run
+    """Functions of torch's Python API, ``torch.autograd.grad`` among them, before autograd sees them."""
+    operation: Run
+    """ATen operations, below autograd."""
+
+
+def _not_imported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise RuntimeError(f"{func} met a ShardTensor before shardeddp was imported")
+
+
+handlers = Handlers(_not_imported, _not_imported)
+
+outside_of_graphs = never_traced(
+    "a sharded parameter is used here, outside the forward of its unit. Use it inside, or let a parent module be the "
+    "unit (auto_wrap_policy)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +137,7 @@ class KeepsWrites(Protocol):
         ...
 
 
-class ShardTensor(Chunked, Memoryless, torch.Tensor):
+class ShardTensor(Memoryless, torch.Tensor):
     """A tensor with its global shape, of which this rank holds one interval of the flattened elements.
 
     With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the gathered full tensor, and
@@ -458,20 +479,45 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole("pickling").__reduce_ex__(protocol)
 
+    # `torch.distributed.checkpoint` asks for these three, so `dcp.save` and `dcp.load` take the state dict of a sharded
+    # model as it is. Checkpoints of the Trainer do not come this way.
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._spec.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The elements of one of its boxes; loading writes to it."""
+        position = 0
+        for box in self._boxes():
+            if index.offset is None or box.offsets == tuple(index.offset):
+                return self.to_local().detach()[position : position + box.numel].view(box.sizes)
+            position += box.numel
+        raise ValueError(f"rank {self._spec.mesh.rank} has no box of {self._spec.fqn} at {index.offset}")
+
+    def _boxes(self) -> list[Box]:
+        return boxes(self._spec.interval, self._spec.shape)
+
     @classmethod
     @outside_of_graphs
     def __torch_function__(
-        cls, func: Dispatch, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.autograd.grad:
-                return asked_gradients(ShardTensor, *args, **kwargs)
-            if func is torch.autograd.backward:
-                return backward_to(ShardTensor, *args, **kwargs)
-            if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
-                return _run_on_full(func, args, kwargs)
-            return func(*args, **kwargs)
+            return handlers.function(func, args, kwargs)
 
     @classmethod
     @outside_of_graphs
@@ -484,7 +530,7 @@ class ShardTensor(Chunked, Memoryless, torch.Tensor):
             for each in pytree.tree_leaves((args, kwargs)):
                 if isinstance(each, ShardTensor):
                     each.route_gradient()
-        return dispatch.run(ShardTensor, func, args, kwargs)
+        return handlers.operation(func, args, kwargs)
 
 
 def keep_writes(parameters: Iterable[Any]) -> None:
@@ -493,6 +539,37 @@ def keep_writes(parameters: Iterable[Any]) -> None:
         found = None if home is None else home()
         if found is not None:
             found.keep_writes()
+
+
+def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
+    """The full tensor, plain; a collective of its owners.
+
+    Args:
+        sharded: What is asked for.
+        operation: Why, for the message if not all of them come.
+    """
+    spec, local = sharded.spec, sharded.to_local()
+    spec.mesh.attendance.call(f"{operation} {spec.fqn}")
+    with torch.no_grad():
+        full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
+        pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
+        pieces[spec.mesh.owners.rank].copy_(local)
+        spec.mesh.gather_lane.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
+    return full
+
+
+def mark_written(local: torch.Tensor) -> None:
+    """Note a write to a shard: below autograd, where operations on shards run, nothing else counts versions."""
+    if not local.is_inference():
+        torch.autograd.graph.increment_version(local)
+
+
+def refuse_recorded_write(sharded: ShardTensor, operation: str) -> None:
+    """Raise for a write that autograd would have to record."""
+    raise RuntimeError(
+        f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while gradients are "
+        f"recorded; it is unchanged. Write to it under torch.no_grad(), or to a copy of it (clone())"
+    )
 
 
 class _FullTensor(torch.autograd.Function):
@@ -530,51 +607,6 @@ class _Average(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         # Whoever used the average took it whole, so what arrives has been averaged over ranks already.
         return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
-
-
-class _View(torch.autograd.Function):
-    """Hand a view of a full tensor out as a ``GatheredView``, with the view's gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, view: torch.Tensor, gathered: Gathered) -> GatheredView:
-        return GatheredView(view, gathered)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient, None
-
-
-def _needs_gradient(arguments: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments))
-
-
-def _run_on_full(func: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function that autograd records, on full tensors."""
-    found: dict[int, tuple[Gathered, int]] = {}
-
-    def to_full(sharded: ShardTensor) -> torch.Tensor:
-        if id(sharded) not in found:
-            operation = f"{func.__name__} of"
-            with temporarily_clear_interpreter_stack():  # a transform of torch.func sees what was gathered, not how
-                full = sharded.full_for_autograd(operation) if sharded.requires_grad else gather(sharded, operation)
-            found[id(sharded)] = (Gathered(sharded, full), full._version)
-        return found[id(sharded)][0].full
-
-    def hand_out(tensor: torch.Tensor) -> torch.Tensor:
-        gathered = next((gathered for gathered, _ in found.values() if gathered.aliases(tensor)), None)
-        if gathered is None:
-            return tensor
-        return gathered.sharded if tensor is gathered.full else _View.apply(tensor, gathered)
-
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, ShardTensor) and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
-            leaf.warn_outside(stacklevel=5)  # whoever called the torch function
-    full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
-    result = func(*full_args, **full_kwargs)
-    for gathered, version in found.values():
-        if gathered.full._version != version:
-            refuse_recorded_write(gathered.sharded, func.__name__)
-    return pytree.tree_map_only(torch.Tensor, hand_out, result)
 
 
 _ATTRIBUTES = (*ShardTensor.__annotations__,)

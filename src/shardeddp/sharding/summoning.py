@@ -11,10 +11,9 @@ from torch import nn
 
 from shardeddp.comm import agree_on_any
 from shardeddp.comm.written import checksum
-from shardeddp.sharding.gathered import gather, mark_written
 from shardeddp.sharding.runtime import Runtime
 from shardeddp.sharding.scripted import module_behind, registry_of
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.sharding.shard_tensor import ShardTensor, gather, mark_written
 from shardeddp.sharding.unit import Unit, register
 from shardeddp.sharding.unsharded import OURS, WholeParameter
 

@@ -4,7 +4,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardeddp.sharding.stored_gradients import store_gradient, stored_gradient
 from shardeddp.sharding.untraced import never_traced
-
-if TYPE_CHECKING:
-    from shardeddp.sharding.shard_tensor import ShardTensor
-
 
 OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
 """In the dictionary of an unsharded parameter: its name, its dtype outside, a weak reference to what it is there."""
@@ -134,7 +130,7 @@ class OfSharded(nn.Parameter):
 
     def __getattr__(self, name: str) -> Any:
         reference = vars(self).get(OURS[-1])  # none yet while the parameter is being made
-        found = {} if reference is None else cast("ShardTensor", sharded_of(self)).user_attributes()
+        found = {} if reference is None else sharded_of(self).user_attributes()
         if name not in found:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
         return found[name]
@@ -170,7 +166,7 @@ class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIn
         if id(self) not in memo:
             kind = next(base for base in type(self).__mro__ if not issubclass(base, OfSharded))
             copied = torch.Tensor._make_subclass(kind, self.detach().clone(), self.requires_grad)
-            vars(copied).update(copy.deepcopy(cast("ShardTensor", sharded_of(self)).user_attributes(), memo))
+            vars(copied).update(copy.deepcopy(sharded_of(self).user_attributes(), memo))
             memo[id(self)] = copied
         return memo[id(self)]
 
@@ -209,8 +205,8 @@ def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
         store_gradient(unsharded, former.to(dtype))
 
 
-def sharded_of(unsharded: nn.Parameter) -> torch.Tensor:
-    """The sharded parameter of an unsharded one."""
+def sharded_of(unsharded: nn.Parameter) -> Any:
+    """The sharded parameter, a ``ShardTensor``, of an unsharded one."""
     sharded = unsharded.__dict__[OURS[2]]()
     if sharded is None:
         raise RuntimeError(

@@ -11,10 +11,10 @@ from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from shardeddp.sharding.questions import RECEIVES, communicates, is_random, tells_what_it_writes
+from shardeddp.sharding.shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
     from shardeddp.sharding.gathered import Gathered
-    from shardeddp.sharding.shard_tensor import ShardTensor
 
 
 def run_on_whole(

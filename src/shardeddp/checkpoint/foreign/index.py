@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shardeddp.checkpoint.foreign.unpickling import BUILTINS, CodeAskedForError, Maker, Record, make_size, unpickle
-from shardeddp.checkpoint.format.manifest import DATA_FILE, DCP_METADATA, Item, Path, StoredObject, name_of
+from shardeddp.checkpoint.format.manifest import DATA_FILE, DCP_METADATA, Item, ItemPath, StoredObject, name_of
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.intervals import Box
 
@@ -46,7 +46,7 @@ class ForeignPiece:
 class ForeignTensor:
     """One tensor of a foreign checkpoint."""
 
-    path: Path
+    path: ItemPath
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[ForeignPiece, ...]
@@ -199,7 +199,7 @@ def _quote(name: Any) -> str:
 # -- names and paths
 
 
-def _path(name: str, paths: Any) -> Path:
+def _path(name: str, paths: Any) -> ItemPath:
     """The keys that a name was made of; joined, they are the name."""
     if not paths:  # saved without flattening: names are keys
         return (name,)
@@ -217,9 +217,9 @@ def _could_make(path: tuple[Any, ...], name: str) -> bool:
     return sum(len(key) for key in path if isinstance(key, str)) <= len(name) and name_of(path) == name
 
 
-def _check_lists(paths: Iterable[Path]) -> None:
+def _check_lists(paths: Iterable[ItemPath]) -> None:
     """Integers in paths are places in lists, which are filled from 0 on without a gap."""
-    indices: dict[Path, set[int]] = {}
+    indices: dict[ItemPath, set[int]] = {}
     for path in paths:
         for depth, key in enumerate(path):
             if isinstance(key, int):
@@ -282,7 +282,7 @@ def _take(items: dict[_Key, Item], key: _Key) -> Item:
 # -- tensors
 
 
-def _tensor(path: Path, fields: Mapping[Any, Any], items: dict[_Key, Item]) -> ForeignTensor:
+def _tensor(path: ItemPath, fields: Mapping[Any, Any], items: dict[_Key, Item]) -> ForeignTensor:
     """One tensor; takes its items out of those that are left."""
     name = name_of(path)
     dtype = _dtype(name, fields.get("properties"))
@@ -334,8 +334,8 @@ def _check_cover(name: str, shape: Sequence[int], found: Sequence[Box]) -> None:
         raise CheckpointError(f"{_quote(name)} is cut along {len(cut)} dims, expected at most {MAX_CUT_DIMS}")
     whole = [Box((0,) * len(shape), tuple(shape))] if 0 not in shape else []
     corners: Counter[tuple[int, ...]] = Counter()
-    for boxes, sign in ((found, 1), (whole, -1)):
-        for box in boxes:
+    for these, sign in ((found, 1), (whole, -1)):
+        for box in these:
             edges = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in cut]
             for corner in itertools.product(*edges):
                 corners[tuple(at for at, _ in corner)] += sign * math.prod(alternating for _, alternating in corner)

@@ -30,7 +30,7 @@ from shardeddp.checkpoint.format.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
     Item,
-    Path,
+    ItemPath,
     StoredObject,
     name_of,
 )
@@ -286,7 +286,7 @@ def _normalised(index: ForeignIndex) -> tuple[dict[str, ForeignTensor], dict[str
     roots = {stored.path[0] for stored in (*index.tensors.values(), *index.objects.values())}
     bare = not roots & {MODEL, _MODEL_PARALLEL}
 
-    def place(path: Path, is_tensor: bool) -> Path:
+    def place(path: ItemPath, is_tensor: bool) -> ItemPath:
         if bare:
             return (MODEL, *path) if is_tensor and len(path) == 1 else path
         return (MODEL, *path[1:]) if MODEL not in roots and path[0] == _MODEL_PARALLEL else path

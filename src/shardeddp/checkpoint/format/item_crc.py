@@ -16,7 +16,7 @@ MAX_DIRECTORY_NBYTES = 16 * 2**20
 """Of the central directory of an item, which is held in memory: some 100 thousand records."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_END = struct.Struct("<4s4H2IH")
+_END_RECORD = struct.Struct("<4s4H2IH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +152,8 @@ class _Window:
 
 def _check_end(window: _Window, count: int) -> None:
     """Whether the directory had as many entries as it says: `zipfile` does not look, and a wrong length hides some."""
-    window.seek(-_END.size, os.SEEK_END)
-    signature, *_, expected, _, _, _ = _END.unpack(window.read(_END.size))
+    window.seek(-_END_RECORD.size, os.SEEK_END)
+    signature, *_, expected, _, _, _ = _END_RECORD.unpack(window.read(_END_RECORD.size))
     if signature != b"PK\5\6":
         raise zipfile.BadZipFile("it does not end as torch.save ends one")
     if expected != min(count, 0xFFFF) or not count:

@@ -44,7 +44,7 @@ BLOCK_NBYTES = 4 * 2**20
 
 DATA_FILE = re.compile(r"__(0|[1-9]\d{0,8})_(0|[1-9]\d{0,8})\.distcp")
 
-Path: TypeAlias = tuple[str | int, ...]
+ItemPath: TypeAlias = tuple[str | int, ...]
 """Keys from the root of the checkpoint to a value: ``("model", "head.weight")``."""
 
 
@@ -78,7 +78,7 @@ class Piece:
 class StoredTensor:
     """One tensor of a checkpoint."""
 
-    path: Path
+    path: ItemPath
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -104,7 +104,7 @@ class StoredTensor:
 class StoredObject:
     """A value that is not a tensor, pickled for ``torch.distributed.checkpoint``; never read by this package."""
 
-    path: Path
+    path: ItemPath
     item: Item
 
 

@@ -24,8 +24,8 @@ from shardeddp.checkpoint.format.manifest import (
     STATE,
     VERSION,
     Item,
+    ItemPath,
     Manifest,
-    Path,
     Piece,
     Run,
     StoredFile,
@@ -89,7 +89,7 @@ def manifest_from_bytes(data: bytes, memory_nbytes: int = 0) -> Manifest:
 
 
 def index_to_bytes(
-    run: Run, tensors: Iterable[tuple[Path, torch.dtype, Sequence[int], int]], objects: Iterable[Path]
+    run: Run, tensors: Iterable[tuple[ItemPath, torch.dtype, Sequence[int], int]], objects: Iterable[ItemPath]
 ) -> bytes:
     """The record of a plain file that says which training wrote it and what its other records are.
 
@@ -271,7 +271,7 @@ def _file_name(name: str) -> str:
     return name
 
 
-def _path(value: Any) -> Path:
+def _path(value: Any) -> ItemPath:
     if not value or not all(type(key) in (str, int) for key in value):
         raise TypeError(f"expected a path of texts and numbers, found {value!r}")
     return tuple(value)

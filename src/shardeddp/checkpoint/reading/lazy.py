@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardeddp.checkpoint.format.manifest import Path, name_of
+from shardeddp.checkpoint.format.manifest import ItemPath, name_of
 from shardeddp.plan.intervals import Interval
 from shardeddp.sharding.questions import asks_only_about
 
@@ -25,7 +25,7 @@ class LazyTensor(torch.Tensor):
     array), it is kept: from then on it is what this tensor holds.
     """
 
-    path: Path
+    path: ItemPath
     """Where it is in the checkpoint."""
 
     _read: Read
@@ -35,7 +35,7 @@ class LazyTensor(torch.Tensor):
 
     _kept: torch.Tensor | None  # its elements, of this shape, instead of those on the disk
 
-    def __new__(cls, path: Path, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:  # noqa: D102
+    def __new__(cls, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:  # noqa: D102
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.path = path
         made._read = read
@@ -44,7 +44,7 @@ class LazyTensor(torch.Tensor):
         made._kept = None
         return made
 
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> None:
+    def __init__(self, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> None:
         """Stand for a tensor.
 
         Args:

@@ -12,7 +12,7 @@ import torch
 
 from shardeddp.checkpoint.format.encoding import Codec, decode, encode, opaque_paths, sparse_parts
 from shardeddp.checkpoint.format.interop import lightning_meta
-from shardeddp.checkpoint.format.manifest import PLAIN_EXTRA, SHARDED_EXTRA, Path, name_of
+from shardeddp.checkpoint.format.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
 from shardeddp.checkpoint.reading.lazy import LazyTensor
 from shardeddp.checkpoint.writing.host_memory import HostMemory
 from shardeddp.errors import CheckpointError
@@ -55,7 +55,7 @@ class Share:
 class Described:
     """A whole tensor, wherever its elements are."""
 
-    path: Path
+    path: ItemPath
     dtype: torch.dtype
     shape: tuple[int, ...]
     same_as: str | None = None
@@ -69,7 +69,7 @@ class Snapshot:
     tree: Any
     """The checkpoint as JSON, with names in place of tensors."""
 
-    objects: list[tuple[Path, Any]]
+    objects: list[tuple[ItemPath, Any]]
     """What is neither tensor nor of interest to this package, but to other readers of model and optimizers."""
 
     rest: bytes
@@ -125,7 +125,7 @@ def take_snapshot(
 
 def describe(
     checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks
-) -> tuple[list[tuple[torch.Tensor, Path]], list[Path], list[Share]]:
+) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share]]:
     """What a plain file is going to hold, and the shards that replicas have in common; no communication.
 
     Args:
@@ -137,7 +137,7 @@ def describe(
         Each tensor with its path; the paths of what is no tensor and belongs to the model or an optimizer; and what
         this rank has of the sharded tensors.
     """
-    collector, tensors = _Collector(_paths(checkpoint, names), mesh), list[tuple[torch.Tensor, Path]]()
+    collector, tensors = _Collector(_paths(checkpoint, names), mesh), list[tuple[torch.Tensor, ItemPath]]()
     for tensor in tensors_of(checkpoint):
         path = collector.path_of(tensor)
         tensors.append((tensor, path))
@@ -165,7 +165,7 @@ def nbytes_of(tree: Any) -> int:
 
 
 class _Collector:
-    def __init__(self, paths: Mapping[int, Path], mesh: Ranks) -> None:
+    def __init__(self, paths: Mapping[int, ItemPath], mesh: Ranks) -> None:
         self.tensors: list[Described] = []
         self.shares: list[Share] = []
         self._paths = paths
@@ -183,11 +183,11 @@ class _Collector:
         self.add(path, tensor)
         return name_of(path)
 
-    def path_of(self, tensor: torch.Tensor) -> Path:
+    def path_of(self, tensor: torch.Tensor) -> ItemPath:
         """Where a tensor that has been met lies; asked once for each occurrence."""
         return self._paths.get(id(tensor)) or self._extra(tensor)
 
-    def add(self, path: Path, tensor: torch.Tensor) -> None:
+    def add(self, path: ItemPath, tensor: torch.Tensor) -> None:
         """Cut a tensor, unless its memory is stored already."""
         name, key = name_of(path), memory_of_shards(tensor)
         stored = self._stored.get(key)
@@ -196,7 +196,7 @@ class _Collector:
             self._stored[key] = name
             self._cut(name, tensor)
 
-    def _extra(self, tensor: torch.Tensor) -> Path:
+    def _extra(self, tensor: torch.Tensor) -> ItemPath:
         # Counted apart: the sharded ones have to have the same names on all ranks, the others are rank 0's.
         kind = SHARDED_EXTRA if isinstance(tensor, ShardTensor) else PLAIN_EXTRA
         self._extras[kind] += 1
@@ -234,10 +234,10 @@ def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*place, spec, tensor.dtype, tuple(tensor.shape))
 
 
-def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, Path]:
+def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, ItemPath]:
     """Names of the tensors of model and optimizers by identity, in the layout of Lightning's FSDPStrategy."""
     model = checkpoint.get("state_dict", {})
-    paths: dict[int, Path] = {
+    paths: dict[int, ItemPath] = {
         id(value): ("model", key) for key, value in model.items() if isinstance(value, torch.Tensor)
     }
     for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
@@ -247,9 +247,9 @@ def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, Pa
     return paths
 
 
-def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple[Path, Any]]:
+def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple[ItemPath, Any]]:
     model = checkpoint.get("state_dict", {})
-    found: list[tuple[Path, Any]] = [
+    found: list[tuple[ItemPath, Any]] = [
         (("model", key), value) for key, value in model.items() if not isinstance(value, torch.Tensor)
     ]
     for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
@@ -263,7 +263,7 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
     return found
 
 
-def _states(number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]) -> Iterator[tuple[Path, Any]]:
+def _states(number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]) -> Iterator[tuple[ItemPath, Any]]:
     """Every value that an optimizer keeps of a parameter, under the parameter's name."""
     states: Mapping[Any, Any] = optimizer.get("state", {})
     for index, state in states.items():
@@ -273,7 +273,7 @@ def _states(number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]) -> I
             yield (f"optimizer_{number}", "state", fqns[index], key), value
 
 
-def _refuse_opaque(objects: Sequence[tuple[Path, Any]], codecs: Sequence[Codec]) -> None:
+def _refuse_opaque(objects: Sequence[tuple[ItemPath, Any]], codecs: Sequence[Codec]) -> None:
     """What belongs to the model or an optimizer has to come back without pickle, or must not be saved so."""
     for path, value in objects:
         there = encode(value, lambda tensor: "", codecs)
