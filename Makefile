@@ -11,9 +11,9 @@ TORCH ?= torch==2.13.0
 # The oldest and the newest release of Lightning that pyproject.toml allows, for `make test-versions`.
 LIGHTNINGS ?= 2.6.0 2.6.6
 VERSIONS := $(VENV)/versions
-SMOKE := tests/test_lightning_private.py tests/plugins/test_preemption.py tests/strategy/test_parity.py \
-    tests/strategy/test_resume.py tests/strategy/test_cli.py tests/strategy/test_summaries.py \
-    tests/strategy/test_launch.py::test_forked_and_spawned_ranks_bring_the_full_weights_back
+SMOKE := tests/lightning/test_private.py tests/lightning/test_preemption.py tests/lightning/test_parity.py \
+    tests/lightning/test_resume.py tests/lightning/test_cli.py tests/lightning/test_summaries.py \
+    tests/lightning/test_launch.py::test_forked_and_spawned_ranks_bring_the_full_weights_back
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

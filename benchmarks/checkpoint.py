@@ -38,7 +38,7 @@ from rich.table import Table
 
 from checkpoint_engines import ENGINES, WIDTH, Engine
 from fresh_ranks import become_rank, in_turn, resident
-from shardeddp.checkpoint.reading.verification import verify
+from shardeddp.checkpoint.verify import verify
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from shardeddp.comm.gloo import GlooCollectives
-from shardeddp.comm.traffic import Traffic
+from shardeddp.comm.backends import GlooCollectives
+from shardeddp.comm.collectives import Traffic
 
 Case = tuple[str, str, Callable[[], object]]
 

@@ -23,13 +23,13 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 from llama import Block, Llama, LlamaConfig
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision
-from shardeddp.plan.placement import find_placement
-from shardeddp.plugins.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
-from shardeddp.sharding.materialize import Birth
-from shardeddp.sharding.optimizer import attach_optimizer
-from shardeddp.sharding.runtime import Prefetch
-from shardeddp.sharding.setup import shard_model
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.engine.deferred_init import Birth
+from shardeddp.engine.runtime import Prefetch
+from shardeddp.engine.shard_model import shard_model
+from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.optim.attach import attach_optimizer
+from shardeddp.plan.sharding_strategy import find_placement
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import NamePolicy, build_units
 
 TIMEOUT = timedelta(minutes=5)

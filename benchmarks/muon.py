@@ -34,11 +34,11 @@ sys.path.insert(0, str(EXAMPLES))
 
 from gpt.model import GPT  # noqa: E402
 from shardeddp.comm import Mesh  # noqa: E402
-from shardeddp.plan.placement import find_placement  # noqa: E402
+from shardeddp.engine.runtime import Prefetch, Runtime  # noqa: E402
+from shardeddp.engine.shard_model import shard_model  # noqa: E402
+from shardeddp.optim.attach import attach_optimizer  # noqa: E402
+from shardeddp.plan.sharding_strategy import find_placement  # noqa: E402
 from shardeddp.plan.topology import Topology  # noqa: E402
-from shardeddp.sharding.optimizer import attach_optimizer  # noqa: E402
-from shardeddp.sharding.runtime import Prefetch, Runtime  # noqa: E402
-from shardeddp.sharding.setup import shard_model  # noqa: E402
 from shardeddp.wrap import build_units, resolve_policy  # noqa: E402
 
 ALONE = "one process"

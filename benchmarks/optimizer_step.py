@@ -25,11 +25,11 @@ from rich.table import Table
 from torch import nn
 
 from shardeddp.comm import Mesh
-from shardeddp.plan.placement import find_placement
+from shardeddp.engine.runtime import Prefetch
+from shardeddp.engine.shard_model import shard_model
+from shardeddp.optim.attach import attach_optimizer
+from shardeddp.plan.sharding_strategy import find_placement
 from shardeddp.plan.topology import Topology
-from shardeddp.sharding.optimizer import attach_optimizer
-from shardeddp.sharding.runtime import Prefetch
-from shardeddp.sharding.setup import shard_model
 from shardeddp.wrap import build_units, resolve_policy
 
 VARIANTS = {

@@ -28,11 +28,11 @@ from typing_extensions import override
 
 from fresh_ranks import become_rank, in_turn
 from shardeddp.comm import Mesh
-from shardeddp.plan.placement import find_placement
+from shardeddp.engine.deferred_init import Materializer
+from shardeddp.engine.runtime import Prefetch
+from shardeddp.engine.shard_model import shard_model
+from shardeddp.plan.sharding_strategy import find_placement
 from shardeddp.plan.topology import Topology
-from shardeddp.sharding.materialize import Materializer
-from shardeddp.sharding.runtime import Prefetch
-from shardeddp.sharding.setup import shard_model
 from shardeddp.wrap import build_units, resolve_policy
 
 VOCABULARY = 32_000

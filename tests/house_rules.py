@@ -17,15 +17,16 @@ SRC = f"src/{PACKAGE}/"
 
 # From the bottom up; a file is in the layer of its first folder, or of its own name.
 LAYERS = (
-    ("errors", "config", "lightning_api"),
+    ("errors", "config"),
     ("plan",),
     ("comm",),
-    ("sharding",),
+    ("tensor",),
     ("wrap",),
-    ("plugins",),
+    ("engine",),
+    ("optim",),
     ("checkpoint",),
-    ("monitor",),
-    ("strategy",),
+    ("report",),
+    ("lightning",),
     ("cli", "__main__"),
     ("__init__",),
 )
@@ -33,10 +34,11 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAX_LINES = 900
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
-LIGHTNING_API = "lightning_api"
-LIGHTNING_CLASS = re.compile(rf"{PACKAGE}\.{LIGHTNING_API}\.[A-Z]\w*\.")
-LIGHTNING_PRIVATE = f"{LIGHTNING_API}/private.py"
-LIGHTNING_USERS = ("strategy.py", "strategy/", "plugins/", "monitor/callbacks")
+LIGHTNING_USERS = "lightning/"
+LIGHTNING_API = f"{PACKAGE}.lightning.api"
+LIGHTNING_CLASS = re.compile(rf"{re.escape(LIGHTNING_API)}\.[A-Z]\w*\.")
+LIGHTNING_PRIVATE = "lightning/private.py"
+LIGHTNING_IMPORTS = ("lightning/api.py", LIGHTNING_PRIVATE)
 
 # Private attributes of objects of torch and of what builds on it; its modules show by themselves whose names are.
 TORCH_PRIVATES = frozenset(
@@ -113,7 +115,6 @@ class Import:
     local_name: str
     line: int
     in_function: bool
-    type_only: bool
 
     def is_under(self, *roots: str) -> bool:
         """Whether the name is one of the modules or lies in one of them."""
@@ -163,7 +164,7 @@ class Source:
         return tuple(found)
 
 
-def _imports(node: ast.AST, package: str, in_function: bool = False, type_only: bool = False) -> Iterator[Import]:
+def _imports(node: ast.AST, package: str, in_function: bool = False) -> Iterator[Import]:
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         prefix = ""
         if isinstance(node, ast.ImportFrom):
@@ -171,17 +172,10 @@ def _imports(node: ast.AST, package: str, in_function: bool = False, type_only: 
             prefix = ".".join([*parents, *([node.module] if node.module else [])]) + "."
         for alias in node.names:
             local = alias.asname or (alias.name if prefix else alias.name.partition(".")[0])
-            yield Import(
-                target=prefix + alias.name,
-                local_name=local,
-                line=node.lineno,
-                in_function=in_function,
-                type_only=type_only,
-            )
+            yield Import(target=prefix + alias.name, local_name=local, line=node.lineno, in_function=in_function)
     in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    guarded = node.body if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") else []
     for child in ast.iter_child_nodes(node):
-        yield from _imports(child, package, in_function, type_only or child in guarded)
+        yield from _imports(child, package, in_function)
 
 
 def upward_imports(files: Sequence[Source]) -> Iterator[Finding]:
@@ -203,14 +197,13 @@ def upward_imports(files: Sequence[Source]) -> Iterator[Finding]:
 
 
 def import_circles(files: Sequence[Source]) -> Iterator[Finding]:
-    """No file imports itself through others; imports inside functions count, they often hide a circle."""
+    """No file imports itself through others; imports in functions and for types count, they often hide a circle."""
     paths = {file.module: file.path for file in files}
     edges: dict[str, set[str]] = {file.module: set() for file in files}
     for file in files:
         for name in file.imports:
-            if not name.type_only:
-                target = name.target if name.target in edges else name.target.rpartition(".")[0]
-                edges[file.module] |= {target} & edges.keys()
+            target = name.target if name.target in edges else name.target.rpartition(".")[0]
+            edges[file.module] |= {target} & edges.keys()
     try:
         graphlib.TopologicalSorter(edges).prepare()
     except graphlib.CycleError as error:
@@ -331,17 +324,14 @@ def foreign_engines(files: Sequence[Source]) -> Iterator[Finding]:
 
 
 def stray_lightning(files: Sequence[Source]) -> Iterator[Finding]:
-    """Lightning is known to the strategy, the plugins and the callbacks, and they have it from one place."""
+    """Lightning is known to one package, which has it from two files."""
     for file in files:
-        if file.inner.startswith(LIGHTNING_API):
-            continue
-        for name in file.imports:
+        for name in file.imports if file.inner not in LIGHTNING_IMPORTS else ():
             problem = ""
             if name.is_under(*LIGHTNING):
-                problem = f"both namespaces have to work: import it from {PACKAGE}.{LIGHTNING_API}"
-            elif name.is_under(f"{PACKAGE}.{LIGHTNING_API}", "lightning_utilities"):
-                users = ", ".join(LIGHTNING_USERS)
-                problem = "" if file.inner.startswith(LIGHTNING_USERS) else f"Lightning is known only to {users}"
+                problem = f"both namespaces have to work: import it from {LIGHTNING_API}"
+            elif name.is_under(LIGHTNING_API, "lightning_utilities") and not file.inner.startswith(LIGHTNING_USERS):
+                problem = f"Lightning is known only to {LIGHTNING_USERS}"
             if problem:
                 yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Mesh
-from shardeddp.plan.placement import PLACEMENTS
+from shardeddp.engine.param_group import FlatGroup
+from shardeddp.engine.unit import layout_of
+from shardeddp.plan.sharding_strategy import PLACEMENTS
 from shardeddp.plan.topology import Topology
-from shardeddp.sharding.flat_group import FlatGroup
-from shardeddp.sharding.function_arguments import extend_functions
-from shardeddp.sharding.shard_tensor import ShardTensor
-from shardeddp.sharding.spec import ParameterSpec
-from shardeddp.sharding.unit import layout_of
+from shardeddp.tensor.autograd import extend_functions
+from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.wrap.tree import ParameterSpec
 
 SHAPES = {"matrix": (3, 5), "bias": (5,), "scalar": (), "single": (1,), "cube": (2, 3, 4), "empty": (0, 4)}
 SIZES = (1, 2, 3, 4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardeddp.checkpoint.format.manifest import MANIFEST
+from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.cli import main
 from support.exporting import checkpoint, flip, put, read_safetensors
 

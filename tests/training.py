@@ -18,14 +18,14 @@ from torch import nn, optim
 
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision, Scope
-from shardeddp.plan.placement import PLACEMENTS, Placement, ShardSize
+from shardeddp.engine.runtime import Prefetch, Runtime
+from shardeddp.engine.shard_model import shard_model
+from shardeddp.engine.unit import Unit
+from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.optim.attach import attach_optimizer
+from shardeddp.plan.sharding_strategy import PLACEMENTS, Placement, ShardSize
 from shardeddp.plan.topology import Topology
-from shardeddp.plugins.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
-from shardeddp.sharding.optimizer import attach_optimizer
-from shardeddp.sharding.runtime import Prefetch, Runtime
-from shardeddp.sharding.setup import shard_model
-from shardeddp.sharding.shard_tensor import ShardTensor
-from shardeddp.sharding.unit import Unit
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import NamePolicy, SingleUnitPolicy, build_units
 
 STRATEGIES = tuple(PLACEMENTS)

@@ -1,18 +1,12 @@
 """shardeddp: sharded training for PyTorch Lightning, of unmodified LightningModules."""
 
 from shardeddp.config import ActivationCheckpointing, CheckpointOptions, CPUOffload, MixedPrecision
-from shardeddp.errors import (
-    CheckpointError,
-    ConfigurationError,
-    DamagedCheckpointError,
-    LayoutMismatchError,
-    RankError,
-)
-from shardeddp.plugins.registry import register_names
-from shardeddp.sharding.gradients import clip_grad_norm_, clip_grad_value_
-from shardeddp.sharding.shard_tensor import ShardTensor
-from shardeddp.strategy import ShardedDP
-from shardeddp.strategy.loading import load_from_checkpoint, read_directories_too
+from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, LayoutMismatchError, RankError
+from shardeddp.lightning.load import load_from_checkpoint, read_directories_too
+from shardeddp.lightning.registry import register_names
+from shardeddp.lightning.strategy import ShardedDP
+from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, Policy, PredicatePolicy, SizePolicy
 
 __version__ = "0.1.0"

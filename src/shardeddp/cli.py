@@ -17,14 +17,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from shardeddp.checkpoint.disk.committed import read_manifest
-from shardeddp.checkpoint.format.manifest import DCP_METADATA, MANIFEST
-from shardeddp.checkpoint.reading.inspection import as_json, module_rows, tensor_rows
-from shardeddp.checkpoint.reading.verification import Verification, checkpoints_in, examine
-from shardeddp.checkpoint.writing.export import Selection, to_ckpt, to_safetensors
+from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
+from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.checkpoint.verify import Verification, as_json, checkpoints_in, examine, module_rows, tensor_rows
 from shardeddp.errors import CheckpointError
-from shardeddp.monitor.checkpoints import inspection_view, verification_view
-from shardeddp.monitor.report import human_bytes
+from shardeddp.report import human_bytes, inspection_view, verification_view
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B?", flags=re.IGNORECASE)

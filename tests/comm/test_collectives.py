@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from shardeddp.comm import Collectives, Pending, Traffic
+from shardeddp.comm.backends import MEAN_BLOCK_NUMEL, GlooCollectives, NativeCollectives, disconnect
 from shardeddp.comm.collectives import ReduceKind, SoloCollectives
-from shardeddp.comm.failures import is_transfer_error
-from shardeddp.comm.gloo import MEAN_BLOCK_NUMEL, GlooCollectives, disconnect
-from shardeddp.comm.native import NativeCollectives
+from shardeddp.comm.propagation import is_transfer_error
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardeddp.comm import Mesh, agree_on_any
+from shardeddp.comm.backends import GlooCollectives
 from shardeddp.comm.collectives import SoloCollectives
-from shardeddp.comm.gloo import GlooCollectives
 from shardeddp.plan.topology import Topology
 from world import Worlds, on_ranks
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardeddp.comm.rendezvous import INTERFACE_VARIABLES, leave_loopback, meet, stay_on_loopback
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.seats import Seat
+from shardeddp.plan.topology import Seat
 from support.sockets import listening
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,8 +15,8 @@ from torch import nn
 
 from shardeddp.comm import Pending, Ticket
 from shardeddp.comm.collectives import Collectives, ReduceKind
-from shardeddp.comm.lanes import CudaLane, Lane
 from shardeddp.comm.mesh import Mesh
+from shardeddp.comm.streams import CudaLane, Lane
 from shardeddp.config import CPUOffload, MixedPrecision
 from support.devices import DEVICE, Setting, Stack, Training, stack, train_plain
 

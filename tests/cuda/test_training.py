@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardeddp.config import CPUOffload
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import ShardTensor
 from support.devices import DEVICE, Setting, Stack, Training, stack, train_plain
 from training import STRATEGIES, full
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardeddp.plan import intervals
-from shardeddp.plan.intervals import Box, Interval, boxes
+from shardeddp.plan import layout
+from shardeddp.plan.layout import Box, Interval, boxes
 
 pytestmark = pytest.mark.timeout(30)
 bounded = settings(deadline=None, max_examples=200, derandomize=True)
@@ -77,7 +77,7 @@ def test_a_shift_below_zero_is_refused() -> None:
 
 
 def test_the_examples_in_the_docstrings_are_true() -> None:
-    outcome = doctest.testmod(intervals)
+    outcome = doctest.testmod(layout)
     assert outcome.attempted >= 1
     assert outcome.failed == 0
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardeddp.plan.intervals import Interval
-from shardeddp.plan.layout import ALIGNMENT_NBYTES, FlatLayout, ParameterSlot
+from shardeddp.plan.layout import ALIGNMENT_NBYTES, FlatLayout, Interval, ParameterSlot
 
 pytestmark = pytest.mark.timeout(30)
 bounded = settings(deadline=None, max_examples=200, derandomize=True)

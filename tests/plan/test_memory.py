@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost, MemoryPlan, plan_memory
-from shardeddp.plan.placement import PLACEMENTS
+from shardeddp.plan.sharding_strategy import PLACEMENTS
 
 pytestmark = pytest.mark.timeout(30)
 bounded = settings(deadline=None, max_examples=200, derandomize=True)

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.placement import choose_placement
-from shardeddp.plan.seats import Seat, check_seats, node_order
-from shardeddp.plan.topology import Topology
+from shardeddp.plan.sharding_strategy import choose_placement
+from shardeddp.plan.topology import Seat, Topology, check_seats, node_order
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from shardeddp.sharding.runtime import Runtime
+from shardeddp.engine.runtime import Runtime
 from training import WIDTH, Sharding, Trial
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias
 
-from shardeddp.checkpoint.disk import durable
+from shardeddp.checkpoint import durable
 from shardeddp.errors import CheckpointError
 
 Action: TypeAlias = Callable[[], object]

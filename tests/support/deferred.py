@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shardeddp.plan.placement import PLACEMENTS
-from shardeddp.sharding.materialize import Birth
-from shardeddp.sharding.runtime import Prefetch
-from shardeddp.sharding.setup import shard_model
+from shardeddp.engine.deferred_init import Birth
+from shardeddp.engine.runtime import Prefetch
+from shardeddp.engine.shard_model import shard_model
+from shardeddp.plan.sharding_strategy import PLACEMENTS
 from shardeddp.wrap import SingleUnitPolicy, build_units
 from training import Sharding, full
 

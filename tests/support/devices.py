@@ -14,12 +14,12 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 
 from shardeddp.comm import Mesh
 from shardeddp.config import CPUOffload, MixedPrecision
+from shardeddp.engine.runtime import Prefetch, Runtime
+from shardeddp.engine.shard_model import shard_model
+from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.placement import Placement, find_placement
-from shardeddp.plugins.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
-from shardeddp.sharding.optimizer import attach_optimizer
-from shardeddp.sharding.runtime import Prefetch, Runtime
-from shardeddp.sharding.setup import shard_model
+from shardeddp.plan.sharding_strategy import Placement, find_placement
 from shardeddp.wrap import NamePolicy, build_units
 
 DEVICE = torch.device("cuda", 0)

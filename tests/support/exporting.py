@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from shardeddp.checkpoint.format.manifest import Run
-from shardeddp.checkpoint.writing.shards import write_checkpoint
-from shardeddp.checkpoint.writing.snapshot import take_snapshot
+from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.snapshot import take_snapshot
+from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.topology import Topology
 

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from shardeddp.checkpoint.foreign.reader import ForeignCheckpoint
+from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
 from shardeddp.errors import CheckpointError
-from shardeddp.plan.intervals import Interval
+from shardeddp.plan.layout import Interval
 
 STATUS = Path("/proc/self/status")
 

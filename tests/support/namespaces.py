@@ -38,7 +38,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import shardeddp  # noqa: E402
 import shardeddp.cli  # noqa: E402
-import shardeddp.lightning_api  # noqa: E402
+import shardeddp.lightning.api  # noqa: E402
 
 pl: Any = importlib.import_module(TESTED)
 cli: Any = importlib.import_module(f"{TESTED}.cli")
@@ -50,7 +50,7 @@ trainer:
   devices: 1
   strategy:
     class_path: shardeddp.ShardedDP
-    init_args: {sharding_strategy: shard_grad_op, auto_wrap_policy: [torch.nn.Linear]}
+    init_args: {sharding_strategy: shard_grad_op, auto_wrap_policy: [torch.nn.Linear], state_dict_type: sharded}
   precision: bf16-mixed
   max_epochs: 3
   logger: false
@@ -116,18 +116,18 @@ def resume_by_yaml(folder: Path) -> dict[str, float]:
     line = cli.LightningCLI(Regression, args=[f"--config={file}"], run=False, save_config_callback=None)
     line.trainer.fit(line.model, ckpt_path=str(folder / "last.ckpt"))
     line.trainer.validate(line.model, verbose=False)
+    line.trainer.save_checkpoint(folder / "directory.ckpt")
     return {name: value.item() for name, value in line.trainer.callback_metrics.items()}
 
 
 def convert(folder: Path) -> bool:
-    """Whether the file, a directory of it and a file of that load alike, by this package and by Lightning."""
-    for command, source, target in (("shard", "last", "directory"), ("consolidate", "directory", "plain")):
-        if shardeddp.cli.main([command, str(folder / f"{source}.ckpt"), "-o", str(folder / f"{target}.ckpt")]):
-            return False
-    assert (folder / "directory.ckpt").is_dir()
-    kinds = [folder / f"{name}.ckpt" for name in ("last", "directory", "plain")]
-    loaded = [Regression.load_from_checkpoint(path).state_dict() for path in kinds]
-    loaded += [shardeddp.load_from_checkpoint(Regression, path).state_dict() for path in kinds]
+    """Whether a directory, and a file of it, load alike, by this package and by Lightning."""
+    source, target = folder / "directory.ckpt", folder / "plain.ckpt"
+    assert source.is_dir()
+    if shardeddp.cli.main(["consolidate", str(source), "-o", str(target)]):
+        return False
+    loaded = [Regression.load_from_checkpoint(path).state_dict() for path in (source, target)]
+    loaded += [shardeddp.load_from_checkpoint(Regression, path).state_dict() for path in (source, target)]
     return all(torch.equal(each[name], loaded[0][name]) for each in loaded for name in loaded[0])
 
 
@@ -135,7 +135,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     out = Path(sys.argv[1])
     said = {
-        "namespace": shardeddp.lightning_api.NAMESPACE,
+        "namespace": shardeddp.lightning.api.NAMESPACE,
         "fitted": fit_on_two_ranks(out),
         "resumed": resume_by_yaml(out),
         "converts": convert(out),

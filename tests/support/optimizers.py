@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from shardeddp.sharding.owned_step import OwnedStep
+from shardeddp.optim.whole_parameter import OwnedStep
 
 Closure = Callable[[], Any] | None
 

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 
 import shardeddp
-from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.contents import open_checkpoint
 from support.sockets import listening
 from support.tasks import EvaluatedGpt, token_loader
 from support.trainers import EXPECTED_WARNINGS

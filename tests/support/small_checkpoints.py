@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from shardeddp.checkpoint.disk import directory
-from shardeddp.checkpoint.disk.committed import WORKING_NAME, read_manifest
-from shardeddp.checkpoint.disk.durable import Durability, Permissions
-from shardeddp.checkpoint.format.manifest import MANIFEST, Manifest, Run, StoredFile
-from shardeddp.checkpoint.format.manifest_file import manifest_to_bytes
+from shardeddp.checkpoint import directory
+from shardeddp.checkpoint.durable import Durability, Permissions
+from shardeddp.checkpoint.find import WORKING_NAME, read_manifest
+from shardeddp.checkpoint.manifest import MANIFEST, Manifest, Run, StoredFile, manifest_to_bytes
 
 DATA = ("__0_0.distcp", "__1_0.distcp", "meta.pt")
 

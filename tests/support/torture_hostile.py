@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardeddp.checkpoint.format.manifest import MANIFEST, STATE
+from shardeddp.checkpoint.manifest import MANIFEST, STATE
 from support.hostile import Bait, archive_of
 from support.torture_mutations import Files, edit_manifest, edit_state, put_file, seal_bytes, write_files
 

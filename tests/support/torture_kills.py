@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from shardeddp.checkpoint.disk.cleaning import sweep
-from shardeddp.checkpoint.disk.committed import WORKING_NAME, find_checkpoints
-from shardeddp.comm import failures
+from shardeddp.checkpoint.clean import sweep
+from shardeddp.checkpoint.find import WORKING_NAME, find_checkpoints
+from shardeddp.comm import propagation
 from support.torture_training import RANKS, STEPS, Board, Phase, Picture, Reporter, fork_rank, picture_of, train
 
 FOREIGN = {
@@ -256,7 +256,7 @@ def _has_ended(child: int) -> bool:
 
 
 def _train(board: Board, rank: int, folder: Path, asynchronous: bool, path: str | None, keep: int) -> None:
-    failures.LOOKUP_S = 0.05  # survivors need not wait long for a reason that nobody gives
+    propagation.LOOKUP_S = 0.05  # survivors need not wait long for a reason that nobody gives
     reporter = Reporter(board, rank, folder / f"notes-{rank}")
     reporter.install()
     digests = train(folder / "checkpoints", asynchronous, path, keep, reporter.started)

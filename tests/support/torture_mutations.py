@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardeddp.checkpoint.format.checksums import checksum
-from shardeddp.checkpoint.format.manifest import MANIFEST, STATE
+from shardeddp.checkpoint.items import checksum
+from shardeddp.checkpoint.manifest import MANIFEST, STATE
 
 Files = dict[str, bytes]
 """Content by name."""

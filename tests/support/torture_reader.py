@@ -9,7 +9,7 @@ import time
 import warnings
 from pathlib import Path
 
-from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.errors import CheckpointError
 from support.hostile_reader import peak, reset_peak
 from support.torture_training import whole

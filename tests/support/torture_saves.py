@@ -15,14 +15,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardeddp.checkpoint.disk import durable
-from shardeddp.checkpoint.format.interop import lightning_meta
-from shardeddp.checkpoint.format.manifest import Run
-from shardeddp.checkpoint.reading.opening import open_checkpoint
-from shardeddp.checkpoint.writing.shards import write_checkpoint
-from shardeddp.checkpoint.writing.snapshot import Described, Share, Snapshot
+from shardeddp.checkpoint import durable
+from shardeddp.checkpoint.contents import open_checkpoint
+from shardeddp.checkpoint.interop import lightning_meta
+from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.snapshot import Described, Share, Snapshot
+from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
-from shardeddp.plan.intervals import Box
+from shardeddp.plan.layout import Box
 from support.torture_training import PURE
 
 ROW = 64

@@ -30,9 +30,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint.disk import durable
-from shardeddp.checkpoint.reading.opening import open_checkpoint
-from shardeddp.checkpoint.writing import saver
+from shardeddp.checkpoint import durable, write
+from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.config import CheckpointOptions
 from support.tasks import VOCABULARY, Block, TinyGpt
 from support.trainers import full_weights, make_trainer
@@ -98,10 +97,10 @@ class Reporter:
         self._rank = rank
         self._notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._begun = self._returned = self._calls = 0
-        self._write_checkpoint = saver.write_checkpoint
+        self._write_checkpoint = write.write_checkpoint
 
     def install(self) -> None:
-        saver.write_checkpoint = self.write_checkpoint
+        write.write_checkpoint = self.write_checkpoint
 
     def started(self) -> None:
         """Training begins."""

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from module_zoo import Attention, Block, DecoderBlock, Gpt, Mlp, ResNet18, numbered
 from shardeddp.errors import ConfigurationError
 from shardeddp.wrap import AutoPolicy
-from shardeddp.wrap.auto import default_floor
+from shardeddp.wrap.policy import default_floor
 
 pytestmark = pytest.mark.timeout(30)
 

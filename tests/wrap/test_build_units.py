@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.sharding.spec import ParameterSpec, UnitSpec
 from shardeddp.wrap import (
     AutoPolicy,
     ClassPolicy,
@@ -24,6 +23,7 @@ from shardeddp.wrap import (
     build_units,
     require_parameters,
 )
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
 pytestmark = pytest.mark.timeout(30)
 

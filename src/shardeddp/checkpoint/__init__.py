@@ -1,1 +1,1 @@
-"""From sharded state to what is on disk, and back."""
+"""Checkpoints: format, files, saving, loading, verification, export and import."""

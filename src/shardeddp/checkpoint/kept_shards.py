@@ -18,8 +18,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.reading.lazy import LazyTensor
-from shardeddp.sharding.shard_tensor import ShardTensor
+from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.tensor.shard_tensor import ShardTensor
 
 KEY = "shardeddp"
 """Where a checkpoint has what Lightning does not know of."""

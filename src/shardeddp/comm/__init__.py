@@ -9,11 +9,9 @@ from shardeddp.comm.agreement import (
     gather_results,
     together,
 )
-from shardeddp.comm.collectives import Collectives, Pending
-from shardeddp.comm.host import barrier, broadcast_object, reduce_tensor
-from shardeddp.comm.lanes import Lane, Ticket
-from shardeddp.comm.mesh import Mesh
-from shardeddp.comm.traffic import Traffic
+from shardeddp.comm.collectives import Collectives, Pending, Traffic
+from shardeddp.comm.mesh import Mesh, barrier, broadcast_object, reduce_tensor
+from shardeddp.comm.streams import Lane, Ticket
 
 __all__ = [
     "Collectives",

@@ -1,21 +1,175 @@
-"""Agreement: what all ranks decide together, over the host group; errors of one rank become errors of all."""
+"""Agreement of ranks over small host messages: results, errors, flags, and checksums of plans."""
+
+from __future__ import annotations
 
 import json
+import time
 import traceback
+import weakref
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm.sequence import begin, reduce_highest
 from shardeddp.errors import (
     CheckpointError,
     ConfigurationError,
     DamagedCheckpointError,
+    DesyncError,
     LayoutMismatchError,
     RankError,
 )
+
+# -- Sequence numbers: which operation a rank has begun on its host groups, and that all ranks have begun the same one
+#
+# All ranks of a group come to its operations in one order, so equal places in a program have equal numbers. Counting
+# costs a microsecond on the host and sends nothing; :mod:`shardeddp.comm.desync` looks at the numbers when a rank has
+# been waiting for a while.
+#
+# What is agreed on travels in messages of one size that begin with a fingerprint of the operation. Ranks that have come
+# to different ones thus all know it at once. Messages of different sizes would end the process: gloo aborts it.
+
+MESSAGE_NBYTES = 512
+"""Small enough to take no longer than a byte; large enough for a step of a hundred units."""
+
+_HEADER_NBYTES = 8
+_PAYLOAD_NBYTES = MESSAGE_NBYTES - _HEADER_NBYTES
+
+ABOUT_COLLECTIVES = (
+    "All ranks have to communicate alike, in one order: move this out of conditions that only some ranks fulfil, and "
+    "give tensors one shape and dtype on all ranks. Barriers, gathers, self.log(sync_dist=True), saving a checkpoint "
+    "(trainer.save_checkpoint) and whatever reads a sharded parameter are for all ranks"
+)
+ABOUT_PARAMETERS = (
+    "A sharded parameter has to be asked by all ranks alike. Move this out of rank_zero_only functions and out of "
+    "conditions that only some ranks fulfil, or put it inside of strategy.summon_full_params(), which all ranks enter: "
+    "there parameters are whole, and each rank may do what it likes"
+)
+ABOUT_UNITS = (
+    "All ranks gather units in one order. If they may use different parts of the model in a step (experts, modalities, "
+    "random depth), set ShardedDP(uneven_units=True): then they agree before each gather, and those that do not use a "
+    "unit take part with zeros. Or let auto_wrap_policy put all such parts into one unit"
+)
+ABOUT_TRAINED = (
+    "All ranks have to train the same parameters: freeze and unfreeze (requires_grad_) the same ones on each of them, "
+    "at the same time"
+)
+ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS, ABOUT_TRAINED)
+"""Kinds of advice; where ranks wait in different operations, the last one that fits any of them is the most useful."""
+
+Describe = Callable[[str, str], str]
+"""From the name of a meeting and what this rank has come to, which ranks have come to what."""
+
+
+@dataclass
+class _Record:
+    begun: Counter[str] = field(default_factory=Counter[str])
+    describe: Describe | None = None
+
+
+_RECORDS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Record] = weakref.WeakKeyDictionary()
+
+
+def _record_of(group: dist.ProcessGroup) -> _Record:
+    record = _RECORDS.get(group)
+    if record is None:
+        record = _RECORDS[group] = _Record()
+    return record
+
+
+def begin(group: dist.ProcessGroup, kind: str) -> None:
+    """Count one operation; to be called before it communicates."""
+    _record_of(group).begun[kind] += 1
+
+
+def begun(group: dist.ProcessGroup) -> dict[str, int]:
+    """How many operations of each kind this rank has begun in a group."""
+    return dict(_record_of(group).begun)
+
+
+def describe_mismatches(group: dist.ProcessGroup, describe: Describe) -> None:
+    """Let errors say which ranks have come to what; what ``describe`` holds must not hold the group."""
+    _record_of(group).describe = describe
+
+
+def reduce_highest(
+    numbers: torch.Tensor,
+    operation: str,
+    group: dist.ProcessGroup,
+    *,
+    kind: str = "",
+    advice: str = ABOUT_COLLECTIVES,
+) -> Reduction:
+    """Begin to replace each number by the highest that any rank has in its place.
+
+    Args:
+        numbers: Bytes, of one shape on all ranks, on the host.
+        operation: What it is for, the same on all ranks.
+        group: A host group.
+        kind: As what it is counted; empty: as what it is for.
+        advice: What to do if ranks have come to different operations.
+    """
+    begin(group, kind or operation)
+    code = torch.tensor([*zlib.crc32(operation.encode()).to_bytes(4, "big")], dtype=torch.uint8)
+    message = torch.zeros(MESSAGE_NBYTES, dtype=torch.uint8)
+    message[:4], message[4:_HEADER_NBYTES] = code, 255 - code
+    inline = numbers.view(-1)[:_PAYLOAD_NBYTES]
+    message[_HEADER_NBYTES : _HEADER_NBYTES + inline.numel()] = inline
+    work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return Reduction(numbers, message, work, group, operation, advice)
+
+
+class Reduction:
+    """A reduction under way; see :func:`reduce_highest` for the arguments.
+
+    Args:
+        numbers: Where the result goes.
+        message: What is on its way.
+        work: The handle of that; None: there is nobody else.
+        group: Whose ranks take part.
+        operation: What it is for.
+        advice: For errors.
+    """
+
+    def __init__(
+        self,
+        numbers: torch.Tensor,
+        message: torch.Tensor,
+        work: dist.Work | None,
+        group: dist.ProcessGroup,
+        operation: str,
+        advice: str,
+    ) -> None:
+        self.message, self.work = message, work
+        self.operation, self.advice = operation, advice
+        self._numbers, self._group = numbers, group
+        self._meeting = f"{group.group_name}/{sum(_record_of(group).begun.values())}"
+
+    def wait(self) -> torch.Tensor:
+        """The numbers, once all ranks have given theirs.
+
+        Raises:
+            DesyncError: Some have come to another operation.
+        """
+        if self.work is not None:
+            self.work.wait()
+        header = self.message[:_HEADER_NBYTES].tolist()
+        if any(code + complement != 255 for code, complement in zip(header[:4], header[4:], strict=True)):
+            describe = _record_of(self._group).describe
+            described = self.operation if describe is None else describe(self._meeting, self.operation)
+            raise DesyncError(f"{described}. {self.advice}")
+        numbers, payload = self._numbers.view(-1), self.message[_HEADER_NBYTES:]
+        numbers[:_PAYLOAD_NBYTES] = payload[: numbers.numel()]
+        if numbers.numel() > _PAYLOAD_NBYTES:
+            dist.all_reduce(numbers[_PAYLOAD_NBYTES:], op=dist.ReduceOp.MAX, group=self._group)
+        return self._numbers
+
+
+# -- Agreement: what all ranks decide together, over the host group; errors of one rank become errors of all
 
 T = TypeVar("T")
 
@@ -147,3 +301,55 @@ def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     tensor = torch.tensor(flags, dtype=torch.uint8)
     agree_on_highest(tensor, group, f"agreement on {len(flags)} flags")
     return [bool(flag) for flag in tensor.tolist()]
+
+
+# -- Vote: the highest of a number that every rank casts, asked for in one batch and known in the next
+
+_LET_GO_S = 1.0
+
+
+class Vote:
+    """One small maximum over all ranks in flight at a time, on the host, so that nobody waits for it.
+
+    Every rank has to call the methods in the same order.
+
+    Args:
+        group: The host group of all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._alone = group.size() == 1
+        self._ballot = torch.zeros(1, dtype=torch.uint8)
+        self._cast: Callable[[], int] | None = None  # gives the highest number of those that are under way
+
+    def cast(self, number: int) -> None:
+        """Send this rank's number on its way; what was under way is dropped.
+
+        Args:
+            number: From 0 to 255.
+        """
+        self.count()
+        if self._alone:
+            self._cast = lambda: number
+            return
+        reduction = reduce_highest(torch.tensor([number], dtype=torch.uint8), "vote on signals", self._group)
+        self._ballot = reduction.message
+        self._cast = lambda: int(reduction.wait())
+
+    def count(self) -> int:
+        """The highest number of those cast; 0 if none were since the last count. Waits for what is not there yet."""
+        cast, self._cast = self._cast, None
+        return 0 if cast is None else cast()
+
+    def close(self) -> int:
+        """The last count, after which nothing is on its way.
+
+        A process may end right after it, so this also waits until gloo's thread has let go of the ballot: to do that it
+        needs the interpreter, and a thread that asks for one that is ending aborts the process.
+        """
+        highest = self.count()
+        deadline = time.monotonic() + _LET_GO_S
+        while self._ballot._use_count() > 1 and time.monotonic() < deadline:  # pyright: ignore[reportAttributeAccessIssue]
+            time.sleep(0.0005)
+        return highest

@@ -1,31 +1,102 @@
-"""Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks."""
+"""Mesh: the process groups of a rank, its communication streams, and its checks."""
+
+from __future__ import annotations
 
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm.attendance import Attendance
-from shardeddp.comm.collectives import Collectives, SoloCollectives
-from shardeddp.comm.desync import LANES, DesyncCheck, Progress
-from shardeddp.comm.ending import end_quietly
-from shardeddp.comm.failures import Failures
-from shardeddp.comm.gloo import GlooCollectives
-from shardeddp.comm.groups import Groups
-from shardeddp.comm.lanes import Lane, make_lane
-from shardeddp.comm.lookout import Lookout, place_of
-from shardeddp.comm.native import NativeCollectives
-from shardeddp.comm.notes import LostStoreError, Notes
-from shardeddp.comm.sequence import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, begun, describe_mismatches
-from shardeddp.comm.traffic import Traffic
-from shardeddp.comm.written import Written
+from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, begin, begun, describe_mismatches
+from shardeddp.comm.backends import GlooCollectives, NativeCollectives
+from shardeddp.comm.collectives import Collectives, ReduceKind, SoloCollectives, Traffic
+from shardeddp.comm.consistency import Written
+from shardeddp.comm.desync import LANES, Attendance, DesyncCheck, Progress
+from shardeddp.comm.liveness import Lookout, place_of
+from shardeddp.comm.propagation import Failures, end_quietly
+from shardeddp.comm.store import LostStoreError, Notes
+from shardeddp.comm.streams import Lane, make_lane
 from shardeddp.plan.topology import Topology
+
+# -- Groups: torch's process groups by what they are for and who is in them; one run of a process uses them after
+#    another
+#
+# Torch keeps a group, its threads and its connections until somebody destroys it, and destroying one needs all of its
+# ranks to be done with it. So a mesh gives its groups back when its run has ended well, and the next mesh that asks for
+# the same ones is given those. What a model of an earlier run is asked for still travels in them: all ranks ask in one
+# order, and wait.
+
+_Key = tuple[str, tuple[tuple[int, ...], ...], timedelta, str | None]
+
+_RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""By the default process group, the groups whose runs have ended well on this rank."""
+
+
+class Groups:
+    """The process groups of one mesh; making them is a collective of all ranks.
+
+    Args:
+        rank: This rank.
+        timeout: How long to wait for ranks that have not come to it yet.
+    """
+
+    def __init__(self, rank: int, timeout: timedelta) -> None:
+        self._rank = rank
+        self._own: dict[_Key, dist.ProcessGroup] = {}
+        self._returned = _RETURNED.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
+        if dist.get_world_size() > 1 and dist.get_backend() != "fake" and not self._all_have_the_same(timeout):
+            self._returned.clear()
+
+    def get(
+        self, purpose: str, ranks: Sequence[Sequence[int]], timeout: timedelta, backend: str | None = None
+    ) -> dist.ProcessGroup:
+        """The group that this rank is in.
+
+        Args:
+            purpose: What it is for; groups of one purpose may not be in use twice at a time.
+            ranks: Of all groups of the kind; each rank is in one.
+            timeout: After how long a collective in it gives up.
+            backend: None: that of the default process group.
+        """
+        key = (purpose, tuple(tuple(each) for each in ranks), timeout, backend)
+        if key not in self._own:
+            self._own[key] = self._returned.pop(key, None) or self._make(key)
+        return self._own[key]
+
+    def give_back(self) -> None:
+        """Let later meshes of this process use them, too: nothing has failed in them, and nothing is under way."""
+        self._returned.update(self._own)
+
+    def names(self) -> set[str]:
+        """What torch calls them."""
+        return {group.group_name for group in self._own.values()}
+
+    def _make(self, key: _Key) -> dist.ProcessGroup:
+        _, ranks, timeout, backend = key
+        # Torch wants every rank to make every group; what is no group of this rank's stands for those of others.
+        made = [dist.new_group(list(each), timeout=timeout, backend=backend) for each in ranks]
+        own = next(group for group, each in zip(made, ranks, strict=True) if self._rank in each)
+        return cast(dist.ProcessGroup, own)
+
+    def _all_have_the_same(self, timeout: timedelta) -> bool:
+        """Whether the same groups have been returned on all ranks; after a failure they may not."""
+        notes = Notes("groups", self._rank)
+        mine = str(zlib.crc32(repr(sorted(map(repr, self._returned))).encode()))
+        if notes.claim("returned", mine) != mine:
+            notes.count("others")
+        if notes.count("arrived") == dist.get_world_size():
+            notes.write("verdict", "differ" if notes.count("others", 0) else "same")
+        return notes.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
+
+
+# -- Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks
 
 _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
@@ -222,3 +293,50 @@ def _describe(
             listed[other] = f"rank {other} is in {answer['reports'].get('desync', {}).get('what', answer['where'])}"
     elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"
     return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"
+
+
+# -- What a strategy offers its users beside training: barrier, broadcast of objects, reduction of logged values
+
+T = TypeVar("T")
+
+_REDUCE_KINDS: dict[str, ReduceKind] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+
+
+def barrier(mesh: Mesh, operation: str = "barrier()") -> None:
+    """Wait until every rank has come here; on the host, so no device is drained.
+
+    Args:
+        mesh: The ranks.
+        operation: What this is, for ranks that have come to something else; those that have come to it meet.
+    """
+    mesh.users.call(operation)
+
+
+def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
+    """Give every rank the source rank's object. It is pickled: the ranks of one job trust each other."""
+    if mesh.topology.world_size == 1:
+        return value
+    mesh.users.call(f"broadcast(src={source})")
+    box = [value]
+    dist.broadcast_object_list(box, source, group=mesh.control)
+    return box[0]
+
+
+def reduce_tensor(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
+    """Reduce a tensor over all ranks into a new one; an average of integers is a float, as Lightning has it.
+
+    Args:
+        mesh: The ranks.
+        tensor: Any shape, on the host or on this rank's device.
+        reduce_op: "mean", "avg", "sum", "max", "min" (in any case), or the ``ReduceOp`` of that name.
+    """
+    name = str(reduce_op).removeprefix("RedOpType.").removeprefix("ReduceOp.").lower()
+    if name not in _REDUCE_KINDS:
+        raise ValueError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_REDUCE_KINDS)}")
+    if dist.group.WORLD is not None:
+        begin(dist.group.WORLD, "reduction for users")
+    kind = _REDUCE_KINDS[name]
+    integral = kind == "mean" and not tensor.is_floating_point() and not tensor.is_complex()
+    reduced = (tensor.float() if integral else tensor.detach().clone()).to(mesh.device).contiguous()
+    mesh.world.all_reduce_(reduced, kind).wait()
+    return reduced.to(tensor.device)

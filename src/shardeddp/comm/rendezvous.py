@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.seats import Seat, check_seats
+from shardeddp.plan.topology import Seat, check_seats
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -1,1 +1,1 @@
-"""Pure geometry: what lies where, on which rank, in which order. Standard library only."""
+"""Plans: pure functions of shapes, ranks and options; no tensor, no communication."""

@@ -1,10 +1,10 @@
-"""The cost model: bytes that a rank holds at rest and at its peak, from layouts alone."""
+"""Memory plan: bytes that a rank holds at rest and at its peak, from layouts alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.placement import Placement, Reshard
+from shardeddp.plan.sharding_strategy import Placement, Reshard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Wrap policies: from a module tree to units, the parameters that are gathered together."""
 
-from shardeddp.wrap.auto import AutoPolicy as AutoPolicy
+from shardeddp.wrap.policy import AutoPolicy as AutoPolicy
 from shardeddp.wrap.policy import ClassPolicy as ClassPolicy
 from shardeddp.wrap.policy import NamePolicy as NamePolicy
 from shardeddp.wrap.policy import Policy as Policy

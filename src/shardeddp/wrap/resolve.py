@@ -1,4 +1,4 @@
-"""What the argument ``auto_wrap_policy`` may be, and the policy that each value means."""
+"""Values of `auto_wrap_policy`, and the policy that each means."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.wrap.auto import AutoPolicy
-from shardeddp.wrap.policy import ClassPolicy, Policy, PredicatePolicy, SingleUnitPolicy
+from shardeddp.wrap.policy import AutoPolicy, ClassPolicy, Policy, PredicatePolicy, SingleUnitPolicy
 from shardeddp.wrap.tree import imported
 
 PolicyLike: TypeAlias = (

@@ -1,6 +1,9 @@
-"""The module tree as policies see it: which modules can be units, and under which names and classes."""
+"""Module tree as policies see it: which modules can be units, under which names; specifications of units."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pkgutil import resolve_name
 
@@ -9,7 +12,141 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.utils import parametrize
 
-from shardeddp.sharding.spec import join
+# -- Scripted and traced modules: their parameters live in C++, where they can be read and replaced like any other's
+
+
+class ScriptedParameters(dict[str, torch.Tensor | None]):
+    """The parameters of one scripted module, by name; nothing is kept here.
+
+    Args:
+        module: The scripted module.
+    """
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        super().__init__()
+        self._module = module
+
+    def get(self, name: str, default: torch.Tensor | None = None) -> torch.Tensor | None:  # type: ignore[override]  # noqa: D102
+        parameters = self._module._parameters
+        return parameters[name] if name in parameters else default  # noqa: SIM401  # what torch has here has no get()
+
+    def __getitem__(self, name: str) -> torch.Tensor | None:
+        return self._module._parameters[name]
+
+    def __setitem__(self, name: str, parameter: torch.Tensor | None) -> None:
+        self._module._parameters[name] = parameter  # type: ignore[assignment]
+
+
+class ScriptedRegistry(nn.Module):
+    """Stands for a scripted module where parameters are registered.
+
+    Args:
+        module: The scripted module.
+    """
+
+    scripted: torch.jit.ScriptModule
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        super().__init__()
+        vars(self).update(_parameters=ScriptedParameters(module), scripted=module)
+
+
+def module_behind(owner: nn.Module) -> nn.Module:
+    """The module of the model that an owner of parameters stands for, or is."""
+    return owner.scripted if isinstance(owner, ScriptedRegistry) else owner
+
+
+def registry_of(module: nn.Module) -> nn.Module:
+    """The object whose ``_parameters`` decide what a module computes with."""
+    return ScriptedRegistry(module) if isinstance(module, torch.jit.ScriptModule) else module
+
+
+# -- What a unit is before it is sharded: a module and the parameters that will be gathered together
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """One parameter object and every place of the model where it is registered.
+
+    A tied parameter has several owners and still one spec: it is sharded, gathered and reduced once.
+    """
+
+    fqn: str
+    """The first name that ``named_parameters`` gives it, seen from the root module."""
+
+    parameter: nn.Parameter
+    """The object itself; its identity survives sharding."""
+
+    owners: tuple[tuple[nn.Module, str], ...]
+    """Every (module, attribute name) under which the object is registered, in module order."""
+
+    shares_memory_with: nn.Parameter | None = None
+    """An earlier parameter, another object, whose memory it has (``head.weight.data = embedding.weight.data``)."""
+
+    compute_in: torch.dtype | None = None
+    """Dtype that the parameter is gathered in and computes with; None: its own."""
+
+    is_autocast_copy: bool = False
+    """Whether it is gathered for the forward of its owners alone; see ``autocast_copies.py``."""
+
+    reduce_in: torch.dtype | None = None
+    """Dtype that its gradient is reduced in; None: float32, or its own where that is wider."""
+
+    @property
+    def memory(self) -> int:
+        """Equal for parameters that have the same memory."""
+        return id(self.parameter if self.shares_memory_with is None else self.shares_memory_with)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the main shard, the gradient that the user sees and the optimizer's states."""
+        return self.parameter.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Of the gathered parameter."""
+        return self.compute_in or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the gradient while it is reduced."""
+        if self.reduce_in is not None or not (self.dtype.is_floating_point or self.dtype.is_complex):
+            return self.reduce_in or self.dtype
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """A module whose parameters are gathered and released together; the root's spec holds what no inner unit took."""
+
+    name: str
+    """The module's fqn, ``""`` for the root."""
+
+    module: nn.Module
+
+    parameters: tuple[ParameterSpec, ...]
+    """In module order, without those that an inner unit holds."""
+
+    idle: tuple[ParameterSpec, ...] = ()
+    """Parameters of a single rank that would neither be cut nor gathered nor cast: they stay what they are."""
+
+    @property
+    def label(self) -> str:
+        """The name as people read it."""
+        return self.name or "(root)"
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(spec.parameter.numel() for spec in self.parameters)
+
+
+def join(prefix: str, name: str) -> str:
+    """The fqn of the child ``name`` of the module ``prefix``, which is ``""`` for the root."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+# -- The module tree as policies see it: which modules can be units, and under which names and classes
 
 _MOST_LISTED = 10
 _INSIDE = "_orig_mod"  # the name of the module inside of an OptimizedModule

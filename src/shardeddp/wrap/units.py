@@ -1,4 +1,4 @@
-"""From a model and a policy to units: every parameter in exactly one, and models that cannot be sharded refused."""
+"""Units of a model under a policy: every parameter in exactly one; models that cannot be sharded are refused."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -8,11 +8,18 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.sharding.scripted import registry_of
-from shardeddp.sharding.shard_tensor import ShardTensor
-from shardeddp.sharding.spec import ParameterSpec, UnitSpec, join
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap.policy import Policy
-from shardeddp.wrap.tree import compiled_shells, has_forward, listing, nearest
+from shardeddp.wrap.tree import (
+    ParameterSpec,
+    UnitSpec,
+    compiled_shells,
+    has_forward,
+    join,
+    listing,
+    nearest,
+    registry_of,
+)
 
 # By name, because importing them would import the engines that this package does without.
 _WRAPPERS = {

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint.disk.committed import find_checkpoints
+from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.config import CheckpointOptions
 from support.tasks import Block, TinyGpt
 from support.trainers import make_trainer

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardeddp.checkpoint.disk.cleaning import sweep
-from shardeddp.checkpoint.disk.committed import WORKING_NAME, find_checkpoints
+from shardeddp.checkpoint.clean import sweep
+from shardeddp.checkpoint.find import WORKING_NAME, find_checkpoints
 from shardeddp.comm import exchange
 from shardeddp.errors import CheckpointError
 from support import crashes

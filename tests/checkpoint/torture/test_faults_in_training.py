@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint.disk.cleaning import sweep
-from shardeddp.checkpoint.disk.committed import find_checkpoints
+from shardeddp.checkpoint.clean import sweep
+from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 from support.tasks import Block, TinyGpt

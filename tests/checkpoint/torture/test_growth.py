@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardeddp.checkpoint.writing.saver import Saver
-from shardeddp.checkpoint.writing.snapshot import Snapshot
+from shardeddp.checkpoint.snapshot import Snapshot
+from shardeddp.checkpoint.write import Saver
 from shardeddp.config import CheckpointOptions
 from support.hostile_reader import peak, reset_peak
 from support.torture_saves import ROW, run_of, save, snapshot_of, step_of

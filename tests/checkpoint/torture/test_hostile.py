@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from shardeddp import ShardedDP
-from shardeddp.checkpoint.disk.committed import find_checkpoints
+from shardeddp.checkpoint.find import find_checkpoints
 from support.tasks import Block
 from support.torture_hostile import CASES, HARMLESS, build, callbacks_that_delete
 from support.torture_mutations import Files, read_files, write_files

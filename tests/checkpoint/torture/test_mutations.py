@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardeddp.checkpoint.reading.opening import open_checkpoint
+from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.errors import CheckpointError
 from support.resuming import fit, full_shard, same_batches
 from support.tasks import TinyGpt

@@ -1,0 +1,295 @@
+"""Contents of a checkpoint as the dictionary that Lightning saved; large tensors stay on the disk."""
+
+from __future__ import annotations
+
+import io
+import warnings
+import zipfile
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from shardeddp.checkpoint.find import carries_index, damaged_records
+from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
+from shardeddp.checkpoint.kept_shards import KeptShards
+from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
+from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
+from shardeddp.checkpoint.state_codec import Codec, Opaque, decode, dict_codec, opaque_paths
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
+
+# -- The contents of a checkpoint as the dictionary that Lightning has in a ``.ckpt`` file, tensors unread
+#
+# For tools, which have neither a model nor a process group; the directory may be one of another tool.
+
+WEIGHTS = "state_dict"
+OPTIMIZERS = "optimizer_states"
+TRAINED = "current_model_state"
+"""Where Lightning's weight averaging keeps the model that is trained; the averages are WEIGHTS."""
+
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+"""What nobody needs but whoever builds a model of it."""
+
+ATTRIBUTES = "attribute_dict"
+"""The tag of Lightning's dict with attributes."""
+
+# To a tool it is a dict.
+_CODECS = (dict_codec(dict, ATTRIBUTES),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint, or some entries of it."""
+
+    checkpoint: dict[str, Any]
+    """By entry; tensors are lazy."""
+
+    memory: Callable[[torch.Tensor], Hashable] = id
+    """Equal for tensors of it that are stored once."""
+
+    notes: list[str] = field(default_factory=list[str])
+    """What is missing, in sentences for the user."""
+
+
+def read_contents(
+    path: Path,
+    keys: Collection[str] | None = None,
+    *,
+    trust_pickle: bool = False,
+    how_to_trust: str = "--trust-pickle",
+    codecs: Sequence[Codec] = _CODECS,
+) -> Contents:
+    """Open a checkpoint of this package.
+
+    Args:
+        path: Its directory.
+        keys: The entries that are wanted, of those that are there; None: all.
+        trust_pickle: Unpickle what only pickle could save; that runs the code of whoever wrote it. Else it is left
+            out of hyper-parameters and refused anywhere else.
+        how_to_trust: What to tell the user to do for that.
+        codecs: For values of further types in it.
+
+    Raises:
+        CheckpointError: It is damaged, or holds objects that are not to be unpickled.
+    """
+    reader = CheckpointReader(path)
+    tree = reader.tree()
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}, expected the entries of a Lightning checkpoint")
+    wanted = {key: value for key, value in tree.items() if keys is None or key in keys}
+    checkpoint: dict[str, Any] = decode(wanted, partial(_lazy, reader), codecs)
+    opaque = {key: places for key, value in checkpoint.items() if (places := opaque_paths(value))}
+    notes: list[str] = []
+    if opaque and trust_pickle:
+        meta = torch.load(io.BytesIO(reader.file(LIGHTNING_META)), map_location="cpu", weights_only=False)
+        checkpoint |= {key: _filled(checkpoint[key], meta.get(key)) for key in opaque}
+    elif opaque:
+        notes.append(_without_opaque(checkpoint, opaque, how_to_trust))
+    return Contents(checkpoint=checkpoint, memory=partial(_place, reader), notes=notes)
+
+
+def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
+    """Open a plain ``.ckpt`` file; it is mapped, not read into memory.
+
+    Args:
+        path: The file.
+        trust_pickle: Unpickle more than data; that runs the code of whoever wrote it.
+
+    Raises:
+        CheckpointError: It is none, or holds objects that are not to be unpickled.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file: expected a plain .ckpt")
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is not what torch.save writes since torch 1.6: expected a zip archive")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
+    except Exception as error:  # torch has no class for what is wrong with a file
+        hint = "" if trust_pickle else ". --trust-pickle unpickles anything, which runs the code of whoever wrote it"
+        raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}{hint}") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
+        raise CheckpointError(f"{path} is no checkpoint of Lightning: there is no {WEIGHTS} in it")
+    return Contents(checkpoint=cast("dict[str, Any]", checkpoint), memory=_memory)
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size(), tensor.stride()
+
+
+def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
+    """Open a checkpoint directory of another tool.
+
+    Args:
+        path: The directory.
+        trust_pickle: Run its pickles.
+
+    Raises:
+        CheckpointError: It is none, is damaged, or needs ``trust_pickle``.
+    """
+    foreign = ForeignCheckpoint(path, trust_pickle=trust_pickle)
+    model: dict[str, Any] = {}
+    optimizers: dict[int, dict[Any, Any]] = {}
+    stored: list[tuple[Sequence[str | int], Any]] = [
+        (it.path, _lazy(foreign, name)) for name, it in foreign.tensors.items()
+    ]
+    stored += [(it.path, foreign.read_object(name)) for name, it in foreign.objects.items()]
+    for (root, *rest), value in stored:
+        number = str(root).removeprefix("optimizer_")
+        if root == MODEL and rest:
+            model[name_of(rest)] = value
+        elif number != root and number.isascii() and number.isdigit() and rest:
+            _put(optimizers.setdefault(int(number), {}), rest, value)
+    lightning = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": lightning_version()}
+    checkpoint: dict[str, Any] = lightning | dict(foreign.meta) | {WEIGHTS: model}
+    if optimizers:
+        checkpoint[OPTIMIZERS] = [_by_index(path, optimizers[number]) for number in sorted(optimizers)]
+    return Contents(checkpoint=checkpoint)
+
+
+def lightning_version() -> str:
+    """Of the Lightning that is installed, which may be either of its two packages."""
+    try:
+        return version("lightning")
+    except PackageNotFoundError:
+        return version("pytorch-lightning")
+
+
+def _lazy(reader: CheckpointReader | ForeignCheckpoint, name: str) -> torch.Tensor:
+    try:
+        tensor = reader.tensors[name]
+    except KeyError:
+        raise CheckpointError(f"{reader.path} refers to {name!r} and holds no such tensor") from None
+    return LazyTensor(tensor.path, tensor.shape, tensor.dtype, partial(reader.read, name))
+
+
+def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
+    """Where the elements of a tensor are: tensors that shared memory are stored once."""
+    if not isinstance(tensor, LazyTensor):
+        return id(tensor)
+    pieces = reader.tensors[name_of(tensor.path)].pieces
+    return tuple((piece.item.file, piece.payload) for piece in pieces) or tensor.path
+
+
+def _without_opaque(checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[str]], how_to_trust: str) -> str:
+    """Drop what could not be saved from hyper-parameters; says what that was."""
+    places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
+    what = f"objects that only pickle can save, at {', '.join(places)}"
+    if not opaque.keys() <= set(HYPER_PARAMETERS):
+        raise CheckpointError(
+            f"it holds {what}. {how_to_trust} unpickles them, which can run any code: use it only if you trust whoever "
+            f"wrote them"
+        )
+    for key in opaque:
+        checkpoint[key] = _pruned(checkpoint[key])
+    return f"left out {what} ({how_to_trust} unpickles them)"
+
+
+def _filled(value: Any, pickled: Any) -> Any:
+    """A value with what was unpickled in place of what could not be encoded; sharded tensors are in ours alone."""
+    if isinstance(value, Opaque):
+        return pickled
+    if isinstance(value, dict) and isinstance(pickled, Mapping):
+        return {key: _filled(item, pickled.get(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and isinstance(pickled, (list, tuple)) and len(value) == len(pickled):
+        return type(value)(_filled(*pair) for pair in zip(value, pickled, strict=True))
+    return value if not opaque_paths(value) else pickled
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {
+            key: item for key, item in value.items() if not isinstance(item, Opaque) and not isinstance(key, Opaque)
+        }
+        return {key: _pruned(item) for key, item in kept.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_pruned(item) for item in value if not isinstance(item, Opaque))
+    return value if not opaque_paths(value) else None
+
+
+def _put(tree: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
+    """The state of an optimizer as torch has it, which numbers parameters; other tools name them."""
+    found = optimizer.get("param_groups", [])
+    groups: list[Any] = [found[index] for index in sorted(found)] if isinstance(found, dict) else list(found)
+    numbers: dict[Any, int] = {}
+    numbered: list[dict[str, Any]] = []
+    for group in groups:
+        names = group.get("params", [])
+        names = [names[index] for index in sorted(names)] if isinstance(names, dict) else names
+        numbered.append({**group, "params": [numbers.setdefault(name, len(numbers)) for name in names]})
+    unknown = [name for name in optimizer.get("state", {}) if name not in numbers]
+    if unknown:
+        raise CheckpointError(f"{path}: an optimizer has states of {unknown[0]!r}, which is in none of its groups")
+    return {
+        "state": {numbers[name]: state for name, state in optimizer.get("state", {}).items()},
+        "param_groups": numbered,
+    }
+
+
+# -- Opening: a checkpoint as the dictionary that Lightning saved, for a run; large tensors stay on the disk
+
+
+def open_checkpoint(path: Path, weights_only: bool | None, codecs: Sequence[Codec] = ()) -> dict[str, Any]:
+    """Read everything of a checkpoint but the tensors of model and optimizers, and those that will be sharded.
+
+    Args:
+        path: The directory.
+        weights_only: False: objects that only pickle could save are unpickled, which runs the code of whoever wrote
+            them. Else they are refused, or left out of hyper-parameters with a warning.
+        codecs: For values of further types in it.
+
+    Raises:
+        CheckpointError: It is damaged, or holds objects that are not to be unpickled.
+    """
+    trust = "loading it with weights_only=False"
+    try:
+        contents = read_contents(path, trust_pickle=weights_only is False, how_to_trust=trust, codecs=codecs)
+    except CheckpointError as error:
+        raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from error
+    for note in contents.notes:
+        warnings.warn(f"{path}: {note}", stacklevel=2)
+    kept = KeptShards(contents.checkpoint)
+    return {key: _with_small_tensors(value, kept) for key, value in contents.checkpoint.items()}
+
+
+def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
+    """Read a plain checkpoint, mapped, so that a rank reads no more of it than it puts into its shards.
+
+    Args:
+        path: The file, of this package, of Lightning or of torch.
+        weights_only: As ``torch.load`` takes it.
+        part: Which part of a file of this package is compared with its checksums here: ``(rank, ranks)``.
+
+    Raises:
+        DamagedCheckpointError: That part is not what was written.
+    """
+    damaged = damaged_records(path, part) if carries_index(path) else []
+    if damaged:
+        raise DamagedCheckpointError(f"{path} is damaged: " + "; ".join(map(str, damaged)))
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+
+def _with_small_tensors(value: Any, kept: KeptShards) -> Any:
+    """What callbacks keep is theirs to look at and to change: read at once, if no shards are going to be made of it."""
+    if isinstance(value, LazyTensor):
+        lazy = value in kept or value.path[: len(PLAIN_EXTRA)] not in (PLAIN_EXTRA, SHARDED_EXTRA)
+        return value if lazy else value.whole()
+    if isinstance(value, Mapping):
+        read = {key: _with_small_tensors(item, kept) for key, item in value.items()}
+        if isinstance(value, dict):
+            value.update((key, item) for key, item in read.items() if item is not value[key])
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_with_small_tensors(item, kept) for item in value)
+    return value

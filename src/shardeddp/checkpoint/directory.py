@@ -1,0 +1,419 @@
+"""Checkpoint directories and files that appear whole or not at all: staged beside their place, flushed, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import uuid
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from shardeddp.checkpoint.durable import (
+    OPEN_DIRECTORY,
+    Durability,
+    Permissions,
+    StrPath,
+    close_directory,
+    create_exclusively,
+    delete_tree,
+    disk_errors,
+    exchange,
+    exists,
+    held,
+    kind_of,
+    lock,
+    make_directories,
+    make_directory,
+    opened_directory,
+    resolve,
+    sync_directory,
+    sync_file,
+    write_all,
+)
+from shardeddp.checkpoint.find import PLAIN_SUFFIX, WORKING_NAME, carries_manifest
+from shardeddp.checkpoint.manifest import DATA_FILE, DCP_METADATA, LIGHTNING_META, MANIFEST, STATE
+from shardeddp.errors import CheckpointError
+
+# -- A checkpoint's directory appears whole or not at all: it is written beside its place and committed in one step
+#
+# [Note: how a checkpoint is committed]
+# It is written into ``.tmp-checkpoint-<uuid>`` beside its target, flushed, and takes the target's place in one step:
+# by a
+# rename where there is nothing, else by an exchange of the two names. What was there before is then called
+# ``.del-<uuid>`` and deleted, manifest first. Where the system cannot exchange names, the old one is called
+# ``.old-<name>-<uuid>`` between two renames. A process that dies anywhere leaves the old checkpoint or the new one, and
+# entries with names of these three forms. Sweeping gives ``.old`` its name back if that is free, and deletes the rest.
+#
+# The process that writes a staging directory holds a lock on it (on the directory itself, nothing is left behind).
+# The kernel frees it however that process ends, so a staging directory that can be locked is abandoned; a process
+# number would be no such proof (they are used again, and differ between containers). Locks are those of one host: do
+# not let two hosts save into one directory at the same time.
+
+MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
+"""What makes somebody take a directory for a checkpoint; deleted before the rest."""
+
+
+class Staging:
+    """A checkpoint that is being written; made by :func:`stage`, ended by :func:`commit` or :func:`discard`.
+
+    Args:
+        target: What it becomes; absolute, in a directory whose own path has no links.
+        path: Where it is written.
+        descriptor: Of ``path``; holds the lock that says that this process is alive.
+        permissions: Of its directory.
+        durability: What the commit survives.
+    """
+
+    def __init__(
+        self, target: Path, path: Path, descriptor: int, permissions: Permissions, durability: Durability
+    ) -> None:
+        self.target = target
+        self.path = path
+        self.permissions: Permissions = permissions
+        self.durability: Durability = durability
+        self._descriptor: int | None = descriptor
+
+    @property
+    def descriptor(self) -> int:
+        """Of the directory.
+
+        Raises:
+            RuntimeError: It was committed or discarded.
+        """
+        if self._descriptor is None:
+            raise RuntimeError(f"the staging directory of {self.target} was committed or discarded before; stage anew")
+        return self._descriptor
+
+    def close(self) -> None:
+        """Give the lock up; nothing happens the second time."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            close_directory(descriptor)
+
+
+def stage(target: StrPath, permissions: Permissions = "private", durability: Durability = "disk") -> Staging:
+    """Make the directory in which a checkpoint is written; directories above it are made as needed.
+
+    Args:
+        target: What it becomes; a checkpoint, a plain ``.ckpt`` file or a link that is there will be replaced.
+        permissions: Of all directories that are made.
+        durability: ``process`` flushes nothing.
+
+    Raises:
+        CheckpointError: Something else is at the target, or the file system refuses.
+        ValueError: The target has no name of its own, or one of those that are swept.
+    """
+    with disk_errors("making a temporary directory for", target):
+        parent, name = resolve(target)
+        if not name or WORKING_NAME.fullmatch(name):
+            raise ValueError(f"expected the path of a new checkpoint, found {os.fspath(target)!r}: name it otherwise")
+        require_replaceable(parent / name)
+        make_directories(parent, permissions, durability)
+        while True:
+            # Not the target's name: Lightning looks for numbers in whatever contains the name of its own checkpoints.
+            path = parent / f".tmp-checkpoint-{uuid.uuid4().hex}"
+            descriptor = _make_locked(path, permissions)
+            if descriptor is not None:
+                return Staging(parent / name, path, descriptor, permissions, durability)
+
+
+def create_file(folder: StrPath, name: str, permissions: Permissions = "private") -> int:
+    """Make a file of a checkpoint; any rank may.
+
+    Args:
+        folder: The staging directory.
+        name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it yet.
+        permissions: Of the file.
+
+    Returns:
+        Its descriptor, for :func:`finish` to close.
+
+    Raises:
+        CheckpointError: There is such a file, or the file system refuses.
+        ValueError: No checkpoint has a file of that name.
+    """
+    if name not in (MANIFEST, STATE, DCP_METADATA, LIGHTNING_META) and DATA_FILE.fullmatch(name) is None:
+        raise ValueError(
+            f"expected {MANIFEST}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or __N_M.distcp, got {name!r}"
+        )
+    path = os.path.join(folder, name)
+    with disk_errors("making", path):
+        return create_exclusively(path, permissions)
+
+
+def finish(descriptor: int, path: StrPath, durability: Durability = "disk") -> None:
+    """Flush a file and close it, the latter also if flushing fails.
+
+    Args:
+        descriptor: Of the file.
+        path: Of the file, for the error.
+        durability: ``process`` flushes nothing.
+
+    Raises:
+        CheckpointError: What was written may not be on the disk.
+    """
+    with disk_errors("flushing", path):
+        try:
+            sync_file(descriptor, durability)
+        finally:
+            os.close(descriptor)
+
+
+def write_file(
+    folder: StrPath, name: str, data: bytes, permissions: Permissions = "private", durability: Durability = "disk"
+) -> None:
+    """Make a file of a checkpoint with this content; as :func:`create_file` and :func:`finish`."""
+    path = os.path.join(folder, name)
+    descriptor = create_file(folder, name, permissions)
+    try:
+        with disk_errors("writing", path, len(data)):
+            write_all(descriptor, data)
+    except CheckpointError:
+        os.close(descriptor)
+        raise
+    finish(descriptor, path, durability)
+
+
+def commit(staging: Staging) -> tuple[str, ...]:
+    """Put a written checkpoint in its place, in one step, then delete what was there.
+
+    The staging is closed if that succeeds. If it does not, what was at the target is there again unless the file system
+    refuses that as well, and the staging waits to be discarded.
+
+    Returns:
+        What the file system could not do without the checkpoint being in danger, in sentences to be logged once.
+
+    Raises:
+        CheckpointError: The target is something that must not be replaced, or the file system refuses.
+        RuntimeError: The manifest is not written yet, or the staging is closed.
+    """
+    target, path, durability = staging.target, staging.path, staging.durability
+    notes: list[str] = []
+    with disk_errors("committing", target), opened_directory(target.parent) as parent, held(target):
+        if not exists(path / MANIFEST):
+            raise RuntimeError(f"{path} has no {MANIFEST}; write it, as the last file, before the commit")
+        require_replaceable(target)
+        can_sync = sync_directory(staging.descriptor, durability)
+        replaced = put_in_place(path, target)
+        try:
+            can_sync = sync_directory(parent, durability) and can_sync
+        except OSError:
+            with contextlib.suppress(OSError):
+                _put_back(path, target, replaced)
+            raise
+        staging.close()
+        if not can_sync:
+            notes.append("This file system cannot flush directories: a loss of power may undo the newest saves.")
+        if replaced is not None:
+            if replaced != path:
+                notes.append("This file system cannot exchange two names: replacing a checkpoint takes two renames.")
+            notes += bury(replaced, parent, durability)
+    return tuple(notes)
+
+
+def discard(staging: Staging) -> tuple[str, ...]:
+    """Delete what was written and never committed; for the handling of an error, so it raises none.
+
+    Returns:
+        What is left, in sentences; the next :func:`sweep` tries again.
+    """
+    try:
+        delete_tree(staging.path, MARKERS)
+    except OSError as error:
+        return (left_text(staging.path, error),)
+    finally:
+        staging.close()
+    return ()
+
+
+def _make_locked(path: Path, permissions: Permissions) -> int | None:
+    """Make a directory and lock it; None if a sweep has come in between, which has the lock or has deleted it."""
+    make_directory(path, permissions)
+    try:
+        descriptor = os.open(path, OPEN_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        if lock(descriptor) is not False and exists(path):
+            return descriptor
+    except OSError:
+        close_directory(descriptor)
+        raise
+    close_directory(descriptor)
+    return None
+
+
+def require_replaceable(target: Path) -> None:
+    """Refuse to replace what may not be a checkpoint."""
+    try:
+        mode = os.lstat(target).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode) or (stat.S_ISREG(mode) and target.suffix == PLAIN_SUFFIX):
+        return
+    if stat.S_ISDIR(mode) and (is_sharded(target) or not os.listdir(target)):
+        return
+    raise CheckpointError(
+        f"{target} is {kind_of(mode)} that is no checkpoint, expected nothing there, a sharded checkpoint (a directory "
+        f"with {MANIFEST} or {LIGHTNING_META}), or a file named *{PLAIN_SUFFIX}. Move it, or save elsewhere."
+    )
+
+
+def put_in_place(path: Path, target: Path) -> Path | None:
+    """Give what was written under a working name the name of its target.
+
+    Returns:
+        Where that is what had the name before; None if nothing had it.
+    """
+    if not exists(target):
+        os.rename(path, target)
+        return None
+    if exchange(path, target):
+        return path
+    replaced = path.with_name(f".old-{target.name}-{path.name[-32:]}")
+    os.rename(target, replaced)
+    try:
+        os.rename(path, target)
+    except OSError:
+        os.rename(replaced, target)
+        raise
+    return replaced
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a directory looks like a sharded checkpoint, of this package or of Lightning."""
+    return carries_manifest(path) or os.path.isfile(path / LIGHTNING_META)
+
+
+def _put_back(path: Path, target: Path, replaced: Path | None) -> None:
+    """Undo :func:`put_in_place`."""
+    if replaced == path:
+        exchange(path, target)
+    elif replaced is None:
+        os.rename(target, path)
+    elif exists(replaced):
+        os.rename(target, path)
+        os.rename(replaced, target)
+
+
+def bury(path: Path, parent: int, durability: Durability) -> tuple[str, ...]:
+    """Delete something so that it is never half there under its name.
+
+    Args:
+        path: What to delete.
+        parent: Descriptor of the directory that it is in.
+        durability: ``process`` flushes nothing.
+
+    Returns:
+        What is left, in sentences; the next sweep tries again.
+    """
+    try:
+        grave = path.with_name(f".del-{uuid.uuid4().hex}")
+        os.rename(path, grave)
+        sync_directory(parent, durability)
+        delete_tree(grave, MARKERS)
+    except FileNotFoundError:
+        return ()  # a sweep has come first
+    except OSError as error:
+        return (left_text(path, error),)
+    return ()
+
+
+def left_text(path: Path, error: OSError) -> str:
+    """What to say of something that could not be deleted."""
+    return f"{path} could not be deleted ({error.strerror or error}); the next start tries again."
+
+
+# -- New files that appear whole or not at all: written beside their places under other names, flushed, then renamed
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def new_files(
+    paths: Sequence[Path], force: bool = False, permissions: Permissions = "umask", durability: Durability = "disk"
+) -> Generator[list[BinaryIO]]:
+    """Write files; they get their names, one after the other, when the block ends, and are gone if it fails.
+
+    Args:
+        paths: Where they shall be, in existing directories.
+        force: Replace what is there: a file, a link, or a sharded checkpoint.
+        permissions: Of the files. They are results that their users ask for, so the umask says who may read them.
+        durability: ``process`` flushes nothing.
+
+    Yields:
+        Each open for writing and reading, in the order of ``paths``.
+
+    Raises:
+        CheckpointError: Something is there, or the system refuses.
+    """
+    _refuse_taken(paths, force)
+    hidden: list[Path] = []
+    files: list[BinaryIO] = []
+    try:
+        for path in paths:
+            with disk_errors("making", path):
+                files.append(_open_locked(path.parent, permissions))
+                hidden.append(Path(files[-1].name))
+        with disk_errors("writing", paths[0]):
+            yield files
+            for file in files:
+                file.flush()
+                sync_file(file.fileno(), durability)
+        _refuse_taken(paths, force)
+        for path, working in zip(paths, hidden, strict=True):
+            with disk_errors("renaming a temporary file to", path):
+                _rename(working, path, durability)
+        for folder in {path.parent for path in paths}:
+            with disk_errors("flushing", folder), opened_directory(folder) as descriptor:
+                sync_directory(descriptor, durability)
+    finally:
+        for file in files:
+            with contextlib.suppress(OSError):  # what matters was flushed before
+                file.close()
+        for working in hidden:
+            with contextlib.suppress(IsADirectoryError, PermissionError):  # a replaced checkpoint that is left
+                working.unlink(missing_ok=True)
+
+
+def _open_locked(folder: Path, permissions: Permissions) -> BinaryIO:
+    """A new file under a working name, locked: a sweep by another process leaves it alone."""
+    while True:
+        path = folder / f".tmp-file-{uuid.uuid4().hex}"
+        os.close(create_exclusively(path, permissions))
+        try:
+            file = open(path, "r+b")  # noqa: SIM115 - the caller closes it
+        except FileNotFoundError:
+            continue  # a sweep has come in between
+        if lock(file.fileno()) is not False and exists(path):
+            return file
+        file.close()
+
+
+def _rename(working: Path, path: Path, durability: Durability) -> None:
+    if not path.is_dir() or path.is_symlink():
+        os.replace(working, path)
+        return
+    with opened_directory(path.parent) as parent, held(path):
+        replaced = put_in_place(working, path)
+        sync_directory(parent, durability)
+        for note in () if replaced is None else bury(replaced, parent, durability):
+            log.warning(note)
+
+
+def _refuse_taken(paths: Sequence[Path], force: bool) -> None:
+    taken = [path for path in paths if exists(path)]
+    folders = (path for path in taken if path.is_dir() and not path.is_symlink())
+    folder = next((path for path in folders if not is_sharded(path)), None)
+    if folder is not None:
+        raise CheckpointError(
+            f"{folder} is a directory, expected the path of a new file, or a sharded checkpoint to replace"
+        )
+    if taken and not force:
+        raise CheckpointError(f"{', '.join(map(str, taken))} exists already; --force replaces it")
+    missing = next((path.parent for path in paths if not path.parent.is_dir()), None)
+    if missing is not None:
+        raise CheckpointError(f"there is no directory {missing}: make it first")

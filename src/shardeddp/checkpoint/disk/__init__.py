@@ -1,1 +1,0 @@
-"""Files and directories that a crash cannot tear."""

@@ -1,0 +1,348 @@
+"""File operations that a crash cannot tear: exclusive creation, flushing, exchanging names, locks, deletion; paths."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from shardeddp.errors import CheckpointError
+
+# -- Paths of checkpoints, which may be addresses of an object store
+
+_LOCAL = ("file://", "file:", "local://", "local:")
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an address (``s3://bucket/name``), which only a library of such addresses can open."""
+    return "://" in local_path(path)
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """A path as the system has it: ``file://`` before it is dropped, as fsspec does; others are as they were."""
+    text = os.fspath(path)
+    return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
+
+
+# -- File operations that a crash cannot tear: exclusive creation, flushing, exchanging two names, locks, deletion
+
+StrPath: TypeAlias = "str | os.PathLike[str]"
+
+Durability: TypeAlias = Literal["disk", "process"]
+"""What a finished write survives: ``disk`` a loss of power (everything is flushed), ``process`` the end of it."""
+
+Permissions: TypeAlias = Literal["private", "umask"]
+"""Who may read new files and directories: the owner alone (0600, 0700), or whom the process's umask lets."""
+
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+_NO_LOCK = frozenset({errno.ENOLCK, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@contextlib.contextmanager
+def disk_errors(doing: str, path: StrPath, nbytes: int | None = None) -> Generator[None, None, None]:
+    """Turn what the system refuses inside into a :class:`CheckpointError` with the path and what to do.
+
+    Args:
+        doing: What was tried, as a noun phrase that the path completes: ``writing``.
+        path: What it was tried on.
+        nbytes: How many bytes were to be written, where that is known.
+
+    Raises:
+        CheckpointError: In place of an ``OSError``, which is its cause.
+    """
+    try:
+        yield
+    except OSError as error:
+        text = f"{doing} {os.fspath(path)} failed: {error.strerror or error}"
+        if error.errno in _FULL:
+            needed = "" if nbytes is None else f"{nbytes:,} bytes were needed, "
+            text += f"; {needed}{_free_text(path)}. Make room there, or save to another file system"
+        elif error.errno == errno.ENAMETOOLONG:
+            text += "; while it is being written a checkpoint's name is 38 bytes longer. Take a shorter name"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            text += ". The directory must be writable for this process"
+        elif error.errno == errno.EEXIST:
+            text += ". Only one writer may make a file, and nothing is overwritten: remove it, or take another name"
+        raise CheckpointError(f"{text}.") from error
+
+
+def preflight(parent: StrPath, nbytes: int) -> None:
+    """Refuse a save for which the file system has no room, before anything is written.
+
+    Args:
+        parent: Where the checkpoint will lie; it need not exist yet.
+        nbytes: What the save will write. What it replaces goes only after that, so it makes no room.
+
+    Raises:
+        CheckpointError: There is less space; names the path, the needed and the free bytes.
+    """
+    with disk_errors("asking for the free space of", parent):
+        free = free_nbytes(_existing(parent))
+    if free is not None and free < nbytes:
+        raise CheckpointError(
+            f"not enough space for a checkpoint in {os.fspath(parent)}: {nbytes:,} bytes are needed, {free:,} are free "
+            "(a checkpoint is replaced only when the new one is whole, so both need room). Make room there, keep fewer "
+            "checkpoints, or save to another file system."
+        )
+
+
+def free_nbytes(path: StrPath) -> int | None:
+    """Bytes that this user can still write to a file system; None where it does not say (some network ones)."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def make_directories(path: StrPath, permissions: Permissions, durability: Durability) -> None:
+    """Make a directory and those above it that do not exist; each is flushed into the one that holds it."""
+    path = os.path.abspath(path)
+    if not os.path.isdir(path):
+        above = os.path.dirname(path)
+        make_directories(above, permissions, durability)
+        with contextlib.suppress(FileExistsError):  # another process saves there as well
+            make_directory(path, permissions)
+        with opened_directory(above) as descriptor:
+            sync_directory(descriptor, durability)
+    # A file of that name is reported by whoever makes something in it.
+
+
+def make_directory(path: StrPath, permissions: Permissions) -> None:
+    """Make one directory that does not exist."""
+    os.mkdir(path, 0o700 if permissions == "private" else 0o777)
+
+
+def create_exclusively(path: StrPath, permissions: Permissions) -> int:
+    """Make a file that does not exist and open it for writing.
+
+    Returns:
+        Its descriptor, which child processes do not inherit.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600 if permissions == "private" else 0o666)
+
+
+def open_regular(path: StrPath, directory: int | None = None) -> tuple[int, int]:
+    """Open a file for reading that has to be an ordinary one: no link, pipe, device or directory.
+
+    Args:
+        path: The file; relative to ``directory`` if that is given.
+        directory: Descriptor of a directory.
+
+    Returns:
+        Its descriptor and its size in bytes.
+
+    Raises:
+        CheckpointError: It is something else.
+        OSError: It cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe without a writer would block
+    try:
+        descriptor = os.open(path, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(
+                f"{os.fspath(path)} is a symbolic link, expected an ordinary file. Copy the file itself to its place."
+            ) from None
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{os.fspath(path)} is {kind_of(found.st_mode)}, expected an ordinary file.")
+    return descriptor, found.st_size
+
+
+def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of the data; the system may take it in parts."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync_file(descriptor: int, durability: Durability) -> None:
+    """Flush a file to the storage, unless it has to survive only the process."""
+    if durability == "process":
+        return
+    if sys.platform == "darwin":  # fsync there leaves the data in the drive's own cache
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(descriptor)
+
+
+def sync_directory(descriptor: int, durability: Durability) -> bool:
+    """Flush the names of a directory to the storage.
+
+    Returns:
+        False if this file system cannot do that. It was not needed for ``process``.
+    """
+    try:
+        sync_file(descriptor, durability)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def opened_directory(path: StrPath) -> Generator[int, None, None]:
+    """A descriptor of a directory while the block runs."""
+    descriptor = os.open(path, OPEN_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        close_directory(descriptor)
+
+
+def close_directory(descriptor: int) -> None:
+    """Close what was opened to name, flush or lock a directory: nothing was written, so an error means nothing."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool | None:
+    """Take a file or directory for this process without waiting; freed when the descriptor is closed, also by a kill.
+
+    It holds between the processes of one host, and of several where the file system carries such locks.
+
+    Returns:
+        True if it is ours now, False if somebody else has it, None if this file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCK:
+            raise
+        return None
+    return True
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Generator[bool, None, None]:
+    """Hold the lock of what is at a path while the block runs, if that is a directory or an ordinary file.
+
+    Yields:
+        Whether nobody else holds it.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        mode = 0
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        yield True
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield lock(descriptor) is True
+    finally:
+        close_directory(descriptor)
+
+
+def exchange(first: StrPath, second: StrPath) -> bool:
+    """Let two names of one file system change places in one step; both must exist, and may be of different kinds.
+
+    Returns:
+        False if this system or file system cannot do that; nothing has changed then.
+    """
+    if _RENAMEAT2 is None:
+        return False
+    if _RENAMEAT2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), os.fspath(first), None, os.fspath(second))
+
+
+def delete_tree(path: StrPath, first: Iterable[str]) -> None:
+    """Delete a file, a link, or a directory with all that is in it; no link is followed.
+
+    Args:
+        path: What to delete; nothing happens if it does not exist.
+        first: Names in the directory that go before the others: those by which it would be taken for something whole.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        os.unlink(path)
+        return
+    for name in first:
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+            os.unlink(os.path.join(path, name))
+    shutil.rmtree(path)
+
+
+def resolve(target: StrPath) -> tuple[Path, str]:
+    """The directory of a target, links resolved, and its name; "" if it has none of its own. It is not followed."""
+    folder, name = os.path.split(os.fspath(target).rstrip("/"))
+    return Path(os.path.realpath(folder or ("." if name else "/"))), "" if name in (".", "..") else name
+
+
+def exists(path: StrPath) -> bool:
+    """Whether a name is taken, by a link to nothing as well; raises where the system does not tell."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def kind_of(mode: int) -> str:
+    """A file's kind in words, from its ``st_mode``."""
+    kinds: dict[str, Callable[[int], bool]] = {
+        "a symbolic link": stat.S_ISLNK,
+        "a directory": stat.S_ISDIR,
+        "an ordinary file": stat.S_ISREG,
+        "a pipe": stat.S_ISFIFO,
+        "a socket": stat.S_ISSOCK,
+    }
+    return next((kind for kind, holds in kinds.items() if holds(mode)), "a device")
+
+
+def _existing(path: StrPath) -> str:
+    """The directory that a path is in, or will be in once those between are made."""
+    here = os.path.abspath(path)
+    while not os.path.isdir(here):
+        here = os.path.dirname(here)
+    return here
+
+
+def _free_text(path: StrPath) -> str:
+    try:
+        free = free_nbytes(_existing(path))
+    except OSError:
+        free = None
+    return "the file system or the quota is full" if free is None else f"{free:,} are free"
+
+
+def _find_renameat2() -> Callable[..., int] | None:
+    """The system's own function; Linux has it, in the C library or not at all."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    return function
+
+
+_RENAMEAT2 = _find_renameat2()

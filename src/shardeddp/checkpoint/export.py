@@ -1,0 +1,343 @@
+"""Export: a checkpoint as one or several safetensors files, or as one plain ``.ckpt`` file."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from shardeddp.checkpoint.contents import (
+    HYPER_PARAMETERS,
+    TRAINED,
+    WEIGHTS,
+    Contents,
+    read_contents,
+    read_file_contents,
+    read_foreign_contents,
+)
+from shardeddp.checkpoint.directory import new_files
+from shardeddp.checkpoint.find import carries_index, damaged_records
+from shardeddp.checkpoint.full import TorchFile, plain
+from shardeddp.checkpoint.read import Progress, chunks, silent
+from shardeddp.checkpoint.snapshot import tensors_of
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
+
+# -- Writes safetensors files (https://github.com/huggingface/safetensors), tensor by tensor, and the index over several
+#
+# A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and place of each tensor),
+# and the elements of one tensor behind the other.
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_ALIGNMENT = 8
+"""Bytes; where the elements start in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor to be written."""
+
+    name: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    """In the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+
+def write_safetensors(
+    file: BinaryIO, entries: Sequence[Entry], metadata: Mapping[str, str], progress: Progress = silent
+) -> None:
+    """Write one file.
+
+    Args:
+        file: Open for writing, empty.
+        entries: The tensors, in the order of the file.
+        metadata: About them.
+        progress: Told of each chunk.
+
+    Raises:
+        NotImplementedError: The format has no such dtype.
+    """
+    if sys.byteorder != "little":
+        raise NotImplementedError("safetensors files are written on little-endian machines only")
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for entry in entries:
+        if entry.dtype not in DTYPES:
+            raise NotImplementedError(
+                f"{entry.name} is {entry.dtype}, which safetensors files cannot hold: use --dtype"
+            )
+        start, end = end, end + entry.nbytes
+        offsets = {"data_offsets": [start, end]}
+        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.tensor.shape), **offsets}
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % _ALIGNMENT)
+    file.write(struct.pack("<Q", len(content)) + content)
+    for entry in entries:
+        for chunk in chunks(entry.tensor, None if entry.dtype == entry.tensor.dtype else entry.dtype):
+            file.write(chunk)
+            progress(len(chunk))
+
+
+def split(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
+    """Spread tensors over files in their order; a tensor larger than a file may be gets one of its own."""
+    files: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if files[-1] and filled + entry.nbytes > max_nbytes:
+            files.append([])
+            filled = 0
+        files[-1].append(entry)
+        filled += entry.nbytes
+    return files
+
+
+def file_paths(path: Path, count: int) -> list[Path]:
+    """Where that many files go: ``model-00001-of-00003.safetensors`` and so on; one keeps its name."""
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{number:05}-of-{count:05}{path.suffix}") for number in range(1, count + 1)]
+
+
+def index_path(path: Path) -> Path:
+    """Where the index over several files goes: ``model.safetensors.index.json``."""
+    return path.with_name(f"{path.name}.index.json")
+
+
+def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str]) -> bytes:
+    """The index over several files.
+
+    Args:
+        files: The tensors of each, by its name.
+        metadata: About them.
+    """
+    total = sum(entry.nbytes for entries in files.values() for entry in entries)
+    places = {entry.name: name for name, entries in files.items() for entry in entries}
+    return (json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": places}, indent=2) + "\n").encode()
+
+
+# -- Export: a checkpoint as one or several safetensors files, or as one plain ``.ckpt`` file
+#
+# Everything is streamed: a part of one tensor is in memory at a time, and it is checked before it is written.
+
+GB = 10**9
+
+_OF_A_MODEL = ("epoch", "global_step", "pytorch-lightning_version", "loops", "hparams_name", "hparams_type", WEIGHTS)
+"""What Lightning keeps in a checkpoint of weights alone, beside hyper-parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What of a checkpoint is exported, and how."""
+
+    foreign: bool = False
+    """The directory is one of another tool."""
+
+    trust_pickle: bool = False
+    """Run the pickles in it; see :func:`read_contents`."""
+
+    ema: bool = False
+    """The averaged weights instead of the trained ones."""
+
+    strip_prefix: str = ""
+    """Dropped from the names of tensors that begin so."""
+
+    dtype: torch.dtype | None = None
+    """Of all floating-point tensors; None: as they are."""
+
+    weights_only: bool = False
+    """Leave out optimizers, schedulers, and callbacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    paths: list[Path]
+    nbytes: int
+    num_tensors: int
+    notes: list[str] = field(default_factory=list[str])
+    """What the user should know, in sentences."""
+
+
+def to_safetensors(
+    source: Path,
+    target: Path,
+    selection: Selection = Selection(),
+    *,
+    max_nbytes: int = 5 * GB,
+    force: bool = False,
+    started: Progress = silent,
+    progress: Progress = silent,
+) -> Exported:
+    """Write the weights of a checkpoint as safetensors.
+
+    Tensors that share memory are written once, under the first name; the metadata has the others, as
+    ``{"head.weight": "embedding.weight"}``.
+
+    Args:
+        source: The checkpoint's directory, or a plain file.
+        target: The file. If the weights are more than ``max_nbytes``, it is several and an index, named after it.
+        selection: Which weights.
+        max_nbytes: Of one file, unless a single tensor is larger.
+        force: Replace what is there.
+        started: Told how many bytes there will be, before the first is written.
+        progress: Told of each chunk.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or has no such weights, or the files cannot be written.
+        NotImplementedError: A dtype is none of safetensors'.
+    """
+    contents = _open(source, selection, (WEIGHTS, TRAINED))
+    notes = list(contents.notes)
+    weights = _names(_weights(contents.checkpoint, selection, notes), selection.strip_prefix)
+    entries, aliases = _once(weights, contents.memory, selection.dtype)
+    skipped = [name for name, value in weights.items() if not _is_dense(value)]
+    if skipped:
+        notes.append(f"left out what is no dense tensor: {', '.join(skipped)}")
+    files = split(entries, max_nbytes)
+    paths = file_paths(target, len(files))
+    nbytes = sum(entry.nbytes for entry in entries)
+    started(nbytes)
+    index = [index_path(target)] if len(files) > 1 else []
+    metadata = {"format": "pt"} | aliases
+    with new_files([*paths, *index], force) as opened:
+        for file, part in zip(opened, files, strict=False):
+            write_safetensors(file, part, metadata, progress)
+        if index:
+            parts = {path.name: part for path, part in zip(paths, files, strict=True)}
+            opened[-1].write(index_bytes(parts, metadata))
+    return Exported(paths=[*paths, *index], nbytes=nbytes, num_tensors=len(entries), notes=notes)
+
+
+def to_ckpt(
+    source: Path,
+    target: Path,
+    selection: Selection = Selection(),
+    *,
+    force: bool = False,
+    started: Progress = silent,
+    progress: Progress = silent,
+) -> Exported:
+    """Write a checkpoint as the one file that Lightning writes without sharding.
+
+    Arguments and errors are those of :func:`to_safetensors`. Optimizer states are numbered as torch numbers them. With
+    ``weights_only`` the file has the weights and what ``LightningModule.load_from_checkpoint`` needs; without, a run
+    can be resumed from it under any strategy.
+    """
+    if selection.dtype is not None:
+        raise NotImplementedError("a .ckpt file keeps the dtypes of the training; a safetensors file may have others")
+    if not selection.weights_only and (selection.ema or selection.strip_prefix):
+        raise NotImplementedError(
+            "a whole .ckpt file is as the training saved it: averaged weights and other names go with weights_only"
+        )
+    kept = (*_OF_A_MODEL, *HYPER_PARAMETERS, TRAINED) if selection.weights_only else None
+    contents = _open(source, selection, kept)
+    checkpoint, notes = dict(contents.checkpoint), list(contents.notes)
+    if selection.weights_only:
+        weights = _weights(checkpoint, selection, notes)
+        checkpoint = {key: value for key, value in checkpoint.items() if kept and key in kept and key != TRAINED}
+        checkpoint[WEIGHTS] = _names(weights, selection.strip_prefix)
+    if WEIGHTS not in checkpoint:
+        raise CheckpointError(f"{source} has no weights: there is no {WEIGHTS} in it")
+    tensors = {contents.memory(tensor): tensor for tensor in tensors_of(checkpoint)}
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    started(nbytes)
+    with new_files([target], force) as [file]:
+        TorchFile(plain(checkpoint), contents.memory).write(file, progress=progress)
+        file.flush()
+        file.seek(0)
+        unsafe = sorted(get_unsafe_globals_in_checkpoint(file))
+        if unsafe:
+            notes.append(f"torch.load reads it with weights_only=False only, because it holds {', '.join(unsafe)}")
+    return Exported(paths=[target], nbytes=nbytes, num_tensors=len(tensors), notes=notes)
+
+
+def _open(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
+    if selection.foreign:
+        return read_foreign_contents(source, selection.trust_pickle)
+    if source.is_file():
+        return _open_file(source, selection, keys)
+    return read_contents(source, keys, trust_pickle=selection.trust_pickle)
+
+
+def _open_file(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
+    damaged = damaged_records(source) if carries_index(source) else []
+    if damaged:
+        raise DamagedCheckpointError(f"{source} is damaged: " + "; ".join(map(str, damaged)))
+    contents = read_file_contents(source, selection.trust_pickle)
+    wanted = {key: value for key, value in contents.checkpoint.items() if keys is None or key in keys}
+    return replace(contents, checkpoint=wanted)
+
+
+def _weights(checkpoint: Mapping[str, Any], selection: Selection, notes: list[str]) -> Mapping[str, Any]:
+    """The weights that were asked for."""
+    if selection.ema and TRAINED not in checkpoint:
+        raise CheckpointError(
+            f"there are no averaged weights: no {TRAINED} in it, which Lightning's WeightAveraging and "
+            f"EMAWeightAveraging save. Leave --ema out for the trained weights"
+        )
+    if not selection.ema and TRAINED in checkpoint:
+        notes.append("these are the weights as trained; the checkpoint has averaged ones too (--ema)")
+        return checkpoint[TRAINED]
+    if not checkpoint.get(WEIGHTS):
+        raise CheckpointError(f"there are no weights: nothing in {WEIGHTS}")
+    return checkpoint[WEIGHTS]
+
+
+def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    renamed = {name.removeprefix(prefix): value for name, value in weights.items()}
+    if prefix and renamed.keys() == weights.keys():
+        raise CheckpointError(f"no name starts with {prefix!r}; the first is {next(iter(weights))!r}")
+    if len(renamed) < len(weights):
+        raise CheckpointError(f"without {prefix!r} some names are the same: leave --strip-prefix out")
+    return renamed
+
+
+def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _once(
+    weights: Mapping[str, Any], memory: Callable[[torch.Tensor], Hashable], dtype: torch.dtype | None
+) -> tuple[list[Entry], dict[str, str]]:
+    """The tensors to write, and under which of their names those stand that share memory with one."""
+    entries: dict[Hashable, Entry] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in weights.items():
+        if not _is_dense(tensor):
+            continue
+        key = memory(tensor), tensor.dtype, tuple(tensor.shape)
+        if key in entries:
+            aliases[name] = entries[key].name
+        else:
+            converted = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+            entries[key] = Entry(name=name, tensor=tensor, dtype=converted)
+    return list(entries.values()), aliases

@@ -1,0 +1,333 @@
+"""Finding checkpoints: directories by their manifest, plain files, and the last one of some folders."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import stat
+import warnings
+import zipfile
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from shardeddp.checkpoint.durable import StrPath, disk_errors, kind_of, open_regular, opened_directory
+from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
+from shardeddp.checkpoint.manifest import FORMAT, INDEX, MANIFEST, Item, Manifest, index_from_bytes, manifest_from_bytes
+from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Interval
+
+# -- Plain checkpoints, one file each: what this package has written into one, and whether its bytes are still those
+
+_MAX_INDEX_NBYTES = 64 * 2**20
+_ELEMENTS = re.compile(r"(?:.*/)?data/(\d{1,9})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamagedRecord:
+    """Bytes of a plain checkpoint that are not those that were written."""
+
+    where: Interval
+    """In the file."""
+
+    name: str
+    """Of the tensor, or of the record of the archive where it is no tensor's."""
+
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        """All of it in one line."""
+        where = f"bytes {self.where.start:,} to {self.where.stop:,} of {self.name}"
+        return f"{where} have CRC {self.found}, expected {self.expected}"
+
+
+def read_index(path: StrPath) -> Manifest:
+    """What this package says of a plain checkpoint that it has written; elements are not read.
+
+    Args:
+        path: The file, or a link to it.
+
+    Raises:
+        CheckpointError: It is none, or damaged.
+    """
+    with _opened(path) as (descriptor, item):
+        return _index(descriptor, item, records_of(descriptor, item))
+
+
+def carries_index(path: StrPath) -> bool:
+    """Whether a file is a plain checkpoint that this package has written."""
+    try:
+        with _opened(path) as (descriptor, item):
+            return any(_is_index(record) for record in records_of(descriptor, item))
+    except (CheckpointError, OSError):
+        return False
+
+
+def damaged_records(
+    path: StrPath, part: tuple[int, int] = (0, 1), progress: Callable[[int], None] = lambda nbytes: None
+) -> list[DamagedRecord]:
+    """Compare the records of a plain checkpoint of this package with their CRCs.
+
+    Args:
+        path: The file, or a link to it.
+        part: Which records: ``(1, 3)`` is the second of three parts.
+        progress: Told how many more bytes have been compared.
+
+    Raises:
+        CheckpointError: It is no archive of records, or has no index.
+    """
+    damaged: list[DamagedRecord] = []
+    with _opened(path) as (descriptor, item):
+        records = records_of(descriptor, item)
+        tensors = _index(descriptor, item, records).tensors.values()
+        names = {piece.payload: tensor.name for tensor in tensors for piece in tensor.pieces if tensor.numel}
+        for record in records[part[0] :: part[1]]:
+            found = crc_of(descriptor, item, record)
+            if found != record.crc:
+                name, expected = names.get(record.offset, record.name), f"{record.crc:08x}"
+                where = Interval(record.offset, record.offset + record.nbytes)
+                damaged.append(DamagedRecord(where=where, name=name, expected=expected, found=f"{found:08x}"))
+            progress(record.nbytes)
+    return damaged
+
+
+def _index(descriptor: int, item: Item, records: list[Record]) -> Manifest:
+    record = next(filter(_is_index, records), None)
+    if record is None:
+        raise CheckpointError(f"there is no {INDEX} in it: another tool wrote it, or an older release")
+    if record.nbytes > _MAX_INDEX_NBYTES:
+        raise CheckpointError(f"{INDEX} has {record.nbytes:,} bytes, expected at most {_MAX_INDEX_NBYTES:,}")
+    found = ((_ELEMENTS.fullmatch(each.name), each) for each in records)
+    elements = {
+        int(match[1]): Interval(each.offset, each.offset + each.nbytes) for match, each in found if match is not None
+    }
+    return index_from_bytes(read_record(descriptor, item, record), item.file, item.nbytes, elements)
+
+
+def _is_index(record: Record) -> bool:
+    return Path(record.name).name == INDEX
+
+
+@contextmanager
+def _opened(path: StrPath) -> Generator[tuple[int, Item]]:
+    real = os.path.realpath(path)
+    with disk_errors("reading", path):
+        descriptor, nbytes = open_regular(real)
+    try:
+        yield descriptor, Item(file=os.path.basename(real), offset=0, nbytes=nbytes)
+    except CheckpointError as error:
+        raise error if str(path) in str(error) else type(error)(f"{os.fspath(path)}: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+# -- Which checkpoints are whole: directories and plain files of this package, found in a directory, ordered by step
+
+PLAIN_SUFFIX = ".ckpt"
+"""How names of checkpoints end, of those that are one file as well."""
+
+MAX_MANIFEST_NBYTES = 64 * 2**20
+"""No manifest that is larger is read, unless asked for."""
+
+WORKING_NAME = re.compile(
+    r"\.(?:(?P<kind>tmp|old)-(?P<name>.+)-(?P<uuid>[0-9a-f]{32})|del-[0-9a-f]{32})", flags=re.DOTALL
+)
+"""What is being written, replaced or deleted; never a checkpoint, whatever is in it."""
+
+_BEGINNING = re.compile(rb'\{"sha256":"[0-9a-f]{64}",\n"manifest":\{"format":"%s",' % FORMAT.encode())
+_VERSION = re.compile(r"-v(\d{1,9})(?=\.|$)")
+
+
+def carries_manifest(path: StrPath) -> bool:
+    """Whether a directory is a checkpoint of this package, maybe a damaged one: its manifest begins as ours do."""
+    try:
+        descriptor, _ = open_regular(os.path.join(path, MANIFEST))
+    except (OSError, CheckpointError):
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        return _BEGINNING.match(file.read(256)) is not None
+
+
+def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manifest:
+    """Read the manifest of a checkpoint, and hold the files against it: that they are there, ordinary, of their size.
+
+    What is in them is not read. Of a plain file it is the index that stands in it.
+
+    Args:
+        path: The checkpoint's directory, a plain file of this package, or a link to either.
+        max_nbytes: No longer manifest is read.
+
+    Raises:
+        CheckpointError: It is not a whole checkpoint; says which file is wrong, and how.
+    """
+    if os.path.isfile(path):
+        return read_index(path)
+    with disk_errors("reading the checkpoint", path), opened_directory(path) as directory:
+        try:
+            data = _read_bounded(directory, max_nbytes)
+            manifest = manifest_from_bytes(data, memory_nbytes=_allocated_nbytes(directory))
+            for name, file in manifest.files.items():
+                _check_file(directory, name, file.nbytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{os.fspath(path)} is not a whole checkpoint: {error}") from error
+    return manifest
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Candidate:
+    """A whole checkpoint of a directory; the greater one is the later one.
+
+    At one step the later epoch is later, then the higher ``-v2`` that Lightning puts into the names of later runs, then
+    the name in the order of its characters (``last.ckpt`` after ``epoch=3.ckpt``). A clock is never asked.
+    """
+
+    step: int
+    epoch: int
+    version: int
+    name: str
+    path: Path = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The checkpoints of a directory."""
+
+    checkpoints: tuple[Candidate, ...]
+    """The latest is last."""
+
+    skipped: Mapping[str, str]
+    """Why entries that look like checkpoints are none, by name."""
+
+
+def find_checkpoints(directory: StrPath) -> Found:
+    """The checkpoints of this package in a directory, not below it, by the step at which they were saved.
+
+    Args:
+        directory: It need not exist.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+    """
+    candidates: list[Candidate] = []
+    skipped: dict[str, str] = {}
+    if not os.path.lexists(directory):
+        return Found(checkpoints=(), skipped=skipped)
+    with disk_errors("looking for checkpoints in", directory):
+        names = sorted(os.listdir(directory))
+    for name in names:
+        path = Path(directory) / name
+        if WORKING_NAME.fullmatch(name) or not _looks_like_one(path):
+            continue
+        try:
+            run = read_manifest(path).run
+        except CheckpointError as error:
+            skipped[name] = str(error)
+            continue
+        version = max(map(int, _VERSION.findall(name)), default=0)
+        candidates.append(Candidate(step=run.step, epoch=run.epoch, version=version, name=name, path=path))
+    return Found(checkpoints=tuple(sorted(candidates)), skipped=skipped)
+
+
+def _looks_like_one(path: Path) -> bool:
+    if path.is_dir():
+        return path.name.endswith(PLAIN_SUFFIX) or os.path.lexists(path / MANIFEST)
+    if path.is_file():
+        return path.suffix == PLAIN_SUFFIX and carries_index(path)
+    return path.is_symlink() and path.name.endswith(PLAIN_SUFFIX) and not path.exists()
+
+
+def _read_bounded(directory: int, max_nbytes: int) -> bytes:
+    try:
+        descriptor, nbytes = open_regular(MANIFEST, directory)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load it as a foreign one)"
+        ) from None
+    with os.fdopen(descriptor, "rb") as file:
+        if nbytes > max_nbytes:
+            raise CheckpointError(f"{MANIFEST} has {nbytes:,} bytes, expected at most {max_nbytes:,}")
+        data = file.read(nbytes + 1)
+    if len(data) != nbytes:
+        raise CheckpointError(f"{MANIFEST} changed while it was read: {nbytes:,} bytes were expected")
+    return data
+
+
+def _allocated_nbytes(directory: int) -> int:
+    """What the files of a directory take on the disk: whoever has much to index may have a large index."""
+    with os.scandir(directory) as entries:
+        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+
+
+def _check_file(directory: int, name: str, nbytes: int) -> None:
+    try:
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        raise CheckpointError(f"{name} is missing, expected a file of {nbytes:,} bytes") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{name} is {kind_of(found.st_mode)}, expected an ordinary file")
+    if found.st_size != nbytes:
+        raise CheckpointError(f"{name} has {found.st_size:,} bytes, expected {nbytes:,}")
+
+
+# -- The last checkpoint of some directories: the one of the highest step that can be used, whatever clocks say
+
+
+@dataclass(frozen=True, order=True)
+class _Candidate:
+    resumable: bool
+    step: int
+    called_last: bool
+    path: str
+
+
+def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]:
+    """Checkpoints to go on from, the best first; one warning names what looks like one and cannot be used.
+
+    Args:
+        named: Paths of checkpoints that are called "last", of either kind.
+        folders: Directories whose checkpoints of this package count as well: a run that was killed between two saves of
+            one step has only the first of them.
+
+    Raises:
+        CheckpointError: There are some, and none can be used.
+    """
+    candidates: dict[str, _Candidate] = {}
+    skipped: dict[str, str] = {}
+    for path in named:
+        try:
+            candidates[os.path.realpath(path)] = _candidate(path)
+        except (CheckpointError, OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
+            skipped[path] = str(error)
+    for folder in folders:
+        found = find_checkpoints(folder)
+        skipped |= {os.path.join(folder, name): why for name, why in found.skipped.items()}
+        for checkpoint in found.checkpoints:
+            path = str(checkpoint.path)
+            candidates.setdefault(os.path.realpath(path), _candidate(path, called_last=False))
+    if skipped:
+        warnings.warn("not whole, left aside: " + "; ".join(skipped.values()), stacklevel=2)
+    if skipped and not candidates:
+        raise CheckpointError(
+            f"no checkpoint is whole among {', '.join(skipped)}. Leave ckpt_path out to train from the beginning"
+        )
+    return [Path(candidate.path) for candidate in sorted(candidates.values(), reverse=True)]
+
+
+def _candidate(path: str, called_last: bool = True) -> _Candidate:
+    if os.path.isdir(path) or carries_index(path):
+        manifest = read_manifest(path)
+        trained = any(str(entry.path[0]).startswith("optimizer_") for entry in manifest.objects.values())
+        return _Candidate(trained, manifest.run.step, called_last, path)
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path} is neither a sharded checkpoint nor a file that torch.save wrote")
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        return _Candidate(True, -1, called_last, path)  # it holds objects of others: its step is not to be known yet
+    step = content.get("global_step", -1)  # files that others have put together may leave it out
+    return _Candidate("optimizer_states" in content, step, called_last, path)

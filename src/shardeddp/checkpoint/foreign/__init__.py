@@ -1,1 +1,0 @@
-"""Checkpoints of other tools, read without running anything in them."""

@@ -1,1 +1,0 @@
-"""What is in the files of a checkpoint."""

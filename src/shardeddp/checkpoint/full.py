@@ -1,0 +1,284 @@
+"""Full checkpoints: one plain `.ckpt` file, gathered to rank 0, without the whole in memory."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch._utils import _rebuild_tensor_v3
+
+from shardeddp.checkpoint.directory import new_files
+from shardeddp.checkpoint.durable import make_directories, preflight
+from shardeddp.checkpoint.manifest import INDEX, Run, index_to_bytes
+from shardeddp.checkpoint.read import LazyTensor, Progress, chunks, silent
+from shardeddp.checkpoint.snapshot import ParameterNames, Share, compare_shares, describe, memory_of_shards
+from shardeddp.comm import Mesh, together
+from shardeddp.config import CheckpointOptions
+from shardeddp.tensor.shard_tensor import ShardTensor
+
+# -- Full state: every sharded tensor of a nested state gathered, one at a time, to ordinary tensors on the host
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of one that may be sharded; a collective of all ranks if it is. No gradient flows through it."""
+    return tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor
+
+
+def gather_full(state: Any, keep: bool) -> Any:
+    """Replace sharded tensors anywhere in a nested state by full ones; a collective of all ranks.
+
+    One tensor is whole on the device at a time.
+
+    Args:
+        state: Mappings, lists and tuples of anything; all ranks pass the same structure.
+        keep: Whether this rank wants the result. The others take part and get an empty tensor in each place.
+
+    Returns:
+        The state in plain containers, sharded tensors as CPU tensors.
+    """
+    if isinstance(state, ShardTensor):
+        full = state.full_tensor().detach()
+        return full.cpu() if keep else torch.empty(0, dtype=full.dtype)
+    if isinstance(state, Mapping):
+        gathered = {key: gather_full(value, keep) for key, value in state.items()}
+        return _same_mapping(state, gathered)
+    if isinstance(state, tuple):
+        items = [gather_full(item, keep) for item in state]
+        return type(state)(*items) if _is_namedtuple(state) else tuple(items)
+    if isinstance(state, list):
+        return [gather_full(item, keep) for item in state]
+    return state
+
+
+def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | None) -> None:
+    """Gather a state and let rank 0 write it; every rank raises if that fails.
+
+    Args:
+        state: As for :func:`gather_full`.
+        name: Of what is written, for the message.
+        write: Called on rank 0 with the full state.
+        mesh: All ranks; None in the process that spawned the ranks, which holds full states and writes by itself.
+    """
+    keep = mesh is None or mesh.rank == 0
+    full = gather_full(state, keep)
+    if mesh is None:
+        write(full)
+    else:
+        together(f"writing {name}", lambda: write(full) if keep else None, mesh.control)
+
+
+def stream_full(
+    checkpoint: Mapping[str, Any], path: Path, mesh: Mesh, names: ParameterNames, run: Run, options: CheckpointOptions
+) -> None:
+    """Write a checkpoint as one file that ``torch.load`` reads; a collective of all ranks.
+
+    One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under its name when all
+    of it is on the disk.
+
+    Args:
+        checkpoint: Nested dicts, lists and tuples; the same sharded tensors in the same order on every rank.
+        path: Of the file, as rank 0 has it.
+        mesh: All ranks.
+        names: Of the parameters of each optimizer in the checkpoint.
+        run: The training.
+        options: Permissions and durability.
+
+    Raises:
+        CheckpointError: It cannot be written, or replicas differ. What was there is still there.
+        RankError: Something in the checkpoint cannot be pickled.
+    """
+
+    def prepare() -> tuple[TorchFile, bytes, list[Share]]:
+        file = TorchFile(checkpoint, memory_of_shards)
+        found, objects, shares = describe(checkpoint, names, mesh)
+        strided = [(tensor, at) for tensor, at in found if tensor.layout == torch.strided]
+        tensors = [(at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor)) for tensor, at in strided]
+        return file, index_to_bytes(run, tensors, objects), shares
+
+    file, index, shares = together(f"pickling {path}", prepare, mesh.saving)
+    compare_shares(shares, mesh)
+    gathered = (it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor))
+
+    def read(tensor: torch.Tensor) -> Iterator[memoryview]:
+        if isinstance(tensor, ShardTensor):
+            tensor = next(gathered)
+        return chunks(tensor if isinstance(tensor, LazyTensor) else tensor.cpu())
+
+    def write() -> None:
+        permissions = options.permissions or "umask"
+        try:
+            if mesh.rank == 0:
+                make_directories(path.parent, permissions, options.durability)
+                preflight(path.parent, sum(tensor.nbytes for tensor in file.tensors))
+                with new_files([path], True, permissions, options.durability) as (opened,):
+                    file.write(opened, read, more={INDEX: index})
+        finally:
+            deque(gathered, maxlen=0)  # the others gather all of it, whatever has become of the file
+
+    together(f"writing {path}", write, mesh.saving)
+
+
+def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """The items in the original's own type where nothing in it had to be gathered, else in a plain dict."""
+    unchanged = len(original) == len(items) and all(items[key] is value for key, value in original.items())
+    return original if unchanged else items
+
+
+def _is_namedtuple(value: tuple[Any, ...]) -> bool:
+    return "_fields" in vars(type(value))
+
+
+# -- Writes what ``torch.save`` writes, without holding it in memory: the pickle first, then one storage after the other
+#
+# ``torch.save`` needs every tensor in memory at once. The pickle only says what the tensors are; their elements are
+# records of their own in the zip archive, so they can be read, checked and written a chunk at a time.
+
+ROOT = "archive"
+"""The folder of all records."""
+
+_ALIGNMENT = 64
+"""Bytes; where elements start in the file, as ``torch.load(mmap=True)`` likes it."""
+
+_LOCAL_HEADER_NBYTES = 30
+_ZIP64_EXTRA_NBYTES = 20
+_ZIP64_NBYTES = 2**31 // 2
+"""Safely below where `zipfile` begins to write 64-bit sizes by itself."""
+
+
+class TorchFile:
+    """A tree on its way into a file that ``torch.load`` reads.
+
+    Args:
+        tree: Nested dicts, lists and tuples of plain values and of tensors, which may be lazy or sharded ones.
+        memory: Equal for tensors that share their elements; they are stored once.
+    """
+
+    def __init__(self, tree: Any, memory: Callable[[torch.Tensor], Hashable] = id) -> None:
+        self._pickler = _Pickler(memory)
+        self._content = self._pickler.pickled(tree)
+        self.tensors = self._pickler.storages
+        """Those whose elements are stored, in the order in which they are written."""
+
+    def record_of(self, tensor: torch.Tensor) -> int:
+        """The number of the record that has the elements of a tensor of the tree."""
+        return self._pickler.keys[self._pickler.identity(tensor)]
+
+    def write(
+        self,
+        file: BinaryIO,
+        read: Callable[[torch.Tensor], Iterator[memoryview]] = chunks,
+        progress: Progress = silent,
+        more: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        """Write all of it.
+
+        Args:
+            file: Open for writing, empty, seekable.
+            read: Called for each of :attr:`tensors`, in order; gives its elements as bytes, in parts.
+            progress: Told of each part.
+            more: Records by name that ``torch.load`` does not look at.
+        """
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            archive.writestr(_info("data.pkl"), self._content)
+            archive.writestr(_info("byteorder"), sys.byteorder)
+            for key, tensor in enumerate(self.tensors):
+                nbytes = tensor.numel() * tensor.element_size()
+                info = _aligned(file, f"data/{key}", nbytes)
+                with archive.open(info, "w", force_zip64=nbytes >= _ZIP64_NBYTES) as record:
+                    for part in read(tensor):
+                        record.write(part)
+                        progress(len(part))
+            archive.writestr(_info("version"), "3\n")
+            for name, content in more.items():
+                archive.writestr(_info(name), content)
+
+
+def _info(name: str) -> zipfile.ZipInfo:
+    return zipfile.ZipInfo(f"{ROOT}/{name}")  # at a fixed date, so that equal trees make equal files
+
+
+def _aligned(file: BinaryIO, name: str, nbytes: int) -> zipfile.ZipInfo:
+    """A record whose data starts on a multiple of ``_ALIGNMENT``, by a private extra field as ``torch.save`` has it."""
+    info = _info(name)
+    info.file_size = nbytes
+    header = _LOCAL_HEADER_NBYTES + len(info.filename) + 4 + (_ZIP64_EXTRA_NBYTES if nbytes >= _ZIP64_NBYTES else 0)
+    padding = -(file.tell() + header) % _ALIGNMENT
+    info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    return info
+
+
+class _Storage:
+    """Stands for the elements of a tensor in the pickle.
+
+    Args:
+        key: Of the record.
+        nbytes: Of the record.
+    """
+
+    def __init__(self, key: int, nbytes: int) -> None:
+        self.key = key
+        self.nbytes = nbytes
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as references to records.
+
+    Args:
+        memory: Equal for tensors that share their elements.
+    """
+
+    def __init__(self, memory: Callable[[torch.Tensor], Hashable]) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=2)  # the one that `weights_only=True` reads
+        self._memory = memory
+        self.keys: dict[Hashable, int] = {}
+        self.storages: list[torch.Tensor] = []
+        """Whose elements are the records, in order; kept, so that no other tensor gets their identity."""
+
+    def pickled(self, tree: Any) -> bytes:
+        """The pickle of a tree."""
+        self.dump(tree)
+        return self._buffer.getvalue()
+
+    def identity(self, tensor: torch.Tensor) -> Hashable:
+        """Equal for tensors that are stored once."""
+        return self._memory(tensor), tensor.dtype, tuple(tensor.shape)
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return "storage", torch.UntypedStorage, str(obj.key), "cpu", obj.nbytes
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor) or obj.layout != torch.strided:
+            return NotImplemented  # a sparse tensor is taken apart into strided ones
+        shape, key = tuple(obj.shape), self.keys.setdefault(self.identity(obj), len(self.storages))
+        if key == len(self.storages):
+            self.storages.append(obj)
+        strides = tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        storage = _Storage(key, obj.numel() * obj.element_size())
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        # torch.save takes this function for its newer dtypes; it serves all of them.
+        return _rebuild_tensor_v3, (storage, 0, shape, strides, False, hooks, obj.dtype)
+
+
+def plain(value: Any) -> Any:
+    """A tree in containers that ``weights_only=True`` reads; other values are as they were."""
+    if isinstance(value, dict):
+        pairs = ((plain(key), plain(item)) for key, item in cast("dict[Any, Any]", value).items())
+        return OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
+    if isinstance(value, list):
+        return [plain(item) for item in cast("list[Any]", value)]
+    if isinstance(value, tuple):
+        return value if type(value) is torch.Size else tuple(map(plain, cast("tuple[Any, ...]", value)))
+    return value

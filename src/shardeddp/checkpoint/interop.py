@@ -1,0 +1,103 @@
+"""The indexes for other tools: ``.metadata`` of ``torch.distributed.checkpoint`` and ``meta.pt`` of Lightning.
+
+Both are pickles, which this package writes and never reads.
+"""
+
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardeddp.checkpoint.manifest import Item, Manifest, StoredTensor
+
+DCP_VERSION = "1.0.0"
+"""Of the layout that is written here, as ``torch.distributed.checkpoint`` counts."""
+
+
+def dcp_metadata(manifest: Manifest) -> Metadata:
+    """What ``torch.distributed.checkpoint`` has to know to load the tensors and objects of a checkpoint.
+
+    Args:
+        manifest: Of the checkpoint.
+    """
+    stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, tensor in manifest.tensors.items():
+        stored[name] = _tensor_metadata(tensor)
+        paths[name] = tensor.path
+        for index, piece in enumerate(tensor.pieces):
+            places[MetadataIndex(name, piece.box.offsets, index)] = _place(piece.item)
+    for name, value in manifest.objects.items():
+        stored[name] = BytesStorageMetadata()
+        paths[name] = value.path
+        places[MetadataIndex(name)] = _place(value.item)
+    return Metadata(
+        state_dict_metadata=stored,
+        planner_data=paths,
+        storage_data=places,
+        storage_meta=StorageMeta(save_id=manifest.run.uuid),  # where it was written is nobody's business
+        version=DCP_VERSION,
+    )
+
+
+def to_bytes(metadata: Metadata) -> bytes:
+    """The content of ``.metadata``."""
+    return pickle.dumps(metadata, protocol=4)  # what every supported Python reads
+
+
+def lightning_meta(tree: Any) -> bytes:
+    """The content of ``meta.pt``: what a checkpoint holds besides the tensors of the model and the optimizers.
+
+    Containers of other types become plain ones, and tensors come to the CPU without the rest of their storage, so that
+    ``torch.load(..., weights_only=True)`` reads the result unless a value in it is of a type that it refuses.
+
+    Args:
+        tree: Nested containers of values that can be pickled.
+    """
+    buffer = io.BytesIO()
+    torch.save(_plain(tree), buffer)
+    return buffer.getvalue()
+
+
+def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=tensor.dtype),
+        size=torch.Size(tensor.shape),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(piece.box.offsets), sizes=torch.Size(piece.box.sizes))
+            for piece in tensor.pieces
+        ],
+    )
+
+
+def _place(item: Item) -> _StorageInfo:
+    return _StorageInfo(item.file, item.offset, item.nbytes)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        items = ((key, _plain(each)) for key, each in cast("dict[Any, Any]", value).items())
+        return OrderedDict(items) if type(value) is OrderedDict else dict(items)
+    if isinstance(value, list):
+        return [_plain(each) for each in cast("list[Any]", value)]
+    if isinstance(value, tuple):
+        return value if type(value) is torch.Size else tuple(map(_plain, cast("tuple[Any, ...]", value)))
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        tensor = value.detach().cpu()
+        if tensor.layout is not torch.strided:
+            return tensor
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    return value

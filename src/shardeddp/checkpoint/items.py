@@ -1,0 +1,492 @@
+"""Items of a data file in torch's own format, their checksums, and their CRCs without torch."""
+
+import errno
+import io
+import math
+import os
+import pickle
+import struct
+import sys
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import xxhash
+from torch._utils import _rebuild_tensor_v3
+
+from shardeddp.checkpoint.manifest import BLOCK_NBYTES, Item, StoredFile
+from shardeddp.errors import CheckpointError
+
+# -- Checksums: xxh3 of 128 bits (https://xxhash.com), of the memory of tensors block by block; they find accidents
+
+ALGORITHM = "xxh3_128"
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """Of some bytes, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def memory_of(elements: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host; writing to them changes the tensor."""
+    return elements.detach().reshape(-1).view(torch.uint8).numpy().data if elements.numel() else memoryview(b"")
+
+
+def block_checksums(elements: torch.Tensor) -> tuple[str, ...]:
+    """Of every ``BLOCK_NBYTES`` of a contiguous tensor on the host; the last block may be shorter."""
+    data = memory_of(elements)
+    return tuple(checksum(data[start : start + BLOCK_NBYTES]) for start in range(0, len(data), BLOCK_NBYTES))
+
+
+# -- Data files: tensors and objects appended as items that ``torch.load`` reads, and hashed on their way to the disk
+#
+# [Note: the frame of a tensor's item]
+# An item is a zip archive of stored records, as ``torch.save`` writes it, but ``torch.save`` needs one more copy of the
+# tensor and a slow CRC. What surrounds the payload depends only on dtype and shape, so it is made once for each of
+# them::
+#
+#     head     three small records that say what the payload is, and the local header of the payload's own record,
+#              padded so that the payload starts on a multiple of 64 bytes
+#     payload  straight from the tensor's memory
+#     tail     data descriptor, central directory and its end: holds the payload's CRC, which is known by then
+
+ALIGNMENT = 64
+"""Bytes; where items start in a data file and payloads start in an item."""
+
+_ZIP64 = 0xFFFFFFFF
+"""A size or an offset from here on does not fit into the 32 bits of a plain zip archive."""
+
+_LOCAL, _CENTRAL, _DESCRIPTOR, _END = b"PK\3\4", b"PK\1\2", b"PK\7\x08", b"PK\5\6"
+_END_64, _END_64_LOCATOR = b"PK\6\6", b"PK\6\7"
+_UTF8, _HAS_DESCRIPTOR = 0x800, 0x8
+
+
+class DataFile:
+    """One data file while it is written.
+
+    After an error it takes no more items: what is on the disk by then is unknown.
+
+    Args:
+        fd: A file descriptor, open for writing at the start of an empty file. It stays the caller's: to sync and close.
+        name: Of the file in the checkpoint, ``"__0_0.distcp"``.
+        crc: Write the CRC of every tensor, with which other tools find damage (the checksums that
+            :meth:`put_tensor` returns do not depend on it). False writes zeros, as ``torch.save`` does when told to.
+    """
+
+    def __init__(self, fd: int, name: str, *, crc: bool = True) -> None:
+        self._fd = fd
+        self._name = name
+        self._crc = crc
+        self._nbytes = 0
+        self._frames = xxhash.xxh3_128()
+        self._writable = True
+
+    def put_tensor(self, tensor: torch.Tensor) -> tuple[Item, int, tuple[str, ...]]:
+        """Append a tensor; nothing is copied but to the disk.
+
+        Args:
+            tensor: Contiguous, on the CPU, of any dtype and shape.
+
+        Returns:
+            The item; where in the file its payload starts; the checksum of each ``BLOCK_NBYTES`` of the payload.
+
+        Raises:
+            OSError: Writing failed.
+        """
+        payload = _payload(tensor)
+        frame = frame_of(tensor.dtype, tuple(tensor.shape), crc=self._crc)
+        crc, checksums = 0, list[str]()
+        waiting = [*self._start(), frame.head]  # written along with the first block: one call for a small tensor
+        offset = self._nbytes + len(waiting[0])
+        self._frames.update(frame.head)
+        for start in range(0, len(payload), BLOCK_NBYTES):
+            block = payload[start : start + BLOCK_NBYTES]
+            checksums.append(xxhash.xxh3_128_hexdigest(block))
+            if self._crc:
+                crc = zlib.crc32(block, crc)
+            waiting.append(block)
+            if start + BLOCK_NBYTES < len(payload):
+                self._write(waiting)
+                waiting = []
+        tail = frame.tail(crc)
+        self._frames.update(tail)
+        self._write([*waiting, tail])
+        self._writable = True
+        item = Item(file=self._name, offset=offset, nbytes=self._nbytes - offset)
+        return item, offset + len(frame.head), tuple(checksums)
+
+    def put_object(self, value: object) -> Item:
+        """Append a value as ``torch.save`` pickles it.
+
+        Args:
+            value: Anything that can be pickled; meant for small things, it is held in memory once more.
+
+        Raises:
+            OSError: Writing failed.
+        """
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        (gap,) = self._start()
+        offset = self._nbytes + len(gap)
+        self._frames.update(buffer.getbuffer())
+        self._write([gap, buffer.getbuffer()])
+        self._writable = True
+        return Item(file=self._name, offset=offset, nbytes=self._nbytes - offset)
+
+    def close(self) -> StoredFile:
+        """Take no more items; the file is whole then, but neither synced nor closed.
+
+        Returns:
+            The size of the file, and the checksum of everything in it that is not the payload of a tensor.
+        """
+        self._require_writable()
+        self._writable = False
+        return StoredFile(nbytes=self._nbytes, checksum=self._frames.hexdigest())
+
+    def _start(self) -> list[bytes | memoryview]:
+        """Begin an item: the gap in front of it. Until the item is complete, the file is not writable."""
+        self._require_writable()
+        self._writable = False
+        gap = bytes(-self._nbytes % ALIGNMENT)
+        self._frames.update(gap)
+        return [gap]
+
+    def _require_writable(self) -> None:
+        if not self._writable:
+            raise RuntimeError(f"{self._name} takes no more items: it was closed, or writing one has failed")
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> None:
+        left = [memoryview(buffer) for buffer in buffers if len(buffer) > 0]
+        try:
+            while left:
+                count = os.writev(self._fd, left)
+                if count == 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                self._nbytes += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
+        except OSError as error:
+            error.filename = self._name  # a call on a descriptor does not know it
+            raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What surrounds the payload of an item; see [Note: the frame of a tensor's item]."""
+
+    head: bytes
+    before_crc: bytes
+    after_crc: bytes
+
+    def tail(self, crc: int) -> bytes:
+        """What follows a payload with this CRC (0 for one that was not computed)."""
+        written = struct.pack("<I", crc)
+        return b"".join((_DESCRIPTOR, written, self.before_crc, written, self.after_crc))
+
+
+@lru_cache(maxsize=4096)
+def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
+    """The frame around a tensor, without its CRC.
+
+    Args:
+        dtype: Of the elements.
+        shape: Of the tensor, which is contiguous.
+        crc: Whether records have a CRC.
+    """
+    strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
+    nbytes = math.prod(shape) * dtype.itemsize
+    head, entries = bytearray(), list[bytes]()
+    small = {
+        "data.pkl": _pickled(dtype, shape, strides, nbytes),
+        "byteorder": sys.byteorder.encode(),
+        "version": b"3\n",
+    }
+    for name, data in small.items():
+        record = _Record(name=name, nbytes=len(data), offset=len(head), crc=zlib.crc32(data) if crc else 0)
+        head += record.local() + data
+        entries.append(record.central())
+    # torch.load calls the only storage "0"
+    record = _Record(name="data/0", nbytes=nbytes, offset=len(head), crc=0, described=True)
+    head += record.local()
+    sizes = struct.pack("<QQ" if nbytes >= _ZIP64 else "<II", nbytes, nbytes)
+    directory_offset = len(head) + nbytes + len(_DESCRIPTOR) + 4 + len(sizes)
+    last = record.central()
+    directory = b"".join((*entries, last))
+    end = _end(len(entries) + 1, len(directory), directory_offset)
+    # The CRC of the payload stands at byte 16 of its entry, which is the last one.
+    return Frame(head=bytes(head), before_crc=sizes + b"".join(entries) + last[:16], after_crc=last[20:] + end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """A stored record of a zip archive."""
+
+    name: str
+    nbytes: int
+    offset: int
+    """Of its local header in the archive."""
+
+    crc: int
+    described: bool = False
+    """Whether the CRC follows the data, for it is not known before; such data is aligned."""
+
+    def local(self) -> bytes:
+        """The header in front of the data."""
+        name, extra = self._name(), self._sizes_64()
+        if self.described:
+            # A private extra field of at least its own 4 bytes, as torch.save pads.
+            padding = -(self.offset + 30 + len(name) + len(extra) + 4) % ALIGNMENT
+            extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        return struct.pack("<4s", _LOCAL) + self._common(name, extra) + name + extra
+
+    def central(self) -> bytes:
+        """The entry in the central directory."""
+        name, extra = self._name(), self._sizes_64()
+        made_by = struct.pack("<4sH", _CENTRAL, 45)
+        return made_by + self._common(name, extra) + struct.pack("<HHHII", 0, 0, 0, 0, self.offset) + name + extra
+
+    def _common(self, name: bytes, extra: bytes) -> bytes:
+        flags = _UTF8 | (_HAS_DESCRIPTOR if self.described else 0)
+        size = min(self.nbytes, _ZIP64)
+        version = 45 if size == _ZIP64 else 20
+        # Stored; neither time nor date, so that equal tensors make equal items.
+        return struct.pack("<5H3I2H", version, flags, 0, 0, 0, self.crc, size, size, len(name), len(extra))
+
+    def _name(self) -> bytes:
+        return f"archive/{self.name}".encode()
+
+    def _sizes_64(self) -> bytes:
+        return struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.nbytes >= _ZIP64 else b""
+
+
+def _end(count: int, nbytes: int, offset: int) -> bytes:
+    """The end of a central directory of so many entries and bytes."""
+    end = struct.pack("<4s4H2IH", _END, 0, 0, count, count, nbytes, min(offset, _ZIP64), 0)
+    if offset < _ZIP64:
+        return end
+    end_64 = struct.pack("<4sQ2H2I4Q", _END_64, 44, 45, 45, 0, 0, count, count, nbytes, offset)
+    return end_64 + struct.pack("<4sIQI", _END_64_LOCATOR, 0, offset + nbytes, 1) + end
+
+
+class _Storage:
+    """Stands for the tensor's memory in the pickle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rebuilt:
+    """Stands for the tensor in the pickle: how to call the function that rebuilds it."""
+
+    arguments: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch.save takes this function for its newer dtypes; it serves all of them.
+        return _rebuild_tensor_v3, self.arguments
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, nbytes: int) -> None:
+        super().__init__(file, protocol=2)
+        self._nbytes = nbytes
+
+    def persistent_id(self, obj: Any) -> Any:
+        return ("storage", torch.UntypedStorage, "0", "cpu", self._nbytes) if isinstance(obj, _Storage) else None
+
+
+def _pickled(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> bytes:
+    buffer = io.BytesIO()
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    arguments = (_Storage(), 0, shape, strides, False, hooks, dtype)
+    _Pickler(buffer, nbytes).dump(_Rebuilt(arguments=arguments))
+    return buffer.getvalue()
+
+
+def _payload(tensor: torch.Tensor) -> memoryview:
+    """The elements as bytes, in the tensor's own memory."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"expected a contiguous tensor on the CPU without a lazy conjugation or negation, found a "
+            f"{type(tensor).__name__} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}: "
+            "call .cpu().resolve_conj().resolve_neg().contiguous() first"
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+# -- The CRCs inside an item or a plain file, checked without torch: they find damage where no manifest has checksums
+
+CHUNK_NBYTES = 2**20
+"""Read and checked at a time; it stays in the processor's cache in between."""
+
+MAX_DIRECTORY_NBYTES = 16 * 2**20
+"""Of the central directory of an item, which is held in memory: some 100 thousand records."""
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_END_RECORD = struct.Struct("<4s4H2IH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Stored bytes inside an item."""
+
+    name: str
+    offset: int
+    """Of the first byte, from the start of the item."""
+
+    nbytes: int
+    crc: int
+
+
+def check_item_crc(fd: int, item: Item) -> bool:
+    """Check the bytes of an item against the CRCs that ``torch.save`` has put there.
+
+    They cover the records of the zip archive and not what lies around these. Nothing is unpickled or unpacked, and no
+    more is read than the item has bytes (and its directory once more).
+
+    Args:
+        fd: The data file, open for reading; its position is left alone.
+        item: In that file.
+
+    Returns:
+        Whether there are CRCs. False for an item that was written without: nothing in it was checked.
+
+    Raises:
+        CheckpointError: A CRC is wrong, or the item is no archive of stored records that lie inside of it.
+        OSError: Reading failed.
+    """
+    records = records_of(fd, item)
+    if not any(record.crc for record in records):
+        return False
+    for record in records:
+        found = crc_of(fd, item, record)
+        if found != record.crc:
+            first, last = item.offset + record.offset, item.offset + record.offset + record.nbytes
+            raise _damaged(
+                item,
+                f"record {record.name!r} at bytes {first:,} to {last:,} of the file has CRC {found:08x}, "
+                f"expected {record.crc:08x}",
+            )
+    return True
+
+
+def records_of(fd: int, item: Item) -> list[Record]:
+    """The stored records of an item, in order, from its directory alone.
+
+    Args:
+        fd: The data file, open for reading; its position is left alone.
+        item: In that file.
+
+    Raises:
+        CheckpointError: The item is no archive of stored records that lie inside of it.
+        OSError: Reading failed.
+    """
+    window = _Window(fd, item)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            entries = archive.infolist()
+            _check_end(window, len(entries))
+            records = [_locate(window, info) for info in entries]
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise _damaged(item, f"it is no zip archive of stored records ({error})") from error
+    if sum(record.nbytes for record in records) > item.nbytes:
+        raise _damaged(item, f"its records claim more than its {item.nbytes:,} bytes")
+    return records
+
+
+def crc_of(fd: int, item: Item, record: Record) -> int:
+    """The CRC of the bytes that a record has now."""
+    window, buffer, crc = _Window(fd, item), bytearray(CHUNK_NBYTES), 0
+    for start in range(0, record.nbytes, len(buffer)):
+        view = memoryview(buffer)[: min(len(buffer), record.nbytes - start)]
+        window.read_into(view, record.offset + start)
+        crc = zlib.crc32(view, crc)
+    return crc
+
+
+def read_record(fd: int, item: Item, record: Record) -> bytes:
+    """The bytes of a record, held against its CRC.
+
+    Raises:
+        CheckpointError: They are not those that were written.
+    """
+    data = bytearray(record.nbytes)
+    _Window(fd, item).read_into(memoryview(data), record.offset)
+    if zlib.crc32(data) != record.crc:
+        raise _damaged(item, f"record {record.name!r} has CRC {zlib.crc32(data):08x}, expected {record.crc:08x}")
+    return bytes(data)
+
+
+class _Window:
+    """An item as a file: what `zipfile` needs of one to read a central directory."""
+
+    def __init__(self, fd: int, item: Item) -> None:
+        self._fd = fd
+        self._item = item
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._item.nbytes}[whence]
+        if start + offset < 0:
+            raise ValueError("a position before the start")
+        self._position = start + offset
+        return self._position
+
+    def read(self, nbytes: int = -1) -> bytes:
+        left = max(0, self._item.nbytes - self._position)
+        nbytes = left if nbytes < 0 else min(nbytes, left)
+        if nbytes > MAX_DIRECTORY_NBYTES:
+            raise zipfile.BadZipFile(f"a directory of {nbytes:,} bytes, at most {MAX_DIRECTORY_NBYTES:,} were expected")
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data), self._position)
+        self._position += nbytes
+        return bytes(data)
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill a buffer with bytes of the item, all of which lie inside of it."""
+        while len(view):
+            count = os.preadv(self._fd, [view], self._item.offset + offset)
+            if count == 0:
+                raise _damaged(self._item, f"the file ends after {self._item.offset + offset:,} bytes")
+            view, offset = view[count:], offset + count
+
+
+def _check_end(window: _Window, count: int) -> None:
+    """Whether the directory had as many entries as it says: `zipfile` does not look, and a wrong length hides some."""
+    window.seek(-_END_RECORD.size, os.SEEK_END)
+    signature, *_, expected, _, _, _ = _END_RECORD.unpack(window.read(_END_RECORD.size))
+    if signature != b"PK\5\6":
+        raise zipfile.BadZipFile("it does not end as torch.save ends one")
+    if expected != min(count, 0xFFFF) or not count:
+        raise zipfile.BadZipFile(f"{expected} records were expected, {count} found")
+
+
+def _locate(window: _Window, info: zipfile.ZipInfo) -> Record:
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        raise zipfile.BadZipFile(f"record {info.filename!r} is compressed")
+    end = window.seek(0, os.SEEK_END)
+    window.seek(info.header_offset)
+    header = window.read(_LOCAL_HEADER.size)
+    signature, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
+    offset = info.header_offset + len(header) + name_nbytes + extra_nbytes
+    if signature != b"PK\3\4" or offset + info.file_size > end:
+        raise zipfile.BadZipFile(f"record {info.filename!r} is not where the directory says")
+    return Record(name=info.filename, offset=offset, nbytes=info.file_size, crc=info.CRC)
+
+
+def _damaged(item: Item, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{item.file} is damaged in its item of {item.nbytes:,} bytes at byte {item.offset:,}: {what}. "
+        "Use another checkpoint, or a copy of this one."
+    )

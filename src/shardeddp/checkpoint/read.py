@@ -1,0 +1,304 @@
+"""Reading tensors of a checkpoint: checked, as lazy tensors, or as streams of bytes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardeddp.checkpoint.durable import open_regular
+from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
+from shardeddp.checkpoint.manifest import BLOCK_NBYTES, CRC, STATE, ItemPath, Manifest, Piece, StoredTensor, name_of
+from shardeddp.checkpoint.state_codec import parse_json
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.plan.layout import Interval, interval_of
+from shardeddp.tensor.operations import asks_only_about
+
+# -- Reading: elements of stored tensors by interval, every block checked against its checksum before it is used
+
+
+class CheckpointReader:
+    """Reads a sharded checkpoint of this package.
+
+    Args:
+        path: Its directory.
+
+    Raises:
+        CheckpointError: It is not a whole checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.manifest: Manifest = read_manifest(self.path)
+        if self.manifest.algorithm == CRC:
+            raise CheckpointError(f"{self.path} is one plain file, expected a directory: torch.load() reads it")
+        if self.manifest.algorithm != ALGORITHM:
+            raise CheckpointError(
+                f"{self.path} has checksums by {self.manifest.algorithm!r}, expected {ALGORITHM}: a newer shardeddp "
+                f"may read it"
+            )
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """By name."""
+        return self.manifest.tensors
+
+    def tree(self) -> Any:
+        """What ``state.json`` holds: JSON with names in place of tensors."""
+        return parse_json(self.file(STATE), STATE)
+
+    def file(self, name: str) -> bytes:
+        """All of a file that holds no tensors, checked."""
+        expected = self.manifest.files[name]
+        data = bytearray(expected.nbytes)
+        with self._opened(name) as descriptor:
+            whole = Interval(0, len(data))
+            self._read_checked(descriptor, name, "", whole, memoryview(data), expected.checksum)
+        return bytes(data)
+
+    def read(self, name: str, interval: Interval) -> torch.Tensor:
+        """Elements of a flattened tensor.
+
+        Returns:
+            1D, on the host, ``interval.numel`` elements.
+
+        Raises:
+            CheckpointError: Some block of them is not what was written.
+        """
+        tensor = self.tensors[name]
+        elements = torch.empty(interval.numel, dtype=tensor.dtype)
+        memory = memory_of(elements)
+        itemsize = tensor.dtype.itemsize
+        for piece in tensor.pieces:
+            stored = interval_of(piece.box, tensor.shape)
+            common = stored.intersect(interval)
+            if common.numel:
+                wanted = common.shift(-stored.start)
+                start = (common.start - interval.start) * itemsize
+                out = memory[start : start + common.numel * itemsize]
+                nbytes = Interval(wanted.start * itemsize, wanted.stop * itemsize)
+                self._read_piece(name, piece, stored.numel * itemsize, nbytes, out)
+        return elements
+
+    def _read_piece(self, name: str, piece: Piece, nbytes: int, wanted: Interval, out: memoryview) -> None:
+        """Read some bytes of a payload, block by block: in place where a block is wanted whole, else beside."""
+        with self._opened(piece.item.file) as descriptor:
+            for index in range(wanted.start // BLOCK_NBYTES, -(-wanted.stop // BLOCK_NBYTES)):
+                block = Interval(index * BLOCK_NBYTES, min(nbytes, (index + 1) * BLOCK_NBYTES))
+                common = block.intersect(wanted)
+                target = out[common.start - wanted.start : common.stop - wanted.start]
+                data = target if common == block else memoryview(bytearray(block.numel))
+                where = block.shift(piece.payload)
+                self._read_checked(descriptor, piece.item.file, name, where, data, piece.checksums[index])
+                if data is not target:
+                    target[:] = data[common.start - block.start : common.stop - block.start]
+
+    @contextmanager
+    def _opened(self, file: str) -> Generator[int]:
+        descriptor, _ = open_regular(self.path / file)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _read_checked(
+        self, descriptor: int, file: str, name: str, where: Interval, out: memoryview, expected: str
+    ) -> None:
+        """Fill ``out`` with some bytes of a file and compare their checksum."""
+        done = 0
+        while done < len(out):
+            count = os.preadv(descriptor, [out[done:]], where.start + done)
+            if count == 0:
+                raise DamagedCheckpointError(
+                    f"{self.path / file} ends at byte {where.start + done:,}, expected {where.stop:,}"
+                )
+            done += count
+        found = checksum(out)
+        if found != expected:
+            of = f" of {name}" if name else ""
+            raise DamagedCheckpointError(
+                f"{self.path / file} is damaged: bytes {where.start:,} to {where.stop:,}{of} have checksum {found}, "
+                f"expected {expected}"
+            )
+
+
+# -- LazyTensor: a tensor of a checkpoint that stands for its elements on the disk until somebody wants them
+
+Read = Callable[[Interval], torch.Tensor]
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose elements are read when they are used: an interval for a shard, all of them for anything else.
+
+    To those who rename, drop or look at what a checkpoint holds it is a tensor on the CPU. An operation on it works on
+    a plain tensor that is read for it. Once an operation has written to that, or given out its memory (a view, a numpy
+    array), it is kept: from then on it is what this tensor holds.
+    """
+
+    path: ItemPath
+    """Where it is in the checkpoint."""
+
+    _read: Read
+    _staged: dict[Interval, torch.Tensor]
+    copied: Callable[[LazyTensor], None] | None
+    """Told of each deep copy, which is lazy as well then; None: a deep copy is a plain tensor."""
+
+    _kept: torch.Tensor | None  # its elements, of this shape, instead of those on the disk
+
+    def __new__(cls, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:  # noqa: D102
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        made.path = path
+        made._read = read
+        made._staged = {}
+        made.copied = None
+        made._kept = None
+        return made
+
+    def __init__(self, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> None:
+        """Stand for a tensor.
+
+        Args:
+            path: Where it is in the checkpoint.
+            shape: Of the tensor.
+            dtype: Of the tensor.
+            read: Reads an interval of the flattened elements, 1D.
+        """
+
+    def stage(self, interval: Interval) -> None:
+        """Read an interval now, for the next :meth:`elements` of it."""
+        if self._kept is None:
+            self._staged[interval] = self._read(interval)
+
+    def elements(self, interval: Interval) -> torch.Tensor:
+        """An interval of the flattened elements, 1D; for the caller to keep."""
+        if self._kept is not None:
+            return self._kept.flatten()[interval.start : interval.stop].clone()
+        staged = self._staged.pop(interval, None)
+        return self._read(interval) if staged is None else staged
+
+    def whole(self) -> torch.Tensor:
+        """All elements, in the tensor's shape."""
+        return self.elements(self.all_of_it).view(self.shape)
+
+    def keep(self) -> torch.Tensor:
+        """The plain tensor that this one is from now on, whatever becomes of the checkpoint."""
+        if self._kept is None:
+            self._kept = self.whole()
+        return self._kept
+
+    @property
+    def all_of_it(self) -> Interval:
+        """The interval of all elements."""
+        return Interval(0, self.numel())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if self.copied is None:
+            return copy.deepcopy(self.whole(), memo)
+        other = LazyTensor(self.path, tuple(self.shape), self.dtype, self._read)
+        other.copied = self.copied
+        other._kept = None if self._kept is None else self._kept.detach().clone()
+        memo[id(self)] = other
+        self.copied(other)
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"LazyTensor({name_of(self.path)}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if asks_only_about(func) and func.__name__ not in ("detach", "__set__", "zeros_like", "empty_like"):
+                return func(*args, **(kwargs or {}))
+        return _on_whole(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _on_whole(func, args, kwargs)
+
+
+def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    read: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
+
+    def plain(lazy: LazyTensor) -> torch.Tensor:
+        if id(lazy) not in read:
+            read[id(lazy)] = lazy, lazy.whole() if lazy._kept is None else lazy._kept
+        return read[id(lazy)][1]
+
+    with torch._C.DisableTorchFunctionSubclass():
+        arguments: Any = pytree.tree_map_only(LazyTensor, plain, (args, kwargs or {}))
+    versions = {key: tensor._version for key, (_, tensor) in read.items()}
+    result = func(*arguments[0], **arguments[1])
+    for key, (lazy, tensor) in read.items():
+        if tensor.shape != lazy.shape:
+            raise RuntimeError(
+                f"{func.__name__}() would change the shape of {name_of(lazy.path)}, a tensor of a checkpoint, from "
+                f"{tuple(lazy.shape)} to {tuple(tensor.shape)}. Take a copy of it first: .clone()"
+            )
+        if func.__name__ == "__set__" or tensor._version != versions[key] or _gives_out(result, tensor):
+            lazy._kept = tensor
+    lazy_of = {id(tensor): lazy for lazy, tensor in read.values()}
+    # An operation in place returns the tensor that it was called on.
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: lazy_of.get(id(tensor), tensor), result)
+
+
+def _gives_out(result: Any, tensor: torch.Tensor) -> bool:
+    """Whether a result may lead to the memory of a tensor."""
+    memory = tensor.untyped_storage().data_ptr()
+    return any(
+        type(leaf) in _PLAIN and leaf.untyped_storage().data_ptr() == memory
+        if isinstance(leaf, torch.Tensor)
+        else type(leaf) not in _VALUES
+        for leaf in pytree.tree_leaves(result)
+    )
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_VALUES = (bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
+"""What holds no memory; numpy arrays, storages and the like do."""
+
+
+# -- Tensors as streams of bytes: what an export writes is read, checked and converted a chunk at a time
+
+CHUNK_NBYTES = 32 * 2**20
+"""Of a tensor in memory at a time; several blocks, for a block that a chunk cuts is read twice."""
+
+Progress = Callable[[int], None]
+"""Told how many more bytes have been written."""
+
+
+def silent(nbytes: int) -> None:
+    """Tell nobody."""
+
+
+def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
+    """The elements of a tensor as bytes, in row-major order; a view of each chunk is good until the next is asked for.
+
+    Args:
+        tensor: Any, on the host; of a lazy one no more than a chunk is read at a time.
+        dtype: To convert the elements to.
+    """
+    numel = max(1, CHUNK_NBYTES // max(1, tensor.element_size()))
+    take = tensor.elements if isinstance(tensor, LazyTensor) else _taker(tensor)
+    for start in range(0, tensor.numel(), numel):
+        part = take(Interval(start, min(tensor.numel(), start + numel)))
+        yield memory_of(part if dtype is None else part.to(dtype)).cast("B")
+
+
+def _taker(tensor: torch.Tensor) -> Callable[[Interval], torch.Tensor]:
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return lambda interval: flat[interval.start : interval.stop]

@@ -1,1 +1,0 @@
-"""From the disk to tensors, and into a model."""

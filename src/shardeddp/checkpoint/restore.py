@@ -1,0 +1,214 @@
+"""Restoring a sharded model: read into shards before anything of the model is changed, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.errors import CheckpointError
+from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
+from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
+
+# -- What a model was before a checkpoint was loaded into it, kept until the rest of the checkpoint is known to fit
+
+
+class Replaced:
+    """The parameters and buffers of a model at one moment: this rank's part of them, once more.
+
+    Args:
+        module: A sharded model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept = [(tensor, tensor.detach().clone()) for tensor in chain(module.parameters(), module.buffers())]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make the model what it was, without communication."""
+        for tensor, was in self._kept:
+            tensor.copy_(was)
+
+
+# -- Restoring: what a checkpoint has for a sharded model, read into shards before anything of the model is changed
+
+_SHOWN = 20
+"""Of the lines that say what does not fit."""
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+"""What schedulers of torch write into the groups of an optimizer."""
+
+
+def stage(state: Any, module: nn.Module) -> None:
+    """Read, and so check, what this rank needs of every lazy tensor in a state of a model or of its optimizers.
+
+    Args:
+        state: Mappings and sequences of anything.
+        module: The sharded model. What is stored for one of its parameters is read for this rank's shard.
+
+    Raises:
+        CheckpointError: Something cannot be read as it was written.
+    """
+    named = module.named_parameters(remove_duplicate=False)
+    specs = {name: parameter.spec for name, parameter in named if isinstance(parameter, ShardTensor)}
+    for lazy in _lazy_tensors(state):
+        spec = next((specs[key] for key in lazy.path if key in specs), None)  # type: ignore[index]
+        lazy.stage(lazy.all_of_it if spec is None or spec.shape != lazy.shape else spec.interval)
+
+
+def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
+    """Load a state dict of whole, lazy or sharded tensors into a sharded model.
+
+    Args:
+        module: The model.
+        state: By fqn.
+        strict: Whether both have to have the same names.
+        cast: Whether dtypes may differ.
+
+    Raises:
+        CheckpointError: Names, shapes or dtypes differ; lists what. Nothing has been changed.
+    """
+    own = module.state_dict(keep_vars=True)
+    _check_fit(module, own, state, strict, cast)
+    module.load_state_dict({name: _shard_like(value, own.get(name)) for name, value in state.items()}, strict=strict)
+
+
+def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state dict of whole, lazy or sharded tensors into an optimizer over sharded parameters.
+
+    Args:
+        optimizer: Any.
+        state: As ``Optimizer.state_dict()`` has it.
+
+    Raises:
+        CheckpointError: It is of other parameter groups, or of parameters of other shapes.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _check_groups(optimizer, state["param_groups"])
+    if type(optimizer) in ELEMENTWISE:
+        _check_shapes(parameters, state["state"])
+    states = {
+        index: {name: _state_like(name, value, parameters[index]) for name, value in values.items()}
+        for index, values in state["state"].items()
+        if index < len(parameters)
+    }
+    try:
+        optimizer.load_state_dict({**state, "state": states})
+    except ValueError as error:
+        raise CheckpointError(f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}") from error
+
+
+def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Groups are matched by number; one that lacks what the optimizer has and has what it lacks is of another one."""
+    kind = type(optimizer).__name__
+    advice = "train with the optimizer that it was saved with, or load its weights alone"
+    counts, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+    if counts != expected and expected:  # Lightning has an optimizer without any where the module has none
+        raise CheckpointError(
+            f"the state of an optimizer does not fit {kind}: expected {len(expected)} groups of {expected} parameters, "
+            f"found {len(counts)} of {counts}: {advice}"
+        )
+    for found, own in zip(saved, optimizer.param_groups, strict=False):
+        lacks = sorted(optimizer.defaults.keys() - found.keys())
+        has = sorted(found.keys() - own.keys() - _OF_SCHEDULERS)
+        if lacks and has:
+            raise CheckpointError(
+                f"the state of an optimizer is not one of {kind}: expected {', '.join(lacks)} in each group, found "
+                f"{', '.join(has)}: {advice}"
+            )
+
+
+def _check_shapes(parameters: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
+    """What an element-wise optimizer keeps of a parameter is one number, or has the parameter's shape."""
+    problems = [
+        f"{name} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(parameters[index].shape)}"
+        for index, state in states.items()
+        if index < len(parameters)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameters[index].shape
+    ]
+    if problems:
+        raise CheckpointError(f"the state of an optimizer does not fit:\n{_listed(problems)}")
+
+
+def _check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, cast: bool) -> None:
+    problems: list[str] = []
+    if strict and not _loads_in_its_own_way(module):
+        missing = [name for name in own if name not in state]
+        unexpected = [name for name in state if name not in own]
+        for which, names in (("Missing", missing), ("Unexpected", unexpected)):
+            problems += [f"{which} key(s) in the checkpoint: {_quoted(names)}"] * bool(names)
+    for name, value in state.items():
+        target = own.get(name)
+        if not isinstance(target, torch.Tensor):
+            continue
+        if not isinstance(value, torch.Tensor):
+            problems.append(f"{name} is of type {type(value).__name__}, expected a tensor")
+        elif value.shape != target.shape and not _is_uninitialized(target):
+            problems.append(f"{name} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
+        elif value.dtype != target.dtype and not cast:
+            problems.append(
+                f"{name} is {value.dtype}, expected {target.dtype} (checkpoint_options: cast=True converts it)"
+            )
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(module).__name__}, nothing was loaded:\n{_listed(problems)}"
+        )
+
+
+def _loads_in_its_own_way(module: nn.Module) -> bool:
+    """Whether a module may rename or invent entries while it loads, so that names say nothing."""
+    known = ("torch.", "torchmetrics.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+    if "load_state_dict" in vars(module) or not type(module).load_state_dict.__module__.startswith(known):
+        return True
+    return any(
+        child._load_state_dict_pre_hooks or not type(child)._load_from_state_dict.__module__.startswith(known)
+        for child in module.modules()
+    )
+
+
+def _listed(problems: Sequence[str]) -> str:
+    more = len(problems) - _SHOWN
+    return "\n".join(f"  {line}" for line in (*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])))
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _is_uninitialized(tensor: torch.Tensor) -> bool:
+    return torch.nn.parameter.is_lazy(tensor)
+
+
+def _shard_like(value: Any, target: Any) -> Any:
+    """What of a stored tensor is to be loaded into a target, without reading more than this rank holds of that."""
+    if not isinstance(value, LazyTensor):
+        return value
+    if isinstance(target, ShardTensor) and target.shape == value.shape:
+        spec: ShardSpec = target.spec
+        return ShardTensor(value.elements(spec.interval), spec)
+    return value.whole()
+
+
+def _state_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
+    """The same of a state that an optimizer keeps of a parameter; whole ones are cut before they reach a device."""
+    if name in SCALAR_STATES:
+        return value.whole() if isinstance(value, LazyTensor) else value
+    if type(value) is torch.Tensor and isinstance(parameter, ShardTensor) and value.shape == parameter.shape:
+        return ShardTensor(parameter.spec.localize(value).clone(), parameter.spec)
+    return _shard_like(value, parameter)
+
+
+def _lazy_tensors(state: Any) -> Iterator[LazyTensor]:
+    if isinstance(state, LazyTensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _lazy_tensors(value)
+    elif isinstance(state, Sequence) and not isinstance(state, (str, bytes)):
+        for value in state:
+            yield from _lazy_tensors(value)

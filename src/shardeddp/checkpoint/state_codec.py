@@ -1,0 +1,537 @@
+"""State trees as JSON: what JSON has as it is, what it lacks under a tag, and code not at all."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import gc
+import json
+import math
+import pathlib
+import re
+import struct
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import torch
+
+from shardeddp.errors import CheckpointError
+
+# -- JSON that somebody else may have written: parsed in bounded time and memory, or refused with one kind of error
+#
+# The size, the memory that the values will take and the nesting are all checked on the raw bytes, by scans that run at
+# the speed of C, before the first value is made. What passes is read by :mod:`json`, with hooks for the other rules.
+
+MAX_INTEGER = 2**53 - 1
+"""Of either sign: what every JSON reader keeps exactly."""
+
+_MAX_NUMBER_LENGTH = 32
+"""Characters; ``repr`` of a float has 24 at most. Longer digits take more than linear time on old interpreters."""
+
+# Bytes that one such character of the text may take once parsed, rounded up.
+_COSTS = {
+    b"[": 100,  # a list, its first four slots, and its place in the container around it
+    b"{": 176,  # a dict, with the list of pairs that it is made of
+    b":": 176,  # a slot in a growing dict, the key's second half, and the pair for as long as the object is open
+    b",": 42,  # a number, and its slot in a growing list
+    b'"': 24,  # half a string's header
+}
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STRING = re.compile(rb'"[^"]*"')
+_ONE_KIND_OF_BRACKET = bytes.maketrans(b"{}", b"[]")
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLimits:
+    """What a JSON document may ask for.
+
+    The defaults keep whatever is refused under 100 MB. A manifest takes about 8 times its own size: those of some
+    80,000 pieces pass. For a larger one, raise `memory_nbytes`, if its writer is trusted that far.
+    """
+
+    nbytes: int = 64 * 10**6
+    """Of the text."""
+
+    memory_nbytes: int = 96 * 10**6
+    """Of the decoded text and the parsed values together, as estimated from the text: never less than it takes."""
+
+    depth: int = 32
+    """Arrays and objects inside each other."""
+
+
+def parse_json(data: bytes, name: str, limits: JsonLimits = JsonLimits()) -> Any:
+    """Parse a JSON document, strictly: ASCII, no duplicate keys, finite numbers, integers below 2**53.
+
+    Args:
+        data: The whole document.
+        name: Of the file, for errors.
+        limits: What the document may ask for.
+
+    Raises:
+        CheckpointError: It is not such a document, or asks for more than its limits; nothing else is raised.
+    """
+    try:
+        _check_limits(data, limits)
+        with _collector_paused():
+            value = json.loads(
+                data.decode("ascii"),
+                parse_int=_integer,
+                parse_float=_real,
+                parse_constant=_no_constant,
+                object_pairs_hook=_object,
+            )
+        if _SURROGATE.search(data):
+            for text in _strings(value):
+                text.encode()
+        return value
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at byte {error.pos:,}"
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start:,} is {data[error.start]:#04x}, expected ASCII"
+    except UnicodeEncodeError:
+        reason = "a string has half a surrogate pair"
+    except RecursionError:
+        reason = "the interpreter has no room for its nesting here"
+    except ValueError as error:
+        reason = str(error)
+    # Not chained: a JSONDecodeError holds the whole text.
+    raise CheckpointError(f"{name} cannot be read as JSON: {reason}. Expected a file that this package has written")
+
+
+def estimated_memory(data: bytes) -> int:
+    """Bytes that parsing takes at most, from the characters that values need: a bracket in a string counts as well."""
+    # One escape beyond U+FFFF widens its whole string to 4 bytes a character, in a buffer that grows by a quarter.
+    width = 5 if b"\\u" in data else 2 if b"\\" in data else 1
+    return len(data) * (1 + width) + sum(data.count(character) * cost for character, cost in _COSTS.items())
+
+
+def _check_limits(data: bytes, limits: JsonLimits) -> None:
+    if len(data) > limits.nbytes:
+        raise ValueError(f"it has {len(data):,} bytes, expected at most {limits.nbytes:,}")
+    memory = estimated_memory(data)
+    if memory > limits.memory_nbytes:
+        raise ValueError(
+            f"its {len(data):,} bytes hold values of up to {memory:,} bytes, expected at most {limits.memory_nbytes:,} "
+            "(JsonLimits.memory_nbytes raises that)"
+        )
+    if _is_deeper_than(limits.depth, data):
+        raise ValueError(f"its brackets or quotes do not match, or it is nested more than {limits.depth} deep")
+
+
+@contextmanager
+def _collector_paused() -> Generator[None]:
+    """JSON has no cycles, and each collection on the way would visit all objects of the process: 10 times the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _is_deeper_than(depth: int, data: bytes) -> bool:
+    """Whether brackets are left once the innermost pairs were taken away `depth` times; exact for valid JSON."""
+    # Pairs of backslashes first: a quote is part of a string if one backslash is left before it.
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE)
+    brackets = _STRING.sub(b"", unescaped).translate(_ONE_KIND_OF_BRACKET)
+    for _ in range(depth):
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_NUMBER_LENGTH or not -MAX_INTEGER <= (value := int(text)) <= MAX_INTEGER:
+        raise ValueError(f"the integer {_shorten(text)} is not below 2**53")
+    return value
+
+
+def _real(text: str) -> float:
+    if len(text) > _MAX_NUMBER_LENGTH or not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {_shorten(text)} is not a finite 64-bit float")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        [(key, count)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {_shorten(ascii(key))} stands {count} times in one object")
+    return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+# -- State trees as JSON: what JSON has is written as it is, what it lacks under a tag, and what is code not at all
+#
+# A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the *parts* of the
+# value,
+# a simpler value that is encoded in turn, so the codec of a type says only how to take it apart and put it together.
+# Nothing in the data names what is imported or called: tags are looked up in a table.
+#
+#     encode({"lr": 0.1, "betas": (0.9, inf)}, put) == {"lr": 0.1, "betas": {"$tuple": [0.9, {"$float": "7ff0..."}]}}
+
+TAG = "$"
+MAX_DEPTH = JsonLimits().depth - 4
+"""JSON levels of an encoded tree; the others are for the document around it."""
+
+_TENSOR = "tensor"
+_OPAQUE = "opaque"
+_MAX_SAME_HASH = 16
+"""Keys of one dict; more of them are made to cost quadratic time (hashes of numbers are not randomized)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """A value that could not be encoded. Equal to itself alone: two values of one class need not be equal."""
+
+    type_name: str
+    """Its class; for reading, never for importing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How values of one exact class are written; subclasses are other classes, and may be code."""
+
+    kind: type
+    tag: str
+    parts: Callable[[Any], Any]
+    """To a simpler value, which is encoded in turn; ``NotImplemented`` for a value that becomes :class:`Opaque`."""
+
+    build: Callable[[Any], Any]
+    """From the decoded parts, which may be anything; any exception refuses them."""
+
+
+def dict_codec(kind: type[dict[Any, Any]], tag: str) -> Codec:
+    """The codec of a dict class that is built from a dict and holds nothing else."""
+    return Codec(kind=kind, tag=tag, parts=_pairs, build=lambda parts: kind(_dict(parts)))
+
+
+def encode(tree: Any, put: Callable[[torch.Tensor], str], more: Sequence[Codec] = ()) -> Any:
+    """Make a JSON value of a state tree; equal values (and floats, bit by bit) come back from :func:`decode`.
+
+    A reference that is shared is written each time. A default factory is kept if it is a built-in type, else dropped.
+
+    Args:
+        tree: Containers, numbers, text, tensors and whatever has a codec; everything else becomes :class:`Opaque`.
+        put: Stores a tensor (or an array, as a tensor) and names it; called for each occurrence.
+        more: Codecs beside :data:`CODECS`.
+
+    Raises:
+        CheckpointError: It contains itself, or is nested deeper than the parser allows: says where.
+    """
+    return _Encoder(put=put, codecs={codec.kind: codec for codec in (*CODECS, *more)}).encode(tree, ())
+
+
+def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
+    """Make the state tree of what :func:`encode` returned; runs nothing but the codecs and `get`.
+
+    Args:
+        value: A parsed JSON value.
+        get: The tensor of a name.
+        more: Codecs beside :data:`CODECS`.
+
+    Raises:
+        CheckpointError: A tag is unknown, or holds what it cannot hold.
+    """
+    return _Decoder(get=get, codecs={codec.tag: codec for codec in (*CODECS, *more)}).decode(value)
+
+
+def opaque_paths(tree: Any) -> list[str]:
+    """Where in a decoded tree values are missing: dotted paths; an opaque key is a path of its own."""
+    return [".".join(path) for path in _opaque_paths(tree, ())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Encoder:
+    put: Callable[[torch.Tensor], str]
+    codecs: Mapping[type, Codec]
+    open: set[int] = field(default_factory=set[int])
+    """Identities of the values around the current one."""
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
+        if _is_plain_scalar(value):
+            return value
+        if id(value) in self.open or len(self.open) >= MAX_DEPTH:
+            what = "contains itself" if id(value) in self.open else f"lies deeper than {MAX_DEPTH} JSON levels"
+            where = ".".join(path) or "its root"
+            raise CheckpointError(f"The state cannot be saved: the {type(value).__name__} at {where} {what}")
+        self.open.add(id(value))
+        try:
+            return self._encode_container(value, path)
+        finally:
+            self.open.remove(id(value))
+
+    def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            return {TAG + _TENSOR: self.put(value)}
+        if type(value) is list:
+            return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+        if type(value) is dict and all(map(_is_plain_key, value)):
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        codec = self.codecs.get(type(value))
+        parts = NotImplemented if codec is None else codec.parts(value)
+        if codec is None or parts is NotImplemented:
+            return {TAG + _OPAQUE: f"{type(value).__module__}.{type(value).__qualname__}"}
+        return {TAG + codec.tag: self.encode(parts, path)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decoder:
+    get: Callable[[str], torch.Tensor]
+    codecs: Mapping[str, Codec]
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if all(map(_is_plain_key, value)):
+            return {key: self.decode(item) for key, item in value.items()}
+        if len(value) != 1:
+            raise CheckpointError(
+                f"The encoded state is damaged: expected a tag alone, found it among {len(value)} keys"
+            )
+        [(key, encoded)] = value.items()
+        return self._decode_tag(key.removeprefix(TAG), encoded)
+
+    def _decode_tag(self, tag: str, encoded: Any) -> Any:
+        if tag == _TENSOR and isinstance(encoded, str):
+            return self.get(encoded)
+        codec = self.codecs.get(tag)
+        if codec is None:
+            raise CheckpointError(
+                f"The encoded state has the tag {tag[:40]!a} with a {type(encoded).__name__}, which this version does "
+                "not know: it is damaged, or a newer version has written it"
+            )
+        parts = self.decode(encoded)
+        try:
+            return codec.build(parts)
+        except Exception as error:  # noqa: BLE001 - parts are anything, and each type refuses them in its own way
+            raise CheckpointError(
+                f"The encoded state is damaged: its {type(parts).__name__} makes no {codec.tag}: {str(error)[:200]}"
+            ) from None
+
+
+def _is_plain_scalar(value: Any) -> bool:
+    """Whether JSON has it and keeps it exactly."""
+    if value is None or type(value) is bool:
+        return True
+    if type(value) is int:
+        return -MAX_INTEGER <= value <= MAX_INTEGER
+    return math.isfinite(value) if type(value) is float else _is_plain_text(value)
+
+
+def _is_plain_text(value: Any) -> bool:
+    # File names may hold bytes that are no text, as halves of surrogate pairs, which the parser refuses.
+    return type(value) is str and (value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value))
+
+
+def _is_plain_key(key: Any) -> bool:
+    return _is_plain_text(key) and not key.startswith(TAG)
+
+
+def _opaque_paths(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, Opaque):
+        yield path
+    elif isinstance(value, (dict, Namespace)):
+        for key, item in (value if isinstance(value, dict) else vars(value)).items():
+            yield from _opaque_paths(key, (*path, "(key)"))
+            # A key of many digits cannot even be printed.
+            name = str(key) if _is_plain_scalar(key) else f"({type(key).__name__})"
+            yield from _opaque_paths(item, (*path, name))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, item in enumerate(value):
+            yield from _opaque_paths(item, (*path, str(index)))
+
+
+def _pairs(value: Mapping[Any, Any]) -> list[Any]:
+    return [[key, item] for key, item in value.items()]
+
+
+def _dict(parts: Any) -> dict[Any, Any]:
+    pairs = [(key, item) for key, item in _list(parts)]
+    _distinct([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _distinct(parts: Any) -> list[Any]:
+    """Keys that a hash table takes in linear time and without losing one."""
+    keys = _list(parts)
+    if keys and max(Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
+        raise ValueError(f"more than {_MAX_SAME_HASH} keys have one hash")
+    if len(set(keys)) != len(keys):
+        raise ValueError("a key stands there twice")
+    return keys
+
+
+def _members(value: Collection[Any]) -> list[Any]:
+    # The order of text depends on the seed of the hashes, and the bytes of a checkpoint should not.
+    return sorted(value) if all(type(item) is str for item in value) else list(value)
+
+
+def _list(parts: Any) -> list[Any]:
+    """Parts as they were written: what else can be iterated may never end."""
+    if type(parts) is not list:
+        raise TypeError(f"expected a list, found a {type(parts).__name__}")
+    return cast("list[Any]", parts)
+
+
+def _text(parts: Any) -> str:
+    if type(parts) is not str:
+        raise TypeError(f"expected text, found a {type(parts).__name__}")
+    return parts
+
+
+def _default_dict_parts(value: defaultdict[Any, Any]) -> list[Any]:
+    names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
+    return [names[0] if names else None, _pairs(value)]
+
+
+def _build_default_dict(parts: Any) -> defaultdict[Any, Any]:
+    factory, pairs = parts
+    return defaultdict(None if factory is None else _FACTORIES[_text(factory)], _dict(pairs))
+
+
+def _datetime_parts(value: datetime.datetime) -> Any:
+    exact = not value.fold and (value.tzinfo is None or type(value.tzinfo) is datetime.timezone)
+    return value.isoformat() if exact else NotImplemented
+
+
+def _array_parts(value: np.ndarray[Any, Any]) -> Any:
+    native = value.dtype.newbyteorder("=")
+    return (
+        torch.from_numpy(np.array(value, dtype=native, order="C")) if native.type in _NUMPY.values() else NotImplemented
+    )
+
+
+def _build_scalar(kind: type[np.generic], parts: Any) -> np.generic:
+    # The limit is for numpy, which would put all digits into its error.
+    if not isinstance(parts, (int, float, complex)) or (isinstance(parts, int) and parts.bit_length() > 64):
+        raise TypeError(f"expected a number of at most 64 bits, found a {type(parts).__name__}")
+    return kind(parts)
+
+
+def sparse_parts(value: torch.Tensor) -> Any:
+    """The plain tensors that a sparse one consists of."""
+    layout = str(value.layout).removeprefix("torch.")
+    value = value.detach()
+    if value.layout is torch.sparse_coo:
+        return [layout, list(value.shape), [value._indices(), value._values()], value.is_coalesced()]
+    if value.layout in _COMPRESSED_ROWS:
+        return [layout, list(value.shape), [value.crow_indices(), value.col_indices(), value.values()], True]
+    if value.layout in _COMPRESSED_COLUMNS:
+        return [layout, list(value.shape), [value.ccol_indices(), value.row_indices(), value.values()], True]
+    return NotImplemented
+
+
+def _build_sparse(parts: Any) -> torch.Tensor:
+    layout, shape, tensors, coalesced = _list(parts)
+    if not all(isinstance(tensor, torch.Tensor) for tensor in _list(tensors)):
+        raise TypeError("expected the tensors of a sparse one")
+    size, tensors = _build_size(shape), [tensor.clone() for tensor in tensors]  # its elements have to be there
+    if layout == "sparse_coo":
+        indices, values = tensors
+        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=bool(coalesced), check_invariants=True)
+    layouts = {str(it).removeprefix("torch."): it for it in (*_COMPRESSED_ROWS, *_COMPRESSED_COLUMNS)}
+    compressed, plain, values = tensors
+    found = layouts[_text(layout)]
+    return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=found, check_invariants=True)
+
+
+def _build_size(parts: Any) -> torch.Size:
+    if not all(type(length) is int and _is_plain_scalar(length) for length in _list(parts)):
+        raise TypeError("expected integers below 2**53")
+    return torch.Size(parts)
+
+
+def _build_str(parts: Any) -> str:
+    return bytes.fromhex(parts).decode("utf-8", "surrogatepass")
+
+
+def _build_namespace(parts: Any) -> Namespace:
+    namespace = Namespace()
+    vars(namespace).update({_text(key): item for key, item in parts.items()})
+    return namespace
+
+
+_FACTORIES: dict[str, type] = {it.__name__: it for it in (dict, list, set, tuple, int, float, bool, str)}
+_DTYPES = {str(it).removeprefix("torch."): it for it in vars(torch).values() if isinstance(it, torch.dtype)}
+_NUMPY: dict[str, type[np.generic]] = {
+    np.dtype(name).name: np.dtype(name).type
+    for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+}
+
+
+_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+_BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (Opaque, "opaque", lambda it: it.type_name, lambda parts: Opaque(_text(parts))),
+    (str, "str", lambda it: it.encode("utf-8", "surrogatepass").hex(), _build_str),
+    (int, "int", hex, lambda parts: int(_text(parts), 16)),  # in linear time, unlike decimal digits
+    (
+        float,
+        "float",
+        lambda it: struct.pack(">d", it).hex(),
+        lambda parts: struct.unpack(">d", bytes.fromhex(parts))[0],
+    ),
+    (complex, "complex", lambda it: [it.real, it.imag], lambda parts: complex(*_list(parts))),
+    (
+        bytes,
+        "bytes",
+        lambda it: base64.b64encode(it).decode(),
+        lambda parts: base64.b64decode(_text(parts), validate=True),
+    ),
+    (tuple, "tuple", list, lambda parts: tuple(_list(parts))),
+    (set, "set", _members, lambda parts: set(_distinct(parts))),
+    (frozenset, "frozenset", _members, lambda parts: frozenset(_distinct(parts))),
+    (dict, "dict", _pairs, _dict),
+    (OrderedDict, "ordered_dict", _pairs, lambda parts: OrderedDict(_dict(parts))),
+    (Counter, "counter", _pairs, lambda parts: Counter(_dict(parts))),
+    (defaultdict, "default_dict", _default_dict_parts, _build_default_dict),
+    (Namespace, "namespace", vars, _build_namespace),
+    (type(pathlib.Path()), "path", str, lambda parts: pathlib.Path(_text(parts))),
+    (
+        datetime.timedelta,
+        "timedelta",
+        lambda it: [it.days, it.seconds, it.microseconds],
+        lambda it: datetime.timedelta(*_list(it)),
+    ),
+    (datetime.datetime, "datetime", _datetime_parts, lambda parts: datetime.datetime.fromisoformat(parts)),
+    (torch.dtype, "dtype", lambda it: str(it).removeprefix("torch."), lambda parts: _DTYPES[_text(parts)]),
+    (torch.device, "device", str, lambda parts: torch.device(_text(parts))),
+    (torch.Size, "size", list, _build_size),
+    (torch.Tensor, "sparse", sparse_parts, _build_sparse),
+    (np.ndarray, "array", _array_parts, lambda parts: parts.detach().cpu().numpy()),
+    *((kind, f"numpy.{name}", lambda it: it.item(), partial(_build_scalar, kind)) for name, kind in _NUMPY.items()),
+)
+CODECS: tuple[Codec, ...] = tuple(
+    Codec(kind=kind, tag=tag, parts=parts, build=build) for kind, tag, parts, build in _BUILT_IN
+)
+"""What every version of the format can hold; a tag never changes its meaning."""

@@ -1,0 +1,496 @@
+"""Verification and inspection: every byte compared with its checksum; rows of tensors and modules."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import time
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardeddp.checkpoint.durable import StrPath, disk_errors, kind_of, open_regular
+from shardeddp.checkpoint.find import (
+    MAX_MANIFEST_NBYTES,
+    PLAIN_SUFFIX,
+    carries_index,
+    damaged_records,
+    find_checkpoints,
+    read_index,
+)
+from shardeddp.checkpoint.import_foreign import ForeignCheckpoint
+from shardeddp.checkpoint.items import ALGORITHM, check_item_crc
+from shardeddp.checkpoint.manifest import (
+    BLOCK_NBYTES,
+    DCP_METADATA,
+    LIGHTNING_META,
+    MANIFEST,
+    Item,
+    Manifest,
+    StoredTensor,
+    manifest_from_bytes,
+    name_of,
+)
+from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Interval
+
+# -- Inspection: what is in a checkpoint, from its manifest alone; no byte of a tensor is read
+
+_WILD = frozenset("*?[")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One tensor, or some that are shown as one."""
+
+    name: str
+    num_tensors: int
+    shape: tuple[int, ...] | None
+    """None for several."""
+
+    dtypes: tuple[str, ...]
+    numel: int
+    nbytes: int
+    """In the checkpoint; what shares the memory of something named before has none of its own."""
+
+    num_pieces: int
+    same_as: str = ""
+    """The name of the tensor whose elements these are, too."""
+
+
+def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
+    """One row for each tensor.
+
+    Args:
+        manifest: Of the checkpoint.
+        pattern: Of the names, as in a shell, with or without what they begin with (``model.``); a pattern without
+            wildcards is a part of the name.
+    """
+    wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
+    owners: dict[Any, str] = {}
+    rows: list[Row] = []
+    for tensor in manifest.tensors.values():
+        places = tuple((piece.item.file, piece.payload) for piece in tensor.pieces)
+        owner = owners.setdefault(places, tensor.name) if places else tensor.name
+        names = tensor.name, name_of(tensor.path[1:])
+        if any(fnmatch.fnmatchcase(name, wanted) for name in names):
+            rows.append(_row(tensor, owner))
+    return rows
+
+
+def module_rows(manifest: Manifest) -> list[Row]:
+    """One row for each outermost module that has more than one neighbour, and for each kind of optimizer state."""
+    roots: defaultdict[str, list[tuple[StoredTensor, Row]]] = defaultdict(list)
+    for row in tensor_rows(manifest):
+        tensor = manifest.tensors[row.name]
+        roots[str(tensor.path[0])].append((tensor, row))
+    rows: list[Row] = []
+    for root, found in roots.items():
+        groups: defaultdict[str, list[Row]] = defaultdict(list)
+        if root.startswith("optimizer_"):
+            for tensor, row in found:
+                groups[f"{root} {tensor.path[-1]}"].append(row)
+        else:
+            words = [[root, *".".join(map(str, tensor.path[1:])).split(".")] for tensor, _ in found]
+            depth = _common(words) + 1
+            if all(name[depth - 1].isdigit() for name in words):  # repeated blocks and nothing beside them
+                depth -= 1
+            for (_, row), name in zip(found, words, strict=True):
+                groups[".".join(name[:depth])].append(row)
+        rows += [_merged(name, group) for name, group in groups.items()]
+    return rows
+
+
+def total(rows: Iterable[Row]) -> Row:
+    """All rows as one."""
+    return _merged("total", list(rows))
+
+
+def as_json(path: Path, manifest: Manifest, rows: Iterable[Row]) -> dict[str, Any]:
+    """What there is to know, for other programs.
+
+    Args:
+        path: Of the checkpoint.
+        manifest: Of the checkpoint.
+        rows: The tensors to list.
+    """
+    tensors: list[Mapping[str, Any]] = [
+        {
+            "name": row.name,
+            "path": list(manifest.tensors[row.name].path),
+            "shape": list(row.shape or ()),
+            "dtype": row.dtypes[0],
+            "nbytes": manifest.tensors[row.name].nbytes,
+            "pieces": row.num_pieces,
+            "same_as": row.same_as or None,
+        }
+        for row in rows
+    ]
+    return {
+        "path": str(path),
+        **vars(manifest.run),
+        "versions": dict(manifest.run.versions),
+        "nbytes": manifest.nbytes,
+        "files": {name: file.nbytes for name, file in manifest.files.items()},
+        "objects": list(manifest.objects),
+        "tensors": tensors,
+    }
+
+
+def _row(tensor: StoredTensor, owner: str) -> Row:
+    shared = owner != tensor.name
+    return Row(
+        name=tensor.name,
+        num_tensors=1,
+        shape=tensor.shape,
+        dtypes=(str(tensor.dtype).removeprefix("torch."),),
+        numel=tensor.numel,
+        nbytes=0 if shared else tensor.nbytes,
+        num_pieces=len(tensor.pieces),
+        same_as=owner if shared else "",
+    )
+
+
+def _merged(name: str, rows: list[Row]) -> Row:
+    if len(rows) == 1 and rows[0].shape is not None:
+        return rows[0]
+    return Row(
+        name=name,
+        num_tensors=sum(row.num_tensors for row in rows),
+        shape=None,
+        dtypes=tuple(dict.fromkeys(dtype for row in rows for dtype in row.dtypes)),
+        numel=sum(row.numel for row in rows),
+        nbytes=sum(row.nbytes for row in rows),
+        num_pieces=sum(row.num_pieces for row in rows),
+    )
+
+
+def _common(words: list[list[str]]) -> int:
+    """How many words all names begin with, before their last one."""
+    depth = 0
+    while all(len(name) > depth + 1 and name[depth] == words[0][depth] for name in words):
+        depth += 1
+    return depth
+
+
+# -- Verification: every byte of a checkpoint compared with its checksum, by one process, at the speed of the disk
+#
+# It reads each file once from its start to its end, into one buffer. Nothing is unpickled, and no tensor is made.
+
+Progress = Callable[[int], None]
+"""Told how many more bytes have been checked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One place where a checkpoint is not what was written."""
+
+    file: str
+    """Its name in the checkpoint; empty if it is the checkpoint as a whole."""
+
+    tensor: str = ""
+    """Which tensor has bytes there; empty if none."""
+
+    where: Interval | None = None
+    """Bytes of the file; None if it is the file as a whole."""
+
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        """All of it in one line."""
+        where = f" bytes {self.where.start:,} to {self.where.stop:,}" if self.where else ""
+        of = f" of {self.tensor}" if self.tensor else ""
+        return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was found out about one checkpoint."""
+
+    path: Path
+    step: int | None
+    """Optimizer steps taken; None if nothing says so that can be believed."""
+
+    nbytes: int
+    """Of all files, as they should be."""
+
+    damages: list[Damage]
+    unchecked: list[str] = field(default_factory=list[str])
+    """What of it carries no checksum, so that nothing can be said (checkpoints of other tools only)."""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damages
+
+
+def verify(path: StrPath, progress: Progress | None = None) -> list[Damage]:
+    """Compare all bytes of a checkpoint with their checksums.
+
+    Args:
+        path: The directory of a sharded checkpoint, of this package or of another tool, or a plain file.
+        progress: Called as it goes on.
+
+    Returns:
+        What is damaged, in the order of files and bytes; nothing if all of it is as it was written.
+
+    Raises:
+        CheckpointError: There is no sharded checkpoint.
+    """
+    return examine(path, progress).damages
+
+
+def examine(path: StrPath, progress: Progress | None = None, started: Progress | None = None) -> Verification:
+    """Do what :func:`verify` does, and tell more of it; ``started`` is told how many bytes there are to check."""
+    path = Path(path)
+    progress, started = progress or _silent, started or _silent
+    if path.is_file() and (path.suffix == PLAIN_SUFFIX or zipfile.is_zipfile(path)):
+        return _examine_file(path, progress, started)
+    if os.path.lexists(path / MANIFEST):
+        return _examine_own(path, progress, started)
+    if os.path.lexists(path / DCP_METADATA):
+        return _examine_foreign(path, progress, started)
+    what = "nothing" if not os.path.lexists(path) else "a directory" if path.is_dir() else kind_of(path.stat().st_mode)
+    raise CheckpointError(
+        f"{path} is no sharded checkpoint: expected a directory with {MANIFEST} (or, by another tool, {DCP_METADATA}), "
+        f"found {what}" + (" without them" if what == "a directory" else "")
+    )
+
+
+def newest_verified(directory: StrPath, within_s: float | None = None) -> Path | None:
+    """The newest checkpoint of a directory all of whose bytes are as they were written.
+
+    Args:
+        directory: It need not exist.
+        within_s: Give up after so many seconds.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        TimeoutError: It takes longer.
+    """
+    deadline = None if within_s is None else time.monotonic() + within_s
+
+    def progress(nbytes: int) -> None:
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError(f"not all checkpoints in {os.fspath(directory)} could be verified in {within_s} s")
+
+    for candidate in reversed(find_checkpoints(directory).checkpoints):
+        with contextlib.suppress(CheckpointError):  # it was removed meanwhile
+            if not verify(candidate.path, progress):
+                return candidate.path
+    return None
+
+
+def checkpoints_in(directory: StrPath) -> list[Path]:
+    """The checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
+    found = find_checkpoints(directory)
+    whole = [candidate.path for candidate in reversed(found.checkpoints)]
+    with disk_errors("looking for checkpoints in", directory):
+        rest = [Path(directory) / name for name in sorted(os.listdir(directory)) if not name.startswith(".")]
+    seen = {path.name for path in whole}
+    return whole + [
+        path
+        for path in rest
+        if path.name not in seen and (os.path.lexists(path / MANIFEST) or os.path.lexists(path / DCP_METADATA))
+    ]
+
+
+def _silent(nbytes: int) -> None:
+    pass
+
+
+def _examine_file(path: Path, progress: Progress, started: Progress) -> Verification:
+    nbytes = path.stat().st_size
+    started(nbytes)
+    if carries_index(path):
+        records = damaged_records(path, progress=progress)
+        damages = [
+            Damage(file=path.name, tensor=it.name, where=it.where, expected=it.expected, found=it.found)
+            for it in records
+        ]
+        return Verification(path=path, step=read_index(path).run.step, nbytes=nbytes, damages=damages)
+    unchecked, damages = list[str](), list[Damage]()
+    item = Item(file=path.name, offset=0, nbytes=nbytes)
+    try:
+        with _opened(path.parent, path.name) as (descriptor, _):
+            unchecked += [] if check_item_crc(descriptor, item) else [path.name]
+    except (CheckpointError, OSError) as error:
+        intact = "an archive whose CRCs are those of its bytes"
+        damages.append(Damage(file=path.name, expected=intact, found=str(error)))
+    progress(nbytes)
+    return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
+
+
+def _examine_own(path: Path, progress: Progress, started: Progress) -> Verification:
+    try:
+        with _opened(path, MANIFEST) as (descriptor, nbytes):
+            if nbytes > MAX_MANIFEST_NBYTES:
+                raise CheckpointError(f"expected at most {MAX_MANIFEST_NBYTES:,} bytes, found {nbytes:,}")
+            manifest = manifest_from_bytes(os.pread(descriptor, nbytes, 0))
+        if manifest.algorithm != ALGORITHM:
+            raise CheckpointError(f"expected checksums by {ALGORITHM}, found {manifest.algorithm!r}")
+    except (CheckpointError, OSError) as error:
+        damage = Damage(file=MANIFEST, expected="a manifest that can be read", found=str(error))
+        return Verification(path=path, step=None, nbytes=0, damages=[damage])
+    started(manifest.nbytes)
+    blocks = _blocks(manifest)
+    buffer = memoryview(bytearray(BLOCK_NBYTES))
+    damages: list[Damage] = []
+    for name in manifest.files:
+        damages += _FileCheck(path, name, manifest, blocks[name], buffer).run(progress)
+    damages += _extra(path, {MANIFEST, *manifest.files})
+    return Verification(path=path, step=manifest.run.step, nbytes=manifest.nbytes, damages=damages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Bytes of a file under one checksum of a tensor."""
+
+    start: int
+    stop: int
+    tensor: str
+    checksum: str
+
+
+def _blocks(manifest: Manifest) -> defaultdict[str, list[_Block]]:
+    """By file, in the order of bytes; those of tensors that are stored once under several names are there once."""
+    found: defaultdict[str, dict[int, _Block]] = defaultdict(dict)
+    for tensor in manifest.tensors.values():
+        for piece in tensor.pieces:
+            stop = piece.payload + piece.box.numel * tensor.dtype.itemsize
+            for index, expected in enumerate(piece.checksums):
+                start = piece.payload + index * BLOCK_NBYTES
+                block = _Block(start, min(stop, start + BLOCK_NBYTES), tensor.name, expected)
+                found[piece.item.file].setdefault(start, block)
+    sorted_blocks: defaultdict[str, list[_Block]] = defaultdict(list)
+    for name, blocks in found.items():
+        sorted_blocks[name] = [blocks[start] for start in sorted(blocks)]
+    return sorted_blocks
+
+
+class _FileCheck:
+    """One file, read once.
+
+    Args:
+        path: The checkpoint.
+        name: Of the file.
+        manifest: What it should be.
+        blocks: Of tensors in it, in order.
+        buffer: Of ``BLOCK_NBYTES``.
+    """
+
+    def __init__(self, path: Path, name: str, manifest: Manifest, blocks: Sequence[_Block], buffer: memoryview) -> None:
+        self._path = path
+        self._name = name
+        self._expected = manifest.files[name]
+        self._blocks = blocks
+        self._buffer = buffer
+        self._frames = xxhash.xxh3_128()  # of all that is not in a block
+
+    def run(self, progress: Progress) -> list[Damage]:
+        try:
+            with _opened(self._path, self._name) as (descriptor, nbytes):
+                return list(self._check(descriptor, nbytes, progress))
+        except FileNotFoundError:
+            found = "no such file"
+        except (CheckpointError, OSError) as error:
+            found = str(error)
+        return [Damage(file=self._name, expected=f"a file of {self._expected.nbytes:,} bytes", found=found)]
+
+    def _check(self, descriptor: int, nbytes: int, progress: Progress) -> Iterator[Damage]:
+        size = self._expected.nbytes
+        if nbytes != size:
+            yield Damage(file=self._name, expected=f"a file of {size:,} bytes", found=f"{nbytes:,} bytes")
+        end = 0
+        for block in self._blocks:
+            if block.start < end:
+                yield self._damage(block, "bytes of its own", f"bytes that {MANIFEST} gives to others as well")
+                continue
+            self._read_frames(descriptor, end, block.start, progress)
+            found = self._digest(descriptor, block)
+            if found != block.checksum:
+                yield self._damage(block, block.checksum, found)
+            progress(block.stop - block.start)
+            end = block.stop
+        self._read_frames(descriptor, end, size, progress)
+        frames = self._frames.hexdigest()
+        if frames != self._expected.checksum and nbytes >= size:
+            of_what = f"{self._expected.checksum} over the bytes around its tensors" if self._blocks else ""
+            yield Damage(file=self._name, expected=of_what or self._expected.checksum, found=frames)
+
+    def _damage(self, block: _Block, expected: str, found: str) -> Damage:
+        where = Interval(block.start, block.stop)
+        return Damage(file=self._name, tensor=block.tensor, where=where, expected=expected, found=found)
+
+    def _read_frames(self, descriptor: int, start: int, stop: int, progress: Progress) -> None:
+        while start < stop and (count := self._read(descriptor, start, stop)):
+            self._frames.update(self._buffer[:count])
+            start += count
+            progress(count)
+
+    def _digest(self, descriptor: int, block: _Block) -> str:
+        nbytes, done = block.stop - block.start, 0
+        while done < nbytes:
+            count = os.preadv(descriptor, [self._buffer[done:nbytes]], block.start + done)
+            if count == 0:
+                return f"the end of the file at byte {block.start + done:,}"
+            done += count
+        return xxhash.xxh3_128_hexdigest(self._buffer[:nbytes])
+
+    def _read(self, descriptor: int, start: int, stop: int) -> int:
+        return os.preadv(descriptor, [self._buffer[: min(stop - start, len(self._buffer))]], start)
+
+
+def _extra(path: Path, known: set[str]) -> list[Damage]:
+    """What lies in a checkpoint and does not belong to it: hidden damage, or what somebody has put there."""
+    return [
+        Damage(file=name, expected="no such file", found=kind_of(os.lstat(path / name).st_mode))
+        for name in sorted(os.listdir(path))
+        if name not in known
+    ]
+
+
+def _examine_foreign(path: Path, progress: Progress, started: Progress) -> Verification:
+    try:
+        checkpoint = ForeignCheckpoint(path)
+    except CheckpointError as error:
+        damage = Damage(file=DCP_METADATA, expected="an index that fits the files", found=str(error))
+        return Verification(path=path, step=None, nbytes=0, damages=[damage])
+    items = {piece.item: tensor.name for tensor in checkpoint.tensors.values() for piece in tensor.pieces} | {
+        stored.item: "" for stored in checkpoint.objects.values()
+    }
+    if (path / LIGHTNING_META).is_file():
+        items[Item(file=LIGHTNING_META, offset=0, nbytes=(path / LIGHTNING_META).stat().st_size)] = ""
+    nbytes = sum(item.nbytes for item in items)
+    started(nbytes)
+    damages: list[Damage] = []
+    unchecked = [DCP_METADATA]
+    for item in sorted(items, key=lambda item: (item.file, item.offset)):
+        where = Interval(item.offset, item.offset + item.nbytes)
+        try:
+            with _opened(path, item.file) as (descriptor, _):
+                if not check_item_crc(descriptor, item):
+                    unchecked.append(items[item] or f"{item.file} from byte {item.offset:,}")
+        except (CheckpointError, OSError) as error:
+            intact = "items whose CRCs are those of their bytes"
+            damages.append(Damage(file=item.file, tensor=items[item], where=where, expected=intact, found=str(error)))
+        progress(item.nbytes)
+    return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, name: str) -> Generator[tuple[int, int]]:
+    descriptor, nbytes = open_regular(path / name)
+    try:
+        yield descriptor, nbytes
+    finally:
+        os.close(descriptor)

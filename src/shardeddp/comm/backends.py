@@ -1,0 +1,197 @@
+"""Backends of collectives: gloo's and NCCL's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardeddp.comm.collectives import REDUCE_OPS, Collectives, Pending, ReduceKind, Traffic, Work
+
+# -- Collectives for gloo, composed of the transfers that it does fastest
+#
+# Slices travel point to point, straight between the places where they are needed: gloo's own all-gather and
+# reduce-scatter pass everything through buffers of their own. ``benchmarks/collectives.py`` compares the compositions.
+
+MEAN_BLOCK_NUMEL = 1 << 16
+
+_NEVER_SENT = 0x7FFFFFFF
+"""A tag that no transfer has."""
+
+
+class GlooCollectives(Collectives):
+    """Collectives among the ranks of a gloo group, on CPU tensors.
+
+    Args:
+        group: The process group.
+        ranks: Its global ranks, ascending.
+        traffic: Where bytes are counted.
+    """
+
+    averages = False
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:
+        super().__init__(ranks, dist.get_rank(group), traffic)
+        self._group = group
+
+    def all_gather_(self, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        self.count("all_gather", buffer.nbytes)
+        return Pending(self._exchange_own(self._slices(buffer)), keep=(buffer,))
+
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+        self.count("all_gather", sum(piece.nbytes for piece in pieces))
+        return Pending(self._exchange_own(pieces), keep=pieces)
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        self.count("reduce_scatter", buffer.nbytes)
+        slices = self._slices(buffer)
+        own = slices[self.rank]
+        arrived = own.new_empty(self.size - 1, own.numel())  # (peers, numel of a slice)
+        works: list[Work] = []
+        for row, (target, source) in zip(arrived.unbind(), self._peers(), strict=True):
+            works += self._transfer(slices[target], target, row, source)
+        return Pending(works, lambda: _mean(output, own, arrived), keep=(*slices, arrived))
+
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
+        self.count("all_reduce", tensor.nbytes, passes=2)
+        # gloo has no average.
+        op = REDUCE_OPS["sum" if kind == "mean" else kind]
+        work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
+
+        def divide() -> None:
+            tensor.mul_(1.0 / self.size)
+
+        return Pending(_works(work), divide if kind == "mean" else None, keep=(tensor,))
+
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+        self.count_leaving(leaving)
+        works: list[Work] = []
+        for target, source in self._peers():
+            works += self._transfer(leaving[target], target, arriving[source], source)
+        return Pending(works, keep=(*arriving, *leaving))
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
+        self.count("broadcast", tensor.nbytes)
+        work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
+        return Pending(_works(work), keep=(tensor,))
+
+    def _slices(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return buffer.view(self.size, -1).unbind()
+
+    def _peers(self) -> Iterator[tuple[int, int]]:
+        """Group ranks (to send to, to receive from), a different pair in each round so that no rank is a hot spot."""
+        for distance in range(1, self.size):
+            yield (self.rank + distance) % self.size, (self.rank - distance) % self.size
+
+    def _exchange_own(self, slices: Sequence[torch.Tensor]) -> list[Work]:
+        works: list[Work] = []
+        for target, source in self._peers():
+            works += self._transfer(slices[self.rank], target, slices[source], source)
+        return works
+
+    def _transfer(self, sent: torch.Tensor, target: int, received: torch.Tensor, source: int) -> list[Work]:
+        """Send to one group rank and receive from another; nothing travels where there is nothing."""
+        works: list[Work] = []
+        if received.numel():
+            works += _works(dist.irecv(received, group=self._group, group_src=source))
+        if sent.numel():
+            works += _works(dist.isend(sent, group=self._group, group_dst=target))
+        return works
+
+
+def disconnect(group: dist.ProcessGroup) -> None:
+    """Fail all transfers of this rank in a gloo group, and with them those of ranks that wait for it.
+
+    A time-out is what makes gloo do that. Ranks that wait for another rank's transfer would else wait until their own
+    timeout.
+    """
+    for other in range(group.size()):
+        if other != group.rank():
+            try:
+                group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # as intended, or the other one is gone already
+
+
+def _mean(output: torch.Tensor, own: torch.Tensor, others: torch.Tensor) -> None:
+    """Average 1D ``own`` and the rows of ``others`` into ``output``, which may be ``own`` itself.
+
+    In blocks that stay in the processor's cache, so that the sum and the product cost one pass over memory.
+    """
+    scale = 1.0 / (1 + others.shape[0])
+    for start in range(0, own.numel(), MEAN_BLOCK_NUMEL):
+        block = slice(start, start + MEAN_BLOCK_NUMEL)
+        total = torch.add(own[block], others[0, block], out=output[block])
+        for row in others[1:]:
+            total.add_(row[block])
+        total.mul_(scale)
+
+
+def _works(work: Work | None) -> list[Work]:
+    return [] if work is None else [work]
+
+
+# -- Collectives that a backend does best by itself (NCCL)
+
+# torch 2.13 renamed both and deprecated the names that 2.11 knows.
+_NAMES = vars(dist)
+_all_gather: Callable[..., Work | None] = _NAMES.get("all_gather_single") or _NAMES["all_gather_into_tensor"]
+_reduce_scatter: Callable[..., Work | None] = _NAMES.get("reduce_scatter_single") or _NAMES["reduce_scatter_tensor"]
+
+
+class NativeCollectives(Collectives):
+    """Collectives among the ranks of a group whose backend orders them on streams.
+
+    They are issued on the current stream and complete in its order, so nothing is left to wait for on the host.
+
+    Args:
+        group: The process group.
+        ranks: Its global ranks, ascending.
+        traffic: Where bytes are counted.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:
+        super().__init__(ranks, dist.get_rank(group), traffic)
+        self._group = group
+
+    def all_gather_(self, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        self.count("all_gather", buffer.nbytes)
+        own = buffer.view(self.size, -1)[self.rank]
+        _all_gather(buffer, own, group=self._group)
+        return Pending(keep=(buffer,))
+
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+        self.count("all_gather", sum(piece.nbytes for piece in pieces))
+        for source, piece in enumerate(pieces):
+            if piece.numel():
+                dist.broadcast(piece, src=self.ranks[source], group=self._group)
+        return Pending(keep=pieces)
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:  # noqa: D102
+        self.count("reduce_scatter", buffer.nbytes)
+        _reduce_scatter(output, buffer, op=REDUCE_OPS["mean"], group=self._group)
+        return Pending(keep=(buffer,))
+
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
+        self.count("all_reduce", tensor.nbytes, passes=2)
+        dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group)
+        return Pending(keep=(tensor,))
+
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+        self.count_leaving(leaving)
+        transfers: list[dist.P2POp] = []
+        for rank, (here, there) in enumerate(zip(arriving, leaving, strict=True)):
+            if rank == self.rank:
+                continue
+            if here.numel():
+                transfers.append(dist.P2POp(dist.irecv, here, group=self._group, group_peer=rank))
+            if there.numel():
+                transfers.append(dist.P2POp(dist.isend, there, group=self._group, group_peer=rank))
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()  # on the stream, not on the host
+        return Pending(keep=(*arriving, *leaving))
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
+        self.count("broadcast", tensor.nbytes)
+        dist.broadcast(tensor, src=self.ranks[source], group=self._group)
+        return Pending(keep=(tensor,))

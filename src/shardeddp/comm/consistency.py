@@ -1,0 +1,117 @@
+"""Consistency of writes: a digest of what a rank has written to sharded parameters, compared between ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+
+_CHUNK = 1 << 18
+"""Words of 8 bytes that are weighed at a time: 2 MiB beside the tensor."""
+
+_FACTOR = 6_364_136_223_846_793_005
+"""Between chunks; from Knuth's generator MMIX, any large odd number would do."""
+
+
+class Written:
+    """Checksums of what has been written to parameters since the ranks last compared them.
+
+    A sharded parameter has one value for all ranks, and each keeps its part of what it has written itself. Where ranks
+    write different values, the parameter becomes a mixture of them.
+    """
+
+    def __init__(self) -> None:
+        self._operations: dict[str, int] = {}  # by parameter
+        self._values: list[tuple[str, torch.Tensor]] = []  # 0-dim, on the device of what was written
+        self._states: dict[str, torch.Tensor] = {}  # by parameter written to inside of its unit; 0-dim
+        self._options: dict[str, dict[str, object]] = {}  # in the last step, by the optimizer's group
+        self._changed: dict[str, str] | None = {}  # options since the last comparison; None: not compared any more
+
+    def note(self, fqn: str, operation: str, values: torch.Tensor | None = None) -> None:
+        """Note a write.
+
+        Args:
+            fqn: The parameter's name.
+            operation: What writes to it.
+            values: What is written, whole; None: what the operation makes of the parameter itself.
+        """
+        self._operations[fqn] = zlib.crc32(operation.encode(), self._operations.get(fqn, 0))
+        if values is not None and values.layout is torch.strided:
+            self._values.append((fqn, checksum(values)))
+
+    def note_state(self, fqn: str, memory: Sequence[torch.Tensor]) -> None:
+        """Note what a parameter has become inside of its unit; the last such note counts, however many there are.
+
+        Args:
+            fqn: The parameter's name.
+            memory: Its elements, whole, wherever it may have been written to.
+        """
+        totals = [checksum(values) for values in memory]
+        self._states[fqn] = torch.stack(totals).sum()
+
+    def note_options(self, optimizer: str, groups: Sequence[Mapping[str, object]]) -> None:
+        """Note with which options an optimizer has stepped.
+
+        Args:
+            optimizer: Its name.
+            groups: Its parameter groups. What is neither a number nor a text is left out.
+        """
+        if self._changed is None:
+            return
+        for index, group in enumerate(groups):
+            name = f"{optimizer}'s group {index}"
+            known = self._options.setdefault(name, {})
+            for option, value in group.items():
+                if isinstance(value, (bool, int, float, str)) and known.get(option) != value:
+                    known[option] = value
+                    self._changed[f"{option} of {name}"] = repr(value)
+
+    def take_changed_options(self) -> dict[str, str]:
+        """The options that have changed since the last call, with their values."""
+        found, self._changed = self._changed or {}, None if self._changed is None else {}
+        return found
+
+    def end_options(self) -> dict[str, str]:
+        """All options with their values; they are not compared from now on, for it is said that they differ."""
+        self._changed = None
+        return {
+            f"{option} of {name}": repr(value)
+            for name, known in self._options.items()
+            for option, value in known.items()
+        }
+
+    @property
+    def pending(self) -> list[str]:
+        """The parameters written to since the last comparison, in order of their names."""
+        return sorted({*self._operations, *self._states})
+
+    def take(self) -> dict[str, int]:
+        """By parameter, a checksum of all writes since the last call."""
+        found, values = self._operations, [*self._values, *self._states.items()]
+        self._operations, self._values, self._states = {}, [], {}
+        for fqn, total in values:
+            found[fqn] = zlib.crc32(str(total.item()).encode(), found.get(fqn, 0))
+        return found
+
+
+@torch.no_grad()
+def checksum(values: torch.Tensor) -> torch.Tensor:
+    """A number (0-dim, int64) that depends on every bit of a tensor and on where it is; on the tensor's device."""
+    octets = values.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    words = octets[: octets.numel() // 8 * 8].view(torch.int64)
+    weights = _weights(values.device)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for part in (*words.split(_CHUNK), octets[8 * words.numel() :]):
+        total = total * _FACTOR + (part * weights[: part.numel()]).sum()  # modulo 2 ** 64
+    return total
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    # Random: weights that grow with the place are the same in sum for all masks that are permutations of each other.
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator).to(device)

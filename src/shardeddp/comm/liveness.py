@@ -1,0 +1,210 @@
+"""Liveness: a thread that answers for a rank where its main thread is, when another rank waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+from shardeddp.comm.store import LostStoreError, Notes, SilentStoreError
+
+PERIOD_S = 0.5
+"""How often it looks whether somebody asks."""
+
+_POLL_S = 0.1
+_LAST_QUESTION = 1 << 62
+
+LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning")
+_ENGINE = ("shardeddp", "torch", *LIGHTNING)
+
+
+Look = Callable[[FrameType | None], None]
+
+
+class Lookout:
+    """Asks where other ranks are, and answers for this one; the thread ends with what it answers for.
+
+    Args:
+        rank: This rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._notes = Notes("lookout", rank)
+        self._reports: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
+        self._watchers: list[tuple[weakref.WeakMethod[Look], weakref.WeakMethod[Callable[[], None]]]] = []
+        self._trains = threading.get_ident()
+        self._answered = -1  # so that all soon have an answer that can be read at once
+        self._over: SimpleQueue[None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Answer from now on."""
+        if self._thread is None:
+            over = self._over
+            # A put, unlike an event's set, takes no lock: garbage may be collected on any thread, at any time.
+            alive = weakref.ref(self, lambda _: over.put(None))
+            self._thread = threading.Thread(target=_look_out, args=(alive, over), name="shardeddp-lookout", daemon=True)
+            self._thread.start()
+            _STARTED.add(self)
+
+    def stop(self) -> None:
+        """End the thread, before the interpreter ends under its feet."""
+        self._over.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def end(self) -> None:
+        """Let those that wait for this rank know that its program ends."""
+        with contextlib.suppress(LostStoreError):
+            self._write_answer({"question": _LAST_QUESTION, "where": "the end of its program", "reports": {}})
+
+    def begin_run(self) -> None:
+        """From here on the thread that calls this is the one that trains."""
+        self._trains = threading.get_ident()
+
+    def watch(self, look: Look, judge: Callable[[], None]) -> None:
+        """Let methods of one object be called on the thread, which is not kept alive by that.
+
+        Args:
+            look: Called before others are answered, with the innermost frame of the thread that trains.
+            judge: Called afterwards.
+        """
+        self._watchers.append((weakref.WeakMethod(look), weakref.WeakMethod(judge)))
+
+    def add_report(self, name: str, report: Callable[[], Any]) -> None:
+        """Let answers say more.
+
+        Args:
+            name: Of what is said.
+            report: A method, called on the thread, that gives what JSON can hold. Its object is not kept alive.
+        """
+        self._reports[name] = weakref.WeakMethod(report)
+
+    def ask(self) -> int:
+        """Ask all ranks; the number of the question. Who runs answers within the period."""
+        return self._notes.count("question")
+
+    def ended(self, ranks: Iterable[int]) -> list[int]:
+        """Which of these ranks have come to the end of their program."""
+        return list(self.answers(ranks, _LAST_QUESTION))
+
+    def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:
+        """What ranks have answered last, to this question or a later one: ``where`` each is, and what it reports."""
+        names = {f"answer/{rank}": rank for rank in ranks}
+        found = {names[name]: json.loads(text) for name, text in self._notes.read_all(list(names)).items()}
+        return {rank: answer for rank, answer in found.items() if answer["question"] >= question}
+
+    def ask_now(self, ranks: Iterable[int], within_s: float) -> dict[int, dict[str, Any]]:
+        """Ask, and wait for answers; those of these ranks that have come in time."""
+        ranks = list(ranks)
+        question = self.ask() if ranks else 0
+        deadline = time.monotonic() + within_s
+        found: dict[int, dict[str, Any]] = {}
+        while len(found) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            found = self.answers(ranks, question)
+        return found
+
+    def look_out(self) -> None:
+        """Answer, if somebody has asked since the last time."""
+        watchers = [(look(), judge()) for look, judge in self._watchers]
+        where = self._see([look for look, _ in watchers if look is not None])
+        question = self._notes.count("question", 0)
+        if question > self._answered:
+            reports = {name: report() for name, method in self._reports.items() if (report := method()) is not None}
+            self._write_answer({"question": question, "where": where, "reports": reports})
+            self._answered = question
+        for _, judge in watchers:
+            if judge is not None:
+                judge()
+
+    def _see(self, looks: Iterable[Look]) -> str:
+        # A frame keeps all that its function works with; it must not wait here for the store.
+        frame = innermost_frame(self._trains)
+        for look in looks:
+            look(frame)
+        return place_of(frame)
+
+    def _write_answer(self, answer: dict[str, Any]) -> None:
+        self._notes.write(f"answer/{self._rank}", json.dumps(answer))
+
+
+def innermost_frame(thread: int) -> FrameType | None:
+    """Where a thread of this process is; None: it has ended.
+
+    No garbage is collected meanwhile: Python before 3.11.9 and 3.12.3 waits for itself for ever if a finalizer lets
+    other threads run then, as that of a process group does (https://github.com/python/cpython/issues/106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The innermost line of the user's own code, or of what is there instead."""
+    innermost = frame
+    foreign = tuple(place for name in _ENGINE if name in sys.modules for place in sys.modules[name].__path__)
+    standard = os.path.dirname(threading.__file__)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(foreign) and ("site-packages" in file or not file.startswith(standard)):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+
+
+def lightning_calls() -> bool:
+    """Whether it is Lightning that has called this package, and not the user."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("shardeddp", "contextlib"):
+            return package in LIGHTNING
+        frame = frame.f_back
+    return False
+
+
+def _look_out(alive: weakref.ref[Lookout], over: SimpleQueue[None]) -> None:
+    while not _ends_within(PERIOD_S, over):
+        lookout = alive()
+        if lookout is None:
+            return
+        try:
+            lookout.look_out()
+        except SilentStoreError:
+            pass  # its host may go on
+        except LostStoreError:
+            return
+        del lookout
+
+
+def _ends_within(seconds: float, over: SimpleQueue[None]) -> bool:
+    with contextlib.suppress(Empty):
+        over.get(timeout=seconds)
+        return True
+    return False
+
+
+_STARTED: weakref.WeakSet[Lookout] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for lookout in list(_STARTED):
+        lookout.stop()
+        lookout.end()

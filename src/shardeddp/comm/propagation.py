@@ -1,0 +1,253 @@
+"""Error propagation: the first failure of a rank reaches the others, and how processes end."""
+
+import atexit
+import contextlib
+import json
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shardeddp.comm.backends import disconnect
+from shardeddp.comm.liveness import Lookout, place_of
+from shardeddp.comm.rendezvous import has_agent_store
+from shardeddp.comm.store import LostStoreError, Notes, SilentStoreError
+from shardeddp.errors import DesyncError, LostRankError, RankError
+
+# -- Failures: the first rank that fails leaves its traceback where the others find it when their transfers break
+
+LOOKUP_S = 1.0
+"""How long a rank whose transfer broke waits for the explanation: long enough for every rank that runs to say so."""
+
+_MISMATCH = "Detected mismatch between collectives on ranks"
+"""What torch says where it compares collectives (see ``ShardedDP(debug=True)``)."""
+
+_FIRST, _INTERRUPTED, _EXPLAINED = "first failure", "interrupted", "explained"
+_OF_TRANSFERS = ("gloo", "NCCL", "closed by peer", "caused pair closure")
+
+_LISTED = 8
+"""How many ranks are listed where all could be."""
+
+_POLL_S, _SLOWEST_POLL_S = 0.02, 0.2
+_NOBODY = json.dumps(None)
+
+
+class Failures:
+    """A note board for errors, in the store of the process group: no collective, so it works when those don't.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        lookout: Tells which of the others run.
+    """
+
+    def __init__(self, rank: int, world_size: int, lookout: Lookout) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._lookout = lookout
+        self._notes = Notes("failures", rank)
+        self._explained = False
+
+    def begin_run(self) -> None:
+        """Forget what ranks have left in an earlier run; all ranks call it when one begins."""
+        self._notes = Notes("failures", self._rank)
+        self._explained = False
+        atexit.unregister(_leave)
+
+    def is_known(self) -> bool:
+        """Whether a rank has left an error in this run, while this one has none of its own."""
+        return not self._explained and self._notes.has([_FIRST])
+
+    def report_desync(self, text: str) -> None:
+        """Leave for all ranks, this one too, that they are in different places and wait for each other."""
+        self._notes.claim(_FIRST, json.dumps({"desync": text}))
+
+    def explain(self, error: BaseException) -> None:
+        """Make known what happened: a rank's own error is left for the others; a broken transfer gets its origin.
+
+        If the process ends without another run, that is seen by the others at once, and rank 0, where it hosts the
+        store, stays until they have read in it.
+
+        Args:
+            error: What this rank is about to end with. If it only says that a transfer broke, its text and its cause
+                become what has happened first: another rank's error, with its traceback; that ranks wait for each
+                other; or which ranks have not said anything, because they were killed or do not run.
+        """
+        if self._world_size == 1:
+            return
+        broken = is_transfer_error(error)
+        try:
+            if error.__cause__ is None and _MISMATCH in str(error):
+                error.__cause__ = RuntimeError(self._find_places(error))
+            if not broken:
+                self._report(error)
+            elif not _is_explained(error):
+                _explain_by(error, self._origin(error))
+            self._notes.count(_EXPLAINED)
+        except LostStoreError as lost:
+            # Rank 0 hosts the store, or it is on the machine of who does.
+            if broken and self._rank and not _is_explained(error):
+                _explain_by(error, LostRankError([0], ended=not isinstance(lost, SilentStoreError)))
+        self._explained = True
+        atexit.unregister(_leave)
+        lost_ranks = error.__cause__.ranks if isinstance(error.__cause__, LostRankError) else []
+        hosts = self._rank == 0 and not has_agent_store()
+        atexit.register(_leave, self._notes, self._world_size - len(lost_ranks) if hosts else 0)
+
+    def leave(self) -> None:
+        """Do now what :meth:`explain` has planned for the end, in a process that ends without coming to it."""
+        atexit.unregister(_leave)
+        _leave(self._notes, self._world_size if self._rank == 0 and not has_agent_store() else 0)
+
+    def _report(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        said = "".join(traceback.format_exception_only(type(error), error)).strip()
+        self._notes.claim(_FIRST, json.dumps({"rank": self._rank, "error": said, "traceback": text}))
+
+    def _find_places(self, error: BaseException) -> str:
+        """Where each rank has asked for what differs between them."""
+        names = [f"mismatch/{rank}" for rank in range(self._world_size)]
+        self._notes.write(names[self._rank], _place_of_error(error))
+        places = self._notes.wait_for(names, LOOKUP_S)
+        found = [places.get(name, "an unknown line") for name in names]
+        return ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(found))
+
+    def _origin(self, error: BaseException) -> Exception | None:
+        self._notes.write(f"{_INTERRUPTED}/{self._rank}", _place_of_error(error))
+        if self._notes.count(_INTERRUPTED) == self._world_size:
+            self._notes.claim(_FIRST, _NOBODY)
+        question = self._lookout.ask()
+        if not self._is_known_soon():
+            return self._find_lost(question)
+        note = json.loads(self._notes.read(_FIRST) or _NOBODY)
+        if note is None:
+            return self._compare_places()
+        if "desync" in note:
+            return DesyncError(note["desync"])
+        if note["rank"] == self._rank:
+            return None
+        return RankError("training", {note["rank"]: note["traceback"]}, f"rank {note['rank']} failed: {note['error']}")
+
+    def _compare_places(self) -> DesyncError:
+        """Where some ranks were when transfers of all of them broke and none had an error of its own."""
+        ranks = sorted({self._rank, *range(min(self._world_size, _LISTED))})
+        places = self._notes.read_all([f"{_INTERRUPTED}/{rank}" for rank in ranks])
+        listed = ", ".join(f"rank {rank} was at {places.get(f'{_INTERRUPTED}/{rank}', '?')}" for rank in ranks)
+        return DesyncError(
+            f"what ranks sent each other did not fit together or did not arrive, and no rank has an error of its own: "
+            f"{listed}. Where these are different lines, move what only some ranks come to out of its condition; where "
+            f"they are one, tensors differ in shape or dtype between ranks, or the network has failed"
+        )
+
+    def _is_known_soon(self) -> bool:
+        """Whether anybody says who was first, or all ranks say that they were not. One call per look for all ranks."""
+        deadline, pause = time.monotonic() + LOOKUP_S, _POLL_S
+        while not self._notes.has([_FIRST]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, _SLOWEST_POLL_S)
+        return True
+
+    def _find_lost(self, question: int) -> LostRankError | DesyncError | None:
+        """Who neither was interrupted nor runs; where there is nobody, those that run and were not interrupted."""
+        names = {f"{_INTERRUPTED}/{rank}": rank for rank in range(self._world_size)}
+        silent = [names[name] for name in self._notes.missing(list(names))]
+        running = {rank: answer["where"] for rank, answer in self._lookout.answers(silent, question).items()}
+        lost = [rank for rank in silent if rank not in running]
+        ended = self._lookout.ended(silent)
+        if not silent:
+            return None
+        if ended and not lost:
+            return DesyncError(
+                f"ranks {ended} have come to the end of their program without an error, and this rank to something "
+                f"that needs them: all ranks have to communicate alike. Move it out of conditions that only some ranks "
+                f"fulfil"
+            )
+        return LostRankError(lost) if lost else LostRankError(silent, running)
+
+
+def is_transfer_error(error: BaseException) -> bool:
+    """Whether an error is what a collective raises when another rank is gone, and not a rank's own."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, LostStoreError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_TRANSFERS)
+
+
+def _is_explained(error: BaseException) -> bool:
+    return isinstance(error.__cause__, (RankError, LostRankError, DesyncError))
+
+
+def _explain_by(error: BaseException, cause: Exception | None) -> None:
+    """Let an error say what it comes from, in its own text: loggers and tuners see that alone."""
+    if cause is None:
+        return
+    error.__cause__ = cause
+    headline = cause.headline if isinstance(cause, RankError) else str(cause)
+    error.args = (f"{headline}\nThis rank was interrupted by that: {error}",)
+
+
+def _place_of_error(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return place_of(frames[-1] if frames else None)
+
+
+def _leave(notes: Notes, readers: int) -> None:
+    """Let the others see that this rank ends, and this many of them read why."""
+    # The end of the process closes connections only after all other exit handlers (a logger's upload may take minutes).
+    # Ranks that look for the reason must also break their wait while the store is there, which ends with its host.
+    for group in list(distributed_c10d._world.pg_map):
+        disconnect(group)
+    deadline = time.monotonic() + LOOKUP_S
+    with contextlib.suppress(LostStoreError):
+        while readers and notes.count(_EXPLAINED, 0) < readers and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+# -- Ending: before the interpreter ends, gloo's threads let go of the last tensors that were communicated
+#
+# A collective that has been waited for is held for another moment by the thread that has carried it out. If that thread
+# lets go last of a tensor that Python knows, it needs the interpreter; where that has begun to end, the process is
+# aborted, although all of its work is done. On a busy machine the moment can be long.
+
+LIMIT_S = 0.5
+"""How long to wait at most; threads that compute for themselves do not end by waiting."""
+
+_LOOK_S = 0.005
+_TASKS = Path("/proc/self/task")
+
+
+def end_quietly() -> None:
+    """Let the end of this process wait for its threads; to be called when there are groups."""
+    atexit.unregister(wait_until_idle)
+    atexit.register(wait_until_idle)
+
+
+def wait_until_idle(limit_s: float = LIMIT_S) -> None:
+    """Return when no other thread of this process runs or is about to; where that cannot be told, after a while.
+
+    Args:
+        limit_s: Return after that time in any case.
+    """
+    deadline, idle = time.monotonic() + limit_s, 0
+    while idle < 2 and time.monotonic() < deadline:  # one look may fall between two steps of a thread
+        time.sleep(_LOOK_S)  # in which others have the interpreter
+        idle = 0 if _others_run() else idle + 1
+
+
+def _others_run() -> bool:
+    if not sys.platform.startswith("linux"):
+        return True
+    own = threading.get_native_id()
+    return any(_state(task) == "R" for task in _TASKS.iterdir() if int(task.name) != own)
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"

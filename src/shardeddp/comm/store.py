@@ -1,0 +1,238 @@
+"""Store: small notes between ranks without a collective, and a barrier with a timeout on them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# -- Notes: what ranks leave for each other in the store of the process group, where collectives cannot be relied on
+
+T = TypeVar("T")
+Question = tuple[Callable[[], Any], "Future[Any]"]  # and where its answer goes
+
+ANSWER_S = 1.0
+"""How long the store may take to answer a question, which it does in a thousandth of that."""
+
+_END_S = 0.2
+_POLL_S = 0.02
+
+
+class DefaultStore(Protocol):
+    """What every store of a process group has besides what its type says."""
+
+    timeout: timedelta
+    clone: Callable[[], dist.Store]
+    """Another connection."""
+
+
+class LostStoreError(RuntimeError):
+    """The store has gone with the process that hosts it."""
+
+
+class SilentStoreError(LostStoreError):
+    """The store does not answer: the process that hosts it is frozen."""
+
+
+class Notes:
+    """Texts under names that are new; every call ends soon, whatever has become of the store.
+
+    All ranks make those of a topic equally often: what one makes as its third are the third of every rank. Making them
+    waits as long as the store itself does, since nothing goes on without.
+
+    Args:
+        topic: What they are about.
+        rank: This rank.
+    """
+
+    def __init__(self, topic: str, rank: int) -> None:
+        default = distributed_c10d._get_default_store()
+        self._desk = _DESKS.get(default) or _Desk(default)
+        _DESKS[default] = self._desk
+        store = dist.PrefixStore(f"shardeddp/{topic}", self._desk.store)
+        # Counted there: the store outlives who makes them.
+        made = self._desk.ask(lambda: store.add(f"made/{rank}", 1), patiently=True)
+        self._store: dist.Store = dist.PrefixStore(str(made), store)
+
+    def write(self, name: str, text: str) -> None:
+        """Leave a text, over what was there."""
+        self._desk.ask(lambda: self._store.set(name, text))
+
+    def claim(self, name: str, text: str) -> str:
+        """Leave a text where there is none yet; the one that stands there now. It must not be empty."""
+        return self._desk.ask(lambda: self._store.compare_set(name, "", text)).decode()
+
+    def read(self, name: str) -> str | None:
+        """The text; None: there is none."""
+        return self.read_all([name]).get(name)
+
+    def read_all(self, names: Sequence[str]) -> dict[str, str]:
+        """The texts that are there, by name: two calls where all are, a few more for each that is not."""
+        missing = set(self.missing(names))
+        found = [name for name in names if name not in missing]
+        texts = self._desk.ask(lambda: self._store.multi_get(found)) if found else []
+        return {name: text.decode() for name, text in zip(found, texts, strict=True)}
+
+    def has(self, names: Sequence[str]) -> bool:
+        """Whether there is a text under every one of these names."""
+        return self._desk.ask(lambda: self._store.check(list(names)))
+
+    def wait_for(self, names: Sequence[str], within_s: float) -> dict[str, str]:
+        """The texts under these names, as soon as all are there; after a time, those that are."""
+        deadline = time.monotonic() + within_s
+        while not self.has(names) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.read_all(names)
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """The names without a text; where they are few, it asks for many at once."""
+        if not names or self.has(names):
+            return []
+        if len(names) == 1:
+            return list(names)
+        half = len(names) // 2
+        return self.missing(names[:half]) + self.missing(names[half:])
+
+    def count(self, name: str, more: int = 1) -> int:
+        """Add to a number, which begins with 0; what it is now."""
+        return self._desk.ask(lambda: self._store.add(name, more))
+
+
+class _Desk:
+    """Where this process asks: a connection to the store that nobody else keeps busy, and a thread that waits there.
+
+    What waits for the store cannot be interrupted, and never ends if its host is frozen.
+
+    Args:
+        default: The store of the process group.
+    """
+
+    def __init__(self, default: dist.Store) -> None:
+        described = cast(DefaultStore, default)
+        self._patience_s = described.timeout.total_seconds()
+        self._questions: SimpleQueue[Question | None] = SimpleQueue()
+        self._overdue: Future[Any] | None = None  # nobody waits for it any more, and it may be on its way still
+        self._thread: threading.Thread | None = None  # a single rank is the host of its store
+        if not dist.is_initialized() or dist.get_world_size() > 1:
+            self._thread = threading.Thread(target=_serve, args=(self._questions,), name="shardeddp-notes", daemon=True)
+            self._thread.start()
+        weakref.finalize(self, self._questions.put, None).atexit = False
+        self.store = self.ask(described.clone, patiently=True)
+
+    def ask(self, question: Callable[[], T], *, patiently: bool = False) -> T:
+        """What the store answers, soon; or as late as the store itself allows.
+
+        Raises:
+            LostStoreError: It is gone, or silent. Who asks while an earlier question waits is not kept waiting as well.
+        """
+        if self._thread is None:
+            return question()
+        if not self._thread.is_alive():
+            raise LostStoreError("this process is about to end")
+        answer: Future[T] = Future()
+        patience_s = self._patience_s if patiently else ANSWER_S
+        if patiently or self._overdue is None or self._overdue.done():
+            self._questions.put((question, answer))
+            wait([answer], patience_s)
+        if not answer.done():
+            if not answer.cancel():
+                self._overdue = answer
+            raise SilentStoreError(f"the store of the process group has not answered within {patience_s:g} s")
+        try:
+            return answer.result()
+        except (RuntimeError, ValueError) as error:
+            raise LostStoreError(f"the store of the process group is gone ({error})") from error
+
+    def end(self) -> None:
+        """Let the thread end before the interpreter does, unless it waits for what may never come."""
+        self._questions.put(None)
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+
+def _serve(questions: SimpleQueue[Question | None]) -> None:
+    while (asked := questions.get()) is not None:
+        question, answer = asked
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(question())
+            except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
+                answer.set_exception(error)
+        del asked, question, answer  # and with them whose notes these are
+
+
+_DESKS: weakref.WeakKeyDictionary[dist.Store, _Desk] = weakref.WeakKeyDictionary()
+"""By the store of the process group: one connection and one thread for all notes of a process."""
+
+
+@atexit.register
+def _end_all() -> None:
+    for desk in list(_DESKS.values()):
+        desk.end()
+
+
+# -- Muster: find out without a collective whether all ranks have come to one point, so that nobody enters one alone
+
+PATIENCE_S = 5.0
+"""How long a rank waits for the others."""
+
+_BARRIER_POLL_S = 0.05
+_ALL, _SOME = "all", "some"
+
+
+class Muster:
+    """Names in the store of the process group; whatever is decided first holds for all ranks.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._calls = 0
+        self._notes = Notes("muster", rank)
+
+    def all_here(self, place: str, patience_s: float = PATIENCE_S) -> bool:
+        """Whether every rank calls this within the time, from one place; the answer is the same on all that do.
+
+        A rank that comes later, or finds the store gone, gets False; one that finds it silent asks on, since others may
+        have had their answer.
+
+        Args:
+            place: Where this rank is; ranks in different places are not together.
+            patience_s: How long to wait for the others.
+        """
+        self._calls += 1
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._decide(json.dumps(place), deadline) == _ALL
+            except SilentStoreError:
+                if time.monotonic() > deadline + ANSWER_S:
+                    return False
+                time.sleep(_BARRIER_POLL_S)
+            except LostStoreError:
+                return False
+
+    def _decide(self, place: str, deadline: float) -> str:
+        """What is decided; it may be asked again, which changes nothing."""
+        decision, here = f"{self._calls}/decision", f"{self._calls}/here/{{}}".format
+        if self._notes.claim(f"{self._calls}/place", place) != place:
+            return self._notes.claim(decision, _SOME)
+        self._notes.write(here(self._rank), "1")
+        if self._notes.has([here(rank) for rank in range(self._world_size)]):
+            return self._notes.claim(decision, _ALL)
+        while not self._notes.has([decision]) and time.monotonic() < deadline:
+            time.sleep(_BARRIER_POLL_S)
+        return self._notes.claim(decision, _SOME)

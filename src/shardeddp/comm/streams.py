@@ -1,0 +1,99 @@
+"""Communication streams: ordered queues beside compute (CUDA streams; nothing at all on CPU)."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from shardeddp.comm.collectives import Pending
+
+
+class Ticket:
+    """Something that was issued on a lane and that compute can wait for.
+
+    Args:
+        pending: The collective at its end.
+        done: Recorded on the lane after the collective -> waited for by the compute stream. None on CPU.
+    """
+
+    def __init__(self, pending: Pending, done: torch.cuda.Event | None) -> None:
+        self._pending = pending
+        self._done = done
+
+    def wait(self) -> None:
+        """Let what compute does from here on see the result."""
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        self._pending.wait()
+
+    def advance(self) -> bool:
+        """Wait for the collective under way, and issue the one that follows it; whether there is one.
+
+        Where streams keep the order all of them have been issued: this waits for the last.
+        """
+        if self._pending.advance():
+            return True
+        self.wait()
+        return False
+
+
+class Lane(ABC):
+    """An ordered queue for communication."""
+
+    issued: int = 0
+    """How often something was issued."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block the host until everything that was issued is done, for what it copied to host memory."""
+
+    @abstractmethod
+    def issue(self, action: Callable[[], Pending]) -> Ticket:
+        """Run ``action`` on the lane, behind everything that compute has enqueued so far.
+
+        That order is what makes memory safe without ``record_stream``: a buffer that compute has released is filled
+        again on the lane only after compute's last use of it, and a buffer that compute allocated is waited for by
+        compute before it is released.
+        """
+
+
+class HostLane(Lane):
+    """The lane of a CPU run: transfers run in the backend's threads, local work at once."""
+
+    def drain(self) -> None:  # noqa: D102
+        return
+
+    def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102
+        self.issued += 1
+        return Ticket(action(), None)
+
+
+class CudaLane(Lane):
+    """A CUDA stream of its own.
+
+    Args:
+        device: The device that the stream belongs to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # High priority, so that a collective's few blocks are not queued behind the kernels it should overlap with.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def drain(self) -> None:  # noqa: D102
+        # What compute's stream copies is meant too: sums that accumulate on the host are completed there.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.synchronize()
+
+    def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102
+        self.issued += 1
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            pending = action()
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return Ticket(pending, done)
+
+
+def make_lane(device: torch.device) -> Lane:
+    """The lane that suits a device."""
+    return CudaLane(device) if device.type == "cuda" else HostLane()

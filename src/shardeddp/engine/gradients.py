@@ -1,0 +1,536 @@
+"""Gradients of a flat group: packed where autograd left them, reduced, and kept as a shard."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from shardeddp.comm import Mesh, Pending, Ticket
+from shardeddp.comm.collectives import ReduceKind
+from shardeddp.engine.storage import allocate, empty_on_host, local_view, release
+from shardeddp.plan.layout import FlatLayout
+from shardeddp.tensor.memoryless import store_gradient, stored_gradient, stored_gradients
+from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.unsharded import accumulate_in
+
+# -- GradientMemory: the flat tensors that the gradients of one flat group lie in
+
+
+class GradientMemory:
+    """One gradient buffer, one gradient shard, and partial sums.
+
+    Args:
+        layout: Where parameters lie in the buffer.
+        mesh: Through which gradients are reduced.
+        main_shard: Of whose dtype, and on whose device, the gradient shard is.
+        reduce_dtype: Of the gradient buffer, in which gradients travel.
+    """
+
+    def __init__(self, layout: FlatLayout, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype) -> None:
+        self.mesh = mesh
+        self.shard: torch.Tensor | None = None
+        """1D, shard_numel; made at the first reduction, then kept."""
+
+        self.partial: torch.Tensor | None = None
+        """1D, shard_numel; sums of earlier micro-batches that replicas do not share yet."""
+
+        # A rank that owns the whole buffer can pack straight into its gradient shard.
+        self.packs_into_shard = (
+            layout.shard_size == 1 and reduce_dtype is main_shard.dtype and main_shard.device == mesh.device
+        )
+        self._layout = layout
+        self._main_shard = main_shard
+        self._reduce_dtype = reduce_dtype
+        self._buffer: torch.Tensor | None = None  # 1D, padded_numel; storage emptied between reductions
+        self._buffer_slots: list[torch.Tensor] = []
+        self._shard_slots: list[torch.Tensor] = []
+
+    def open_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The gradient shard, and its slots where it is packed into."""
+        if self.shard is None:
+            on_host = self._main_shard.device != self.mesh.device
+            self.shard = (
+                empty_on_host(self._main_shard, self.mesh.device) if on_host else torch.empty_like(self._main_shard)
+            )
+            self.shard.zero_()
+            if self.packs_into_shard:
+                self._shard_slots = self._slots_of(self.shard)
+        return self.shard, self._shard_slots
+
+    def open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The gradient buffer, with memory, and its slots."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device)
+            self._buffer_slots = self._slots_of(self._buffer)
+        allocate(self._buffer)
+        return self._buffer, self._buffer_slots
+
+    def close_buffer(self) -> None:
+        """Give the gradient buffer's memory back."""
+        if self._buffer is not None:
+            release(self._buffer)
+
+    def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
+        """The same elements outside of the gradient buffer, so that it need not wait for the replicas."""
+        return output if output is self.shard else output.clone()
+
+    def keep_partial(self, output: torch.Tensor) -> None:
+        """Put what has been averaged in the shard group by for a later micro-batch to share."""
+        if self.partial is None:
+            self.partial = output.to(self._main_shard.dtype, copy=True)
+        else:
+            self.partial.add_(output)
+
+    def partial_of(self, index: int) -> torch.Tensor:
+        """This rank's elements of one parameter in the partial sums, which are zero where nothing was put by; 1D."""
+        if self.mesh.topology.split_replicas:
+            raise RuntimeError(
+                f"the gradient of {self._layout.slots[index].fqn} is not complete before the step's last micro-batch: "
+                f'with optimizer_shard="world" and reduce_every_backward=True ranks keep sums of other parts than they '
+                f"own until then. Look at it there, or set reduce_every_backward=False"
+            )
+        if self.partial is None:
+            self.partial = torch.zeros_like(self._main_shard, device=self.mesh.device)
+        return local_view(self.partial, self._layout, index, self.mesh.slice_rank)
+
+    def holds(self, local: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the partial sums."""
+        return self.partial is not None and local.untyped_storage()._cdata == self.partial.untyped_storage()._cdata
+
+    def drop_partial_of(self, index: int) -> None:
+        """Forget the partial sums of one parameter."""
+        if self.partial is not None:
+            pieces = self.mesh.replicate.size if self.mesh.topology.split_replicas else 1
+            first = self.mesh.slice_rank // pieces * pieces
+            for place, piece in enumerate(self.partial.view(pieces, -1)):
+                local_view(piece, self._layout, index, first + place).zero_()
+
+    def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
+        """Bring averaged gradients to the gradient shard.
+
+        Args:
+            output: 1D, shard_numel.
+            kept: By parameter, whether they are added to what is there.
+        """
+        shard, _ = self.open_shard()
+        if output is shard:
+            return
+        if not any(kept):
+            shard.copy_(output, non_blocking=True)
+            return
+        total = shard.to(output.device, non_blocking=True)  # the shard itself, unless it lives on the host
+        if all(kept):
+            total.add_(output)
+        else:
+            for i, keep in enumerate(kept):
+                mine, arrived = (local_view(flat, self._layout, i, self.mesh.slice_rank) for flat in (total, output))
+                mine.add_(arrived) if keep else mine.copy_(arrived)
+        if total is not shard:
+            shard.copy_(total, non_blocking=True)
+
+    def _slots_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of every parameter's slot in its shape, then of every stretch of padding."""
+        views = [flat[slot.interval.start : slot.interval.stop].view(slot.shape) for slot in self._layout.slots]
+        return views + [flat[gap.start : gap.stop] for gap in self._layout.padding_intervals]
+
+
+# -- Reduction: one group's packed gradients on their way, in the shard group first, then across replicas
+
+
+class Arrival(Enum):
+    """Where the gradients of a reduction go."""
+
+    IN_SHARD = "in_shard"
+    """To the gradient shard: nobody else holds an equal one."""
+
+    SHARED = "shared"
+    """To the gradient shard, averaged over replicas."""
+
+    IN_PARTIAL_SUMS = "in_partial_sums"
+    """To sums that a later micro-batch shares with the replicas."""
+
+
+class Reduction:
+    """A gradient reduction that has been issued: in the shard group first, then across replicas.
+
+    Args:
+        memory: Where they lie.
+        buffer: 1D, padded_numel; their packed gradients.
+        output: 1D, shard_numel; where averages arrive: the gradient shard, or a slice of the buffer.
+        arrival: Where they go from there.
+        kept: By parameter, whether earlier gradients in the gradient shard are added to.
+        partial: 1D, shard_numel; sums of earlier micro-batches that are shared with these gradients.
+        kind: What the replicas make of theirs.
+    """
+
+    def __init__(
+        self,
+        memory: GradientMemory,
+        buffer: torch.Tensor,
+        output: torch.Tensor,
+        arrival: Arrival,
+        kept: Sequence[bool],
+        partial: torch.Tensor | None,
+        kind: ReduceKind,
+    ) -> None:
+        self._partial = partial
+        self._kind: ReduceKind = kind
+        self._memory, self._output, self._arrival, self._kept = memory, output, arrival, kept
+        # A gradient that autograd leaves on a parameter used outside its unit may be added to the shard at any time.
+        # On compute's stream that is in order with what is added here, on the lane it would not be.
+        self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
+        self._in_buffer = True
+        mesh = memory.mesh
+
+        def action() -> Pending:
+            return mesh.reduce.reduce_scatter(output, buffer).then(self._arrived)
+
+        self._ticket: Ticket = mesh.reduce_lane.issue(action)
+
+    def advance(self) -> bool:
+        """Wait for the collective under way and issue the next; True when the gradient shard is complete."""
+        more = self._ticket.advance()
+        if not more and self._adds:
+            self._memory.absorb(self._output, self._kept)
+        if self._in_buffer:
+            # Only the first collective needed it, and another reduction may have opened it since.
+            self._in_buffer = False
+            self._memory.close_buffer()
+        return not more
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while not self.advance():
+            pass
+
+    def _arrived(self) -> Pending:
+        memory = self._memory
+        if self._arrival is Arrival.IN_PARTIAL_SUMS:
+            memory.keep_partial(self._output)
+        elif self._arrival is Arrival.SHARED:
+            if self._partial is not None:
+                self._output.add_(self._partial)
+                self._partial = None
+            self._output = memory.leave_buffer(self._output)
+            return self._share().then(self._shared)
+        elif not self._adds:
+            memory.absorb(self._output, self._kept)
+        return Pending()
+
+    def _share(self) -> Pending:
+        mesh, shared = self._memory.mesh, self._output
+        if not mesh.topology.split_replicas:
+            return mesh.replicate.all_reduce_(shared, self._kind)
+        self._output = shared.view(mesh.replicate.size, -1)[mesh.replicate.rank]
+        return mesh.replicate.reduce_scatter(self._output, shared)
+
+    def _shared(self) -> Pending:
+        if not self._adds:
+            self._memory.absorb(self._output, self._kept)
+        return Pending(keep=(self._output,))
+
+
+# -- GroupGradients: the gradients of a flat group, packed where autograd left them, reduced, and kept as a shard
+
+
+class GroupGradients:
+    """What autograd leaves on the parameters of a flat group, until it is the parameters' ``.grad``.
+
+    Args:
+        layout: Where parameters lie in the buffer.
+        mesh: Through which gradients are reduced.
+        main_shard: Of whose dtype, and on whose device, the gradient shard is.
+        param_dtype: Of the gradients that autograd leaves.
+        reduce_dtype: Of the gradient buffer, in which gradients travel.
+        unsharded: The parameters on which autograd leaves gradients, in layout order.
+        sharded: The user's parameters, whose ``.grad`` is set.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        mesh: Mesh,
+        *,
+        main_shard: torch.Tensor,
+        param_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        unsharded: Sequence[nn.Parameter],
+        sharded: Sequence[ShardTensor],
+    ) -> None:
+        self._layout = layout
+        self._mesh = mesh
+        self._memory = GradientMemory(layout, mesh, main_shard, reduce_dtype)
+        self._main_dtype = main_shard.dtype
+        self._param_dtype = param_dtype
+        self._reduce_dtype = reduce_dtype
+        self._unsharded = unsharded
+        self._sharded = sharded
+        self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
+        self._outside: dict[int, torch.Tensor] = {}  # by parameter, whole gradients of uses outside of the unit
+        self.assigned: set[int] = set()
+        """Of parameters whose gradient users have assigned since the last backward."""
+
+        self.kept_by_others = False
+        """Whether an optimizer may have kept local gradients, where nothing tells that it has."""
+        self._on_outside: Callable[[], None] | None = None
+        self._packed = [False] * len(unsharded)  # whose gradient went into a reduction since the backward began
+        self._reduced = False  # whether there was a reduction since the backward began
+        self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
+
+    @property
+    def shard(self) -> torch.Tensor | None:
+        """1D, shard_numel; None before the first reduction."""
+        return self._memory.shard
+
+    def attach(self, on_outside: Callable[[], None]) -> None:
+        """Reduce gradients of uses outside of the unit as well, from now on.
+
+        Args:
+            on_outside: Called when one arrives.
+        """
+        self._on_outside = on_outside
+        for index, parameter in enumerate(self._sharded):
+            parameter.take_part(self, index)
+
+    # -- what a backward leaves
+
+    def begin_backward(self) -> None:
+        """Start counting what this backward uses."""
+        self._packed = [False] * len(self._packed)
+        self._reduced = False
+
+    def take_assigned(self, reduces: bool) -> None:
+        """Add what users have assigned to what the running backward brings, so that the sum is averaged.
+
+        Args:
+            reduces: Whether this backward's gradients are reduced; else they stay this rank's own, whole.
+        """
+        assigned, self.assigned = sorted(self.assigned), set()
+        for index in assigned:
+            found = stored_gradient(self._sharded[index])
+            if found is None or (self._views and found is self._views[index]):
+                continue
+            if not isinstance(found, ShardTensor):
+                self._add_outside(index, found.to(self._mesh.device))
+            elif not reduces or self._mesh.topology.split_replicas:
+                self._add_outside(index, found.full_tensor())
+            elif self._mesh.replicate.size > 1:
+                self._memory.partial_of(index).add_(found.to_local().to(self._mesh.device))
+                self._partly_used[index] = True
+            else:
+                continue  # to which the average is added
+            store_gradient(self._sharded[index], None)
+
+    def add_up(self) -> None:
+        """Let autograd add up gradients in the dtype that they are reduced in, as it does without gathered copies."""
+        if self._param_dtype is self._reduce_dtype or self._param_dtype is self._main_dtype:
+            return
+        for unsharded in self._unsharded:
+            accumulate_in(unsharded, self._reduce_dtype)
+
+    def add_outside(self, index: int, gradient: torch.Tensor) -> None:
+        """Take this rank's gradient of a use of a parameter outside of its unit; it is reduced with the unit's.
+
+        Args:
+            index: Of the parameter.
+            gradient: Of the parameter's shape; not averaged.
+        """
+        self._add_outside(index, gradient)
+        if self._on_outside is not None:
+            self._on_outside()
+
+    def _add_outside(self, index: int, gradient: torch.Tensor) -> None:
+        former = self._outside.get(index)
+        # Not in place: what arrives may belong to the user.
+        self._outside[index] = gradient if former is None else former + gradient
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """What there is of a parameter's gradient before a later micro-batch completes it.
+
+        This rank's own, whole; where micro-batches are reduced in the shard group, their average so far, sharded.
+        """
+        gradient, outside = stored_gradient(self._unsharded[index]), self._outside.pop(index, None)
+        if outside is not None:
+            gradient = outside if gradient is None else gradient + outside
+            accumulate_in(self._unsharded[index], gradient.dtype)
+            store_gradient(self._unsharded[index], gradient)
+        if gradient is None and self._memory.partial is not None and self._partly_used[index]:
+            gradient = ShardTensor(self._memory.partial_of(index), self._sharded[index].spec)
+        return gradient
+
+    def drop(self, index: int, successor: torch.Tensor | None) -> None:
+        """Forget what there is of a parameter's gradient before it is complete.
+
+        Args:
+            index: Of the parameter.
+            successor: What users have assigned instead; its values stay.
+        """
+        if isinstance(successor, ShardTensor) and self._memory.holds(successor.to_local()):
+            successor.move_to(successor.to_local().clone())
+        store_gradient(self._unsharded[index], None)
+        self._outside.pop(index, None)
+        if self._partly_used[index]:
+            self._memory.drop_partial_of(index)
+            self._partly_used[index] = False
+
+    def used(self) -> list[bool]:
+        """By parameter, whether a gradient of this rank waits, was packed in this backward, or is in partial sums."""
+        return [any(flags) for flags in zip(self._packed, self._partly_used, self._waiting(), strict=True)]
+
+    @property
+    def partial(self) -> bool:
+        """Whether earlier micro-batches have left sums that replicas do not share yet."""
+        return any(self._partly_used)
+
+    def waiting(self) -> bool:
+        """Whether autograd has left a gradient that no reduction has taken yet."""
+        return any(self._waiting())
+
+    def _waiting(self) -> list[bool]:
+        left = [gradient is not None for gradient in stored_gradients(self._unsharded)]
+        for index in self._outside:
+            left[index] = True
+        return left
+
+    def drop_waiting(self) -> None:
+        """Forget gradients that have not been reduced."""
+        for unsharded in self._unsharded:
+            store_gradient(unsharded, None)
+        self._outside = {}
+        self._forget_partial()
+
+    # -- reduction
+
+    def reduce(self, across_replicas: bool) -> Reduction:
+        """Pack the unsharded gradients, drop them, and issue their averaging into the gradient shard.
+
+        Args:
+            across_replicas: Whether the sums of the shard groups are averaged now, or wait for a later micro-batch.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            kept = self._kept()
+            if self._memory.shard is None or self._are_held(kept):
+                self._renew_shard(kept)
+            shard, shard_slots = self._memory.open_shard()
+            self._reduced = True
+            arrival = self._arrival(across_replicas)
+            direct = self._memory.packs_into_shard and not any(kept) and arrival is not Arrival.IN_PARTIAL_SUMS
+            buffer, slots = (shard, shard_slots) if direct else self._memory.open_buffer()
+            # A shard of one rank is shared as it was packed, so it can be packed as what the replicas' sum is made of.
+            replicate = self._mesh.replicate
+            scales = direct and arrival is Arrival.SHARED and not replicate.averages and not self.partial
+            # In a narrower dtype the product would be rounded to that, where a copy is exact.
+            scaled = scales and self._param_dtype is self._reduce_dtype
+            self._pack(slots, 1.0 / replicate.size if scaled else None)
+        if arrival is Arrival.IN_PARTIAL_SUMS:
+            self._partly_used = [any(flags) for flags in zip(self._partly_used, self._packed, strict=True)]
+        # What is to be added, or to change dtype or device, waits in this rank's slice of the buffer.
+        waits = (
+            any(kept)
+            or arrival is Arrival.IN_PARTIAL_SUMS
+            or self._mesh.topology.split_replicas
+            or shard.dtype is not buffer.dtype
+            or shard.device != buffer.device
+        )
+        output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank] if waits else shard
+        partial = self._take_partial() if arrival is Arrival.SHARED else None
+        return Reduction(self._memory, buffer, output, arrival, kept, partial, "sum" if scaled else "mean")
+
+    def _kept(self) -> list[bool]:
+        """By parameter, whether its former gradient is added to."""
+        if not self._views:
+            return [False] * len(self._sharded)
+        pairs = zip(stored_gradients(self._sharded), self._views, strict=True)
+        return [self._reduced or gradient is mine for gradient, mine in pairs]
+
+    def _are_held(self, kept: Sequence[bool]) -> bool:
+        """Whether somebody holds a former gradient that is about to be overwritten."""
+        if self._reduced:
+            return False
+        references = map(sys.getrefcount, self._views)
+        return self.kept_by_others or any(
+            count > _IN_A_LIST and not keep for count, keep in zip(references, kept, strict=True)
+        )
+
+    def _renew_shard(self, kept: Sequence[bool]) -> None:
+        """Take other memory for the gradient shard, and leave the former to those who hold gradients in it."""
+        former, self.kept_by_others = self._views, False
+        self._memory.shard = None
+        shard, _ = self._memory.open_shard()
+        self._views = self._views_of(shard)
+        for index, keep in enumerate(kept):
+            if keep:
+                # The same object for those who see it as `.grad`.
+                self._views[index].to_local().copy_(former[index].to_local())
+                former[index].move_to(self._views[index].to_local())
+                self._views[index] = former[index]
+
+    def _take_partial(self) -> torch.Tensor | None:
+        """What earlier micro-batches have left to share, which now counts as packed."""
+        partial = self._memory.partial
+        self._packed = [any(flags) for flags in zip(self._packed, self._partly_used, strict=True)]
+        self._forget_partial()
+        return partial
+
+    def _arrival(self, across_replicas: bool) -> Arrival:
+        if self._mesh.replicate.size == 1:
+            return Arrival.IN_SHARD
+        return Arrival.SHARED if across_replicas else Arrival.IN_PARTIAL_SUMS
+
+    def install(self, used: Sequence[bool]) -> None:
+        """Set ``.grad`` of the parameters that any rank has used; the others keep what they had."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, sharded in enumerate(self._sharded):
+                if not used[i]:
+                    continue
+                found = stored_gradient(sharded)
+                if found is not self._views[i]:
+                    if found is not None:
+                        # One that the user has assigned.
+                        mine = self._views[i].to_local()
+                        mine.add_(sharded.spec.localize(found).to(mine.device))
+                    store_gradient(sharded, self._views[i])
+                sharded.gradient_completes()
+
+    def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        outside, self._outside = self._outside, {}
+        for i, (slot, unsharded) in enumerate(zip(slots, self._unsharded, strict=False)):
+            gradient = stored_gradient(unsharded)
+            if gradient is None:
+                gradient = outside.pop(i, None)
+            if gradient is None:
+                slot.zero_()
+                continue
+            self._packed[i] = True
+            targets.append(slot)
+            sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+            store_gradient(unsharded, None)
+        for padding in slots[len(self._unsharded) :]:
+            padding.zero_()
+        if scale is not None:
+            for target, source in zip(targets, sources, strict=True):
+                torch.mul(source, scale, out=target)
+        elif targets:
+            torch._foreach_copy_(targets, sources)
+        for i, gradient in outside.items():
+            slots[i].add_(gradient, alpha=1.0 if scale is None else scale)
+
+    def _forget_partial(self) -> None:
+        self._memory.partial = None
+        self._partly_used = [False] * len(self._unsharded)
+
+    def _views_of(self, shard: torch.Tensor) -> list[ShardTensor]:
+        return [
+            ShardTensor(local_view(shard, self._layout, i, self._mesh.slice_rank), sharded.spec)
+            for i, sharded in enumerate(self._sharded)
+        ]
+
+
+_IN_A_LIST = next(map(sys.getrefcount, [torch.empty(0)]))
+"""References to a tensor that a list holds and nobody else."""

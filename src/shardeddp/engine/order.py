@@ -1,0 +1,315 @@
+"""Execution order: which unit comes next, whether all ranks agree on it, and what they do where they do not."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from shardeddp.comm import Mesh, agree_on_highest
+from shardeddp.comm.agreement import ABOUT_UNITS
+from shardeddp.engine.reducer import Reduced, Reducer
+from shardeddp.engine.unit import UnitState, UnitTrack
+from shardeddp.plan.sharding_strategy import Placement, Reshard
+
+# -- ExecutionOrder: the order in which a pass visits units, recorded once and checked ever after
+
+
+@dataclass(frozen=True)
+class OrderChange:
+    """A visit that the recorded order did not expect; ``expected`` is None where the recorded pass had ended."""
+
+    expected: int | None
+    found: int
+
+
+class ExecutionOrder:
+    """Predicts which units come next in a pass.
+
+    The first pass is recorded: the unit numbers in the order of their visits, repeats included. In later passes each
+    visit is matched against the record. A visit that is not the expected one is reported, and the record is taken up
+    again at that unit's next occurrence, so one skipped unit costs one late gather and nothing more.
+    """
+
+    def __init__(self) -> None:
+        self._record: list[int] = []
+        self._recording = True
+        self._position = 0
+
+    @property
+    def record(self) -> tuple[int, ...]:
+        """The visits of the recorded pass."""
+        return tuple(self._record)
+
+    def begin(self) -> None:
+        """Start a pass; what the first pass has recorded stands from here on."""
+        if self._record:
+            self._recording = False
+        self._position = 0
+
+    def visit(self, unit: int) -> OrderChange | None:
+        """Note a visit; returns what was wrong with it, if anything."""
+        if self._recording:
+            self._record.append(unit)
+            self._position = len(self._record)
+            return None
+        expected = self._record[self._position] if self._position < len(self._record) else None
+        if expected == unit:
+            self._position += 1
+            return None
+        later = self._find(unit, self._position)
+        if later is not None:
+            self._position = later + 1
+        return OrderChange(expected, unit)
+
+    def upcoming(self, depth: int) -> list[int]:
+        """The next ``depth`` different units that the record expects after the last visit."""
+        found: list[int] = []
+        for unit in self._record[self._position :]:
+            if len(found) == depth:
+                break
+            if unit not in found:
+                found.append(unit)
+        return found
+
+    def next(self) -> int | None:
+        """The unit that a recorded pass expects next; None at its end, and while recording."""
+        return None if self._recording or self.at_end() else self._record[self._position]
+
+    def at_end(self) -> bool:
+        """Whether a recorded pass ends with the last visit; False while recording."""
+        return not self._recording and self._position == len(self._record)
+
+    def _find(self, unit: int, start: int) -> int | None:
+        for position in (*range(start, len(self._record)), *range(start)):
+            if self._record[position] == unit:
+                return position
+        return None
+
+
+# -- Visits: whether all ranks use the same units in one order, and what they do where they don't
+
+_BACKWARD = "backward"
+
+
+def backward_kind(number: int) -> str:
+    """The kind of pass that a backward is; other kinds are those of steps.
+
+    Args:
+        number: Of backwards before it since its step began. The second of a step (a gradient penalty, a generator's
+            after a discriminator's) uses other units than the first.
+    """
+    return f"{_BACKWARD} {number}"
+
+
+def is_backward(kind: str) -> bool:
+    """Whether a kind of pass is one of backwards."""
+    return kind.startswith(_BACKWARD)
+
+
+_END = "the end of the pass"
+
+
+class _Field(IntEnum):
+    """What a ballot says about each unit: a row of one byte per unit."""
+
+    FORWARD = 0
+    """This rank's forward comes to the unit next."""
+
+    BACKWARD = 1
+    """This rank's backward comes to the unit next."""
+
+    GATHER = 2
+    """It needs the unit's parameters for that, and does not have them."""
+
+    REDUCED = 3
+    """How far the unit's gradients are: a :class:`Reduced`."""
+
+
+class Visits:
+    """Keeps ranks together where they gather and reduce units.
+
+    Nothing tells a rank which unit another one gathers: collectives meet in the order in which they are issued. So
+    ranks have to issue them in one order, although they may use different units (experts without a token, batches
+    without an image), or, in evaluation, have different numbers of batches.
+
+    The first pass of each kind is agreed on, visit by visit: each rank says on the host which unit it comes to. Where
+    that is the same on all ranks, later passes go on without asking. Where it is not, the first of those units is
+    gathered by all ranks, also by those that do not need it, and those that wait for another one ask again; from then
+    on every pass of this model is agreed on. Gradients are reduced between two visits, when no rank needs a unit any
+    more, with zeros of the ranks that have not used it.
+
+    A rank that finds, in a pass that has been alike so far, that it uses other units than before, asks whether all do.
+    They may change together, alone it is an error: what the others have issued cannot be taken back.
+
+    Args:
+        tracks: All units, the root first.
+        mesh: Through which ranks agree.
+        placement: Whether anything is gathered, in forward and in backward.
+        reducer: Of the gradients.
+        apart: Whether ranks are known to use different units.
+    """
+
+    def __init__(
+        self, tracks: Sequence[UnitTrack], mesh: Mesh, placement: Placement, reducer: Reducer, *, apart: bool = False
+    ) -> None:
+        self._tracks = tracks
+        self._mesh = mesh
+        self._reducer = reducer
+        self._apart = apart
+        self._open = False  # an evaluation is running in which each rank has its own number of passes
+        self._orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
+        self._alike: set[str] = set()  # kinds of passes that all ranks have been through alike
+        self._changed: set[str] = set()  # kinds of which the pass that is running is another than those before
+        self._warned = False
+        self.gathers: bool = mesh.gather.size > 1 and any(track.unit.groups for track in tracks)
+        """Whether forwards need other ranks."""
+
+        self._gathers_in_backward = mesh.world.size > 1 and placement.reshard is not Reshard.NEVER
+
+    # -- evaluation
+
+    def open(self) -> None:
+        """From here on each rank may run as many passes as it likes, until all have come to :meth:`close`."""
+        self._open = self.gathers
+
+    def wait(self) -> None:
+        """This rank runs no more passes for now; take part in those of others until all have come here."""
+        if self._open:
+            self._serve()
+
+    def close(self) -> None:
+        """From here on all ranks run the same passes again; to be called behind :meth:`wait`, or after a failure."""
+        self._open = False
+
+    # -- passes
+
+    def begin(self, kind: str) -> None:
+        """A pass of this rank begins."""
+        if kind not in self._alike:
+            self._orders[kind] = ExecutionOrder()  # only what all ranks have agreed on foretells what all will do
+        self._orders[kind].begin()
+
+    def visit(self, track: UnitTrack, kind: str) -> None:
+        """Return when it is this rank's turn to come to a unit, with what it needs of others for that.
+
+        Raises:
+            RuntimeError: This rank uses other units than in former passes, and not all ranks do.
+        """
+        # The root is where a forward begins; a backward comes to it as to any other.
+        change = self._orders[kind].visit(track.index) if is_backward(kind) or track.index else None
+        if self.agrees(kind):
+            self._await_turn(track, kind)
+        elif change is not None:
+            found, expected = self._tracks[change.found].unit.label, _END
+            if change.expected is not None:
+                expected = self._tracks[change.expected].unit.label
+            if self._involves_others(kind):
+                self._confirm(found, expected)
+                self._changed.add(kind)
+            if is_backward(kind) or torch.is_grad_enabled():  # evaluation may do as it likes: nothing waits for it
+                self._warn_once(found, expected)
+
+    def revisit(self, track: UnitTrack, kind: str) -> None:
+        """The same within a visit to a unit around it, which computes again what it has computed in forward."""
+        if self.agrees(kind) and self._needs(track):
+            self._await_turn(track, kind)
+
+    def upcoming(self, kind: str, depth: int) -> list[int]:
+        """The units that all ranks will come to next."""
+        return [] if self._apart or self.agrees(kind) else self._orders[kind].upcoming(depth)
+
+    def at_end(self, kind: str) -> bool:
+        """Whether the unit that was visited last ends the pass, on all ranks."""
+        return not self.agrees(kind) and self._orders[kind].at_end()
+
+    def end(self, kind: str) -> None:
+        """A pass of this rank ends; where ranks agree, return when all have come to the end of theirs.
+
+        Raises:
+            RuntimeError: This rank has not used all units of former passes, and other ranks do.
+        """
+        expected = self._orders[kind].next()
+        if self.agrees(kind):
+            if self._open:
+                return
+            self._serve()
+        elif expected is not None and self._involves_others(kind):
+            self._confirm(_END, self._tracks[expected].unit.label)
+            self._changed.add(kind)
+        # Where all have changed together, the next pass is the first of its kind once more.
+        (self._alike.discard if kind in self._changed else self._alike.add)(kind)
+        self._changed.discard(kind)
+
+    def agrees(self, kind: str) -> bool:
+        """Whether ranks agree on each visit of a pass of this kind."""
+        return self._involves_others(kind) and (self._apart or self._open or kind not in self._alike)
+
+    def _involves_others(self, kind: str) -> bool:
+        return self._gathers_in_backward if is_backward(kind) else self.gathers
+
+    def _await_turn(self, track: UnitTrack, kind: str) -> None:
+        field = _Field.BACKWARD if is_backward(kind) else _Field.FORWARD
+        while self._round(track, field) is not track:
+            pass
+
+    def _needs(self, track: UnitTrack) -> bool:
+        """Whether the unit's parameters have to be gathered before this rank can use them."""
+        unit = track.unit
+        return unit.gathers if unit.state is UnitState.SHARDED else unit.state is UnitState.UNSHARDED and unit.stale
+
+    def _serve(self) -> None:
+        while self._round(None, _Field.FORWARD) is not None:
+            pass
+
+    @torch.no_grad()
+    def _round(self, wanted: UnitTrack | None, field: _Field) -> UnitTrack | None:
+        """Ask where all ranks are, reduce what is over, and gather the unit that comes first; it is returned."""
+        ballot = torch.zeros(len(_Field), len(self._tracks) + 1, dtype=torch.uint8)  # the last column: at the end
+        ballot[field, -1 if wanted is None else wanted.index] = 1
+        if wanted is not None:
+            ballot[_Field.GATHER, wanted.index] = self._needs(wanted)
+        reduced = self._reducer.progress(wanted)
+        ballot[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8)
+        agree_on_highest(ballot, self._mesh.control)
+        forward, backward, gather, progress = ballot.tolist()
+        self._apart |= not self._open and sum(forward) + sum(backward) > 1
+        self._reducer.issue([index for index, state in enumerate(progress[:-1]) if state == Reduced.DUE])
+        places = [index for index, flag in enumerate(forward[:-1]) if flag]
+        # As units were found, and back: most ranks wait least where that is the order in which they are used.
+        places += [index for index, flag in reversed([*enumerate(backward[:-1])]) if flag]
+        if not places:
+            return None
+        chosen = self._tracks[places[0]]
+        if gather[chosen.index]:
+            self._gather(chosen, keep=chosen is wanted)
+        return chosen
+
+    def _gather(self, track: UnitTrack, *, keep: bool) -> None:
+        unit = track.unit
+        rested = unit.state is UnitState.SHARDED
+        unit.gather_with_others()
+        if rested and not keep:
+            unit.reshard()
+
+    # -- passes that are not agreed on
+
+    def _confirm(self, found: str, expected: str) -> None:
+        """Go on if all ranks come to something that no pass of this kind has come to here."""
+        self._mesh.assembly.call(f"{found} instead of {expected}", ABOUT_UNITS)
+
+    def _warn_once(self, found: str, expected: str) -> None:
+        if self._warned or self._mesh.rank:
+            return
+        self._warned = True
+        warnings.warn(
+            f"units run in another order than in the first pass: expected {expected}, found {found}. The result is "
+            f"right; gathers that could not be foreseen are not overlapped. To make it fast, let one unit hold the "
+            f"parts whose order changes (auto_wrap_policy), or keep parameters gathered between forward and backward "
+            f"(reshard_after_forward=False). Said once, on rank 0",
+            stacklevel=2,
+        )

@@ -1,0 +1,701 @@
+"""Runtime: when units are unsharded and resharded, in which order, and how far ahead; the hooks that tell it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from shardeddp.comm import Mesh
+from shardeddp.comm.propagation import is_transfer_error
+from shardeddp.engine.order import Visits, backward_kind, is_backward
+from shardeddp.engine.reducer import Reducer
+from shardeddp.engine.saved_tensors import SavedTensors
+from shardeddp.engine.storage import SavedView
+from shardeddp.engine.unit import Unit, UnitState, UnitTrack
+from shardeddp.plan.sharding_strategy import Placement, Reshard
+from shardeddp.tensor.autograd import extend_functions
+from shardeddp.tensor.backward import graph_is_retained
+from shardeddp.tensor.memoryless import never_traced
+from shardeddp.tensor.shard_tensor import ShardTensor
+
+# -- BufferSync: buffers follow rank 0, as under DistributedDataParallel
+#
+# Those that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay each rank's own, as
+# they
+# do there with ``broadcast_buffers=False``.
+
+
+class BufferSync:
+    """Broadcasts the buffers that a model has when it is set up.
+
+    Args:
+        module: The model.
+        mesh: Through which rank 0's values travel.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if isinstance(buffer, torch.Tensor)
+        ]
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Overwrite every rank's buffers by rank 0's; one broadcast per dtype."""
+        if self._mesh.world.size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for owner, name in self._places:
+            # Scripted modules have no get().
+            buffer = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
+            if buffer is not None and _has_elements_of_its_own(buffer):
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self._mesh.world.broadcast_(flat.view(torch.uint8), 0).wait()  # whatever the backend thinks of the dtype
+            if self._mesh.rank != 0:
+                pieces = flat.split([buffer.numel() for buffer in buffers])
+                torch._foreach_copy_(buffers, [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)])
+
+
+def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
+    """Whether elements lie in memory one by one; those of sparse, nested, quantized and expanded buffers do not."""
+    if buffer.layout is not torch.strided or buffer.is_nested or buffer.is_quantized or not buffer.numel():
+        return False
+    return all(stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1)
+
+
+# -- Find the tensors in what a module takes and returns
+
+
+def find_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in mappings, sequences, sets and dataclasses; other objects are not looked into."""
+    return list(_tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (str, bytes)):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (Sequence, Set)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+# -- Where the runtime hears of forwards and gradients: hooks around a unit's call and on its unsharded parameters
+
+_never_traced = never_traced(
+    "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. Compile units one by one "
+    "(block.compile()) to have each in one graph, or compile what contains units without fullgraph=True"
+)
+
+
+class UnitHook:
+    """Tells the runtime when a unit's module is called and has returned, outside of whatever is compiled.
+
+    What dynamo traces it could specialize on, or leave out: it takes a module without hooks for its ``forward``, and a
+    module that ``torch.compile`` has wrapped for what is inside. So everything here is an end of a graph for dynamo,
+    and stands where a call is sure to pass:
+
+    - a module that is not compiled has module hooks; compiled code around it breaks there, and goes on inside;
+    - one compiled in place (``module.compile()``) has module hooks *inside* of the compiled code, so the compiled call
+      itself is put in brackets;
+    - the same for the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
+
+    Args:
+        runtime: Whom to tell.
+        track: The unit.
+    """
+
+    def __init__(self, runtime: Runtime, track: UnitTrack) -> None:
+        self.runtime = runtime
+        self._track = track
+        self._handles: list[RemovableHandle] | None = None  # of module hooks; None before the first follow()
+        self._bracketed: Callable[..., Any] | None = None  # what has taken the place of the compiled call
+
+    @_never_traced
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook."""
+        if self.belongs_to(module):
+            self.runtime.enter(self._track)
+
+    @_never_traced
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Forward hook, called after an exception as well."""
+        if self.belongs_to(module):
+            self.runtime.leave(self._track, (args, kwargs), output)
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """False for a deep copy, which keeps the hook and computes with sharded parameters of its own."""
+        return module is self._track.unit.spec.module
+
+    def follow(self) -> None:
+        """Take the place that belongs to the module's call as it is now; users may compile after sharding."""
+        module = self._track.unit.spec.module
+        compiled = _compiled_call(module)
+        if self._handles is not None and compiled is self._bracketed:
+            return
+        for handle in self._handles or ():
+            handle.remove()
+        self._bracketed = None if compiled is None else self._bracket(compiled)
+        if self._bracketed is None:
+            self._handles = [
+                module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
+            ]
+        elif module._compiled_call_impl is None:
+            self._handles = []
+            module.forward = self._bracketed
+        else:
+            self._handles = [module.register_forward_pre_hook(_not_only_forward)]
+            module._compiled_call_impl = self._bracketed
+
+    def _bracket(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @_never_traced
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.runtime.enter(self._track)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                self.runtime.leave(self._track, (args, kwargs), output)
+            return output
+
+        return call
+
+    def __deepcopy__(self, memo: Any) -> UnitHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return FormerUnitHook, ()
+
+
+class FormerUnitHook:
+    """What is left of a unit's hooks in a module that was pickled: its parameters are whole, nothing is gathered."""
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Do nothing."""
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Do nothing."""
+
+
+def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What a call of a compiled module runs; None for a module that is not compiled itself."""
+    if module._compiled_call_impl is not None:
+        return module._compiled_call_impl
+    return module.forward if isinstance(module, OptimizedModule) else None
+
+
+def _not_only_forward(module: nn.Module, args: Any) -> None:
+    """Nothing but a hook: code that dynamo traces around a module without hooks goes straight to its ``forward``.
+
+    With one it asks for the module's compiled call, which is in brackets that it cannot trace.
+    """
+
+
+_RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
+"""By identity of the root module; it is the module's hooks that keep a runtime alive."""
+
+
+def runtime_of(module: nn.Module) -> Runtime | None:
+    """The runtime in charge of a module that has been sharded as a root; None for any other module."""
+    runtime = _RUNTIMES.get(id(module))
+    return runtime if runtime is not None and runtime.root_module is module else None
+
+
+def take_charge(runtime: Runtime) -> None:
+    """Let a runtime be found by the module that it drives."""
+    _RUNTIMES[id(runtime.root_module)] = runtime
+
+
+def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
+    """Let all runtimes take note that an optimizer has stepped, each of its own parameters."""
+    for runtime in list(_RUNTIMES.values()):
+        mine = [each for each in stepped if each.is_of_a_unit and each.spec.mesh is runtime.mesh]
+        if mine:
+            runtime.parameters_changed(mine)
+
+
+def make_plain(module: nn.Module) -> None:
+    """Let the deep copy of a sharded module be a module like any other; a collective of all ranks.
+
+    Its parameters become whole ones. What else is sharded, because a setup has failed half way, stays as it is.
+
+    Args:
+        module: Any module that is not sharded as a root.
+    """
+    whole: dict[int, torch.Tensor] = {}
+    for each in module.modules():
+        for name, parameter in [*each._parameters.items()]:
+            if isinstance(parameter, ShardTensor) and parameter.is_copy:
+                if id(parameter) not in whole:
+                    whole[id(parameter)] = parameter.whole("setting up a copy of")
+                each._parameters[name] = cast("nn.Parameter", whole[id(parameter)])
+        for key, hook in [*each._forward_pre_hooks.items(), *each._forward_hooks.items()]:
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, UnitHook) and not owner.belongs_to(each):
+                for hooks in (each._forward_pre_hooks, each._forward_pre_hooks_with_kwargs, each._forward_hooks):
+                    hooks.pop(key, None)
+                for flags in (each._forward_hooks_with_kwargs, each._forward_hooks_always_called):
+                    flags.pop(key, None)
+
+
+def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
+    """Let the runtime hear of every forward of a unit's module, and of every gradient of its parameters."""
+    hook = UnitHook(runtime, track)
+    hook.follow()
+    parameters = track.unit.unsharded_parameters()
+    track.expected = set(range(len(parameters)))
+    with torch._C.DisableTorchFunctionSubclass():
+        for index, parameter in enumerate(parameters):
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            # A frozen parameter takes no hook, and may be unfrozen later.
+            trainable = parameter.requires_grad
+            parameter.requires_grad_(True)
+            torch.Tensor.register_post_accumulate_grad_hook(parameter, _gradient_hook(runtime, track.index, index))
+            view: Any = parameter.view_as(parameter)
+            track.accumulators.append(view.grad_fn.next_functions[0][0])
+            parameter.requires_grad_(trainable)
+    for group in track.unit.groups:
+        group.buffer.count_references()
+        group.gradients.attach(_outside_hook(runtime))
+    return hook
+
+
+def _outside_hook(runtime: Runtime) -> Callable[[], None]:
+    reference = weakref.ref(runtime)
+
+    def ready() -> None:
+        runtime = reference()
+        if runtime is not None:
+            runtime.outside_gradient_ready()
+
+    return ready
+
+
+def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.Tensor], None]:
+    # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the model for ever.
+    reference = weakref.ref(runtime)
+
+    def ready(parameter: torch.Tensor) -> None:
+        runtime = reference()
+        if runtime is not None:
+            runtime.gradient_ready(runtime.tracks[unit], index)
+
+    return ready
+
+
+# -- Runtime: when units are unsharded and resharded, in which order, and how far ahead. The units' only caller
+
+
+class Phase(Enum):
+    """What the model is doing; known to the runtime alone."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """How many units ahead of the one at work are gathered."""
+
+    forward: int = 1
+    backward: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}_prefetch={getattr(self, name)}: expected 0 (none) or a number of units")
+
+
+class Runtime:
+    """Drives the units of one model through forwards and backwards.
+
+    A unit is gathered when its forward is entered and released when it is left; its outputs announce its backward,
+    which gathers it again; when its gradients are complete it is released. The :class:`Reducer` decides when they are
+    reduced. The root unit is entered by :meth:`step`, around everything that the user's step does. Recomputation by
+    activation checkpointing is a forward that is entered during a backward: it neither prefetches nor reshards.
+
+    Args:
+        units: The root unit first.
+        mesh: Through which ranks agree.
+        placement: When to reshard and to reduce.
+        prefetch: How far ahead to gather.
+        uneven: Whether ranks may use different units in a step.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        placement: Placement,
+        prefetch: Prefetch,
+        uneven: bool = False,
+    ) -> None:
+        self.tracks = [UnitTrack(unit=unit, index=index) for index, unit in enumerate(units)]
+        self.phase = Phase.IDLE
+        self.sync_gradients = True
+        """False while micro-batches accumulate: gradients stay on their rank or in their shard group."""
+
+        self._root = self.tracks[0]
+        self.mesh = mesh
+        self.placement = placement
+        self._prefetch = prefetch
+        self._reducer = Reducer(self.tracks, mesh, placement)
+        self.visits = Visits(self.tracks, mesh, placement, self._reducer, apart=uneven)
+        self._keeps_graph = False  # the backward that is running records a graph of itself
+        self._step_name = "forward"
+        self._backwards = 0  # since the last forward of the root began
+        self._backward_kind = backward_kind(0)
+        self._entering = threading.Lock()
+        self._forwards, self._thread = 0, 0  # of units, under way, and the thread that they run on
+        self._buffers = BufferSync(self.root_module, mesh)
+        extend_functions(self.pending_writes)
+        self._saved = SavedTensors(self._restore)
+        self._saves_views = placement.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
+        for track in self.tracks:
+            track.find_inner(self.tracks)
+            # The root's stay in memory until the backward ends anyway; what graphs hold of them costs nothing.
+            for group in track.unit.groups if self._saves_views and track.index else ():
+                group.buffer.watched = self._saved.buffers
+        self._track_of = {id(group.buffer): track for track in self.tracks for group in track.unit.groups}
+        take_charge(self)
+        self.idle = not any(track.unit.groups for track in self.tracks)
+        """Whether no unit has anything to do: training on one rank."""
+
+        self._hooks = [] if self.idle else [attach_hooks(self, track) for track in self.tracks]
+
+    @property
+    def root_module(self) -> nn.Module:
+        """The module that the root unit belongs to."""
+        return self._root.unit.spec.module
+
+    # -- what the strategy calls
+
+    @contextmanager
+    def step(self, name: str = "step") -> Generator[list[Any]]:
+        """Surround a user's step: parameters of the root unit are usable, whatever method reads them.
+
+        Args:
+            name: The kind of step; steps of one kind are expected to visit units in one order.
+
+        Yields:
+            A list to append the step's outputs to, from which their backward is announced.
+        """
+        outputs: list[Any] = []
+        if self.idle:
+            yield outputs
+            return
+        self._step_name = name
+        self._enter(self._root)
+        try:
+            yield outputs
+        except BaseException as error:
+            if not is_transfer_error(error):  # else nothing arrives any more, and waiting for it takes as long again
+                self.reset()
+            raise
+        self.leave(self._root, (), outputs)
+        self._step_name = "forward"
+
+    def parameters_changed(self, stepped: Sequence[ShardTensor]) -> None:
+        """Take note that an optimizer has stepped: what is in use is gathered anew, the rest when it is used.
+
+        Args:
+            stepped: The sharded parameters that had a gradient; the same on all ranks.
+        """
+        # Fused optimizers do not count versions.
+        torch.autograd.graph.increment_version([sharded.raw_local for sharded in stepped])
+        for track in self.tracks:
+            if track.unit.state is UnitState.UNSHARDED and track.unit.stale:
+                if track.active:
+                    track.unit.refresh()
+                else:
+                    track.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
+            if track.is_viewed:
+                track.unit.renew_views()
+
+    def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
+        """The unsharded parameters that were written to inside of their units since they were gathered, and names."""
+        for track in self.tracks:
+            for group in track.unit.groups:
+                yield from group.pending_writes()
+
+    def sync_buffers(self) -> None:
+        """Give rank 0's buffers to all ranks."""
+        self._buffers.sync()
+
+    def reset(self) -> None:
+        """Back to rest after a failure: finish what is in flight, reshard, drop gradients that were not reduced."""
+        self._reducer.abort()
+        self._saved.clear()
+        for track in self.tracks:
+            track.active = 0
+            track.forget_forwards()
+            track.unit.drop_unsharded_gradients()
+        self.phase = Phase.IDLE
+        self._step_name = "forward"
+        self._reshard_idle()
+
+    # -- forward
+
+    def enter(self, track: UnitTrack) -> None:
+        """A forward of the unit's module begins."""
+        if not (self._root.active or self._in_backward()) and track.unit.gathers:
+            self.mesh.attendance.call(f"the forward of {track.unit.label}")  # outside of steps: anybody may call it
+        self._enter(track)
+
+    def _enter(self, track: UnitTrack) -> None:
+        """Gather the unit, and what comes next."""
+        if torch._C._are_functorch_transforms_active():
+            self._enter_transformed(track)
+            return
+        if self._saves_views and track is not self._root:
+            self._saved.enter()
+        if self._in_backward():
+            self.visits.revisit(track, self._backward_kind)
+            self._ensure_unsharded(track)
+            return
+        if self.phase is Phase.BACKWARD:
+            self.reset()  # the backward that set it never came to its end
+        if track is not self._root:
+            self._take_thread(track)
+        track.active += 1
+        if track is self._root and track.active == 1:
+            self._begin_pass()
+        if self._root.active:
+            self._visit(track, self._step_name)
+        else:
+            self._ensure_unsharded(track)
+
+    def _take_thread(self, track: UnitTrack) -> None:
+        """Refuse the forward of a unit while another thread is in that of one: ranks would gather in other orders."""
+        with self._entering:
+            thread = threading.get_ident()
+            if self._forwards and self._thread != thread and self.mesh.gather.size > 1:
+                raise RuntimeError(
+                    f"the forward of {track.unit.label} begins while another thread of this process is in the forward "
+                    f"of a unit: each gathers its parameters from the other ranks, which would be asked in another "
+                    f"order. Run units one after the other, or let one unit hold all that threads run at the same time "
+                    f"(auto_wrap_policy)"
+                )
+            self._thread = thread
+            self._forwards += 1
+
+    def _visit(self, track: UnitTrack, kind: str) -> None:
+        """A pass comes to a unit: gather it, and what comes next."""
+        self.visits.visit(track, kind)
+        self._ensure_unsharded(track)
+        depth = self._prefetch.backward if is_backward(kind) else self._prefetch.forward
+        for index in self.visits.upcoming(kind, depth):
+            unit = self.tracks[index].unit
+            if unit.state is UnitState.SHARDED:
+                unit.unshard()
+
+    def leave(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
+        """A forward of the unit has ended: announce its backward, and reshard it."""
+        if torch._C._are_functorch_transforms_active():
+            self._leave_transformed(track)
+            return
+        if self._saves_views and track is not self._root:
+            self._saved.leave()
+        if self._in_backward():
+            if torch.is_grad_enabled() and not track.awaiting_backward:
+                # Reentrant checkpointing: only the recomputation has a graph, which is run backward next.
+                self._announce_backward(track, inputs, outputs)
+            return
+        track.active -= 1
+        if track is not self._root:
+            with self._entering:
+                self._forwards = max(0, self._forwards - 1)
+        if torch.is_grad_enabled():
+            self._announce_backward(track, inputs, outputs)
+        if track is self._root:
+            if track.active == 0:
+                self.visits.end(self._step_name)
+                self.phase = Phase.IDLE
+                self._reshard_idle()
+                if self.placement.offload_params:
+                    self.mesh.drain()  # the host may write to what has just been copied to the device
+        elif track.active == 0 and self._reshards_after_forward(track):
+            track.unit.reshard(before_backward=track.awaiting_backward)
+
+    def _enter_transformed(self, track: UnitTrack) -> None:
+        # Inside of torch.func.grad, vmap and the like, which take no saved-tensor hooks: their graphs hold the memory.
+        track.active += 1
+        with temporarily_clear_interpreter_stack():
+            self._ensure_unsharded(track)
+
+    def _leave_transformed(self, track: UnitTrack) -> None:
+        track.active -= 1
+        if not track.active and not track.awaiting_backward and track.unit.state is UnitState.UNSHARDED:
+            with temporarily_clear_interpreter_stack():
+                track.unit.reshard()
+
+    def _begin_pass(self) -> None:
+        if self.placement.reshard is Reshard.NEVER and self.mesh.written.pending:
+            # What has changed is gathered anew, and only that: all ranks must have changed it.
+            self.mesh.assembly.call(f"the first step since {', '.join(self.mesh.written.pending)} was written to")
+        self.phase = Phase.FORWARD
+        self._saved.clear()
+        self._backwards = 0
+        for track in self.tracks:
+            track.was_retained = False
+        self.visits.begin(self._step_name)
+        for hook in self._hooks:
+            hook.follow()
+        if self.root_module.training:
+            self.sync_buffers()
+
+    def _reshards_after_forward(self, track: UnitTrack) -> bool:
+        if track.unit.state is not UnitState.UNSHARDED:
+            return False
+        if not track.awaiting_backward:
+            return True
+        # What ends the forward begins the backward: to reshard it would be to gather it again at once.
+        return self.placement.reshard is not Reshard.AFTER_BACKWARD and not self.visits.at_end(self._step_name)
+
+    def _announce_backward(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
+        differentiable = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
+        if not differentiable:
+            return
+        track.awaiting_backward = True
+        if track.unreached_uses or track.was_retained:
+            track.unit.add_up_gradients()
+        use = object()
+        track.unreached_uses.add(use)
+        # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place by a view of it and
+        # gets another hook.
+        for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
+            node.register_prehook(partial(self._pre_backward, track, use))
+        if track.has_frozen_parameters():
+            leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
+            if leaves:
+                track.open_uses += 1
+                torch.autograd.graph.register_multi_grad_hook(leaves, partial(self._use_finished, track))
+
+    # -- backward
+
+    def _pre_backward(self, track: UnitTrack, use: object, gradients: Any) -> None:
+        self._reach(track, use)
+
+    def _reach(self, track: UnitTrack, use: object = None) -> None:
+        """A backward comes to a unit, by a use that its outputs have announced, or by one that nothing has."""
+        self._begin_backward()
+        first = not track.entered
+        track.was_retained |= graph_is_retained()
+        if first or use in track.unreached_uses:
+            track.unreached_uses.discard(use)
+            self._reducer.reach(track, agreed=self.visits.agrees(self._backward_kind))
+        if first or track.unit.state is not UnitState.UNSHARDED:
+            self._visit(track, self._backward_kind)
+
+    def _restore(self, saved: SavedView) -> torch.Tensor:
+        """A view of a parameter that a graph has saved, wherever its unit is in the meantime."""
+        track = self._track_of[id(saved.buffer)]
+        if track.unit.state is not UnitState.UNSHARDED:
+            if self._in_backward():
+                self._reach(track)
+            else:
+                self._ensure_unsharded(track)  # somebody looks at the graph
+        return saved.buffer.restore(saved)
+
+    def outside_gradient_ready(self) -> None:
+        """Autograd has left a gradient of a use of a parameter outside of its unit."""
+        self._begin_backward()
+        self._reducer.note_gradient()
+
+    def _begin_backward(self) -> None:
+        if self.phase is Phase.BACKWARD:
+            return
+        self.phase = Phase.BACKWARD
+        Variable._execution_engine.queue_callback(self._end_backward)
+        self._backward_kind = backward_kind(self._backwards)
+        self._backwards += 1
+        self.visits.begin(self._backward_kind)
+        self._keeps_graph = torch.is_grad_enabled()
+        for track in self.tracks:
+            track.begin_backward()
+        self._reducer.begin(self.sync_gradients)
+
+    def gradient_ready(self, track: UnitTrack, index: int) -> None:
+        """Autograd has left a gradient on a parameter of the unit."""
+        self._begin_backward()
+        self._reducer.note_gradient()
+        track.missing.discard(index)
+        self._reshard_after_backward(track)
+
+    def _use_finished(self, track: UnitTrack, gradients: Any) -> None:
+        track.open_uses -= 1
+        self._reshard_after_backward(track)
+
+    def _reshard_after_backward(self, track: UnitTrack) -> None:
+        if track is self._root or track.active or self._keeps_graph:
+            return
+        if track.unit.state is UnitState.UNSHARDED and track.backward_is_over():
+            track.unit.reshard()
+
+    def _end_backward(self) -> None:
+        self.visits.end(self._backward_kind)
+        self._reducer.end()
+        self.phase = Phase.FORWARD if self._root.active else Phase.IDLE
+        if self._keeps_graph and not self._reducer.leaves_gradients:
+            return  # `autograd.grad` for another backward: the parameters are part of its graph
+        for track in self.tracks:
+            track.forget_forwards()
+        self._reshard_idle(also_root=True)
+
+    # -- shared
+
+    def _in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def _ensure_unsharded(self, track: UnitTrack) -> None:
+        unit = track.unit
+        if unit.state is UnitState.SHARDED:
+            unit.unshard()
+        if unit.state is UnitState.UNSHARDING:
+            unit.wait()
+        if unit.untidy:
+            unit.tidy()
+        if unit.stale:
+            unit.refresh()
+
+    def _reshard_idle(self, also_root: bool = False) -> None:
+        """Reshard every unit that nothing needs: prefetched in vain, or kept for a backward that is over."""
+        for track in self.tracks:
+            unit = track.unit
+            if unit.state is UnitState.UNSHARDING:
+                unit.wait()
+            busy = track.awaiting_backward or (track.active and not (also_root and track is self._root))
+            if unit.state is UnitState.UNSHARDED and not busy:
+                unit.reshard()
+            if unit.untidy:
+                unit.tidy()

@@ -1,0 +1,146 @@
+"""Saved-tensor hooks around the forward of units: graphs keep where in a gathered buffer a view lies, not its memory.
+
+What a unit's forward saves for its backward are mostly its inputs and views of its parameters. If graphs held the
+latter, all parameters would stay in memory from forward to backward. So a graph gets a :class:`SavedView` in their
+place, and when its backward asks for it, the unit is gathered again. That holds for every backward, whether the outputs
+of the unit announced it or not (a loss on a feature that a hook has recorded, a second backward of the same graph).
+
+Hooks change what is in memory, never what is computed: where there are none, graphs hold the memory itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardeddp.engine.storage import GatheredBuffer, SavedView
+from shardeddp.tensor.unsharded import UnshardedParameter
+
+_autograd: Any = vars(torch._C)["_autograd"]
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+Restore = Callable[[SavedView], torch.Tensor]
+
+
+class SavedTensors:
+    """Sets saved-tensor hooks around what runs between :meth:`enter` and :meth:`leave`.
+
+    Args:
+        restore: Gives a saved view its memory; called in the middle of a backward.
+    """
+
+    def __init__(self, restore: Restore) -> None:
+        self._restore = restore
+        self.buffers: dict[int, GatheredBuffer] = {}
+        """By the storage that is their memory, those whose views are saved without it; kept by the buffers."""
+
+        self._levels: list[_Hooks | None] = []  # one for each enter() without its leave(); None: set no hooks
+        _let_transforms_pass()
+
+    def enter(self) -> None:
+        """Set hooks, on top of those that others have set."""
+        hooks = None
+        if torch.is_grad_enabled() and _autograd._saved_tensors_hooks_is_enabled():
+            below = _autograd._top_saved_tensors_default_hooks(True)
+            top = _ours(below)
+            if top is None or top.buffers is not self.buffers:
+                hooks = _Hooks(self.buffers, self._restore, below)
+                hooks.push()
+        self._levels.append(hooks)
+
+    def leave(self) -> None:
+        """Take back what the last :meth:`enter` has set."""
+        hooks = self._levels.pop() if self._levels else None
+        if hooks is not None:
+            hooks.pop()
+
+    def clear(self) -> None:
+        """Take back all of it, after a failure."""
+        while self._levels:
+            self.leave()
+
+
+class _Hooks:
+    """One pair of hooks.
+
+    Args:
+        buffers: By storage, those whose views are saved without memory.
+        restore: Gives such a view its memory.
+        below: The hooks that torch would have called without these; they get all other tensors.
+    """
+
+    def __init__(
+        self, buffers: Mapping[int, GatheredBuffer], restore: Restore, below: tuple[Pack, Unpack] | None
+    ) -> None:
+        self.buffers = buffers
+        self._restore = restore
+        self._below = below
+        self._set = False
+
+    def push(self) -> None:
+        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        self._set = True
+
+    def pop(self) -> None:
+        if self._set and _ours(_autograd._top_saved_tensors_default_hooks(True)) is self:
+            _autograd._pop_saved_tensors_default_hooks()
+        self._set = False
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        kind = type(tensor)
+        if kind is torch.Tensor or kind is nn.Parameter or issubclass(kind, UnshardedParameter):
+            buffer = self.buffers.get(_storage_of(tensor))
+            view = None if buffer is None else buffer.save(tensor)
+            if view is not None:
+                return view
+        if self._below is not None:
+            return self._below[0](tensor)
+        # Detached: the node that saves its own output would refer to itself, and never be freed.
+        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if type(saved) is SavedView:
+            return self._restore(saved)
+        if self._below is not None:
+            return self._below[1](saved)
+        tensor, version = saved
+        if tensor._version != version:  # autograd leaves this check to hooks
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+                f"instead. Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute "
+                f"its gradient"
+            )
+        return tensor
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _ours(hooks: tuple[Pack, Unpack] | None) -> _Hooks | None:
+    pack = None if hooks is None else hooks[0]
+    return pack.__self__ if isinstance(pack, MethodType) and isinstance(pack.__self__, _Hooks) else None
+
+
+def _let_transforms_pass() -> None:
+    """Let ``torch.func.grad`` and the like run inside of a unit's forward, though they refuse to run under hooks.
+
+    They say so by one private function of torch, called before anything else; ours take themselves back first, for the
+    rest of that forward.
+    """
+    disable = _autograd._saved_tensors_hooks_disable
+    if isinstance(disable, FunctionType):
+        return  # done
+
+    def make_way(error_message: str, fail_if_non_empty: bool = True) -> None:
+        while fail_if_non_empty and (hooks := _ours(_autograd._top_saved_tensors_default_hooks(True))) is not None:
+            hooks.pop()
+        disable(error_message, fail_if_non_empty)
+
+    _autograd._saved_tensors_hooks_disable = make_way

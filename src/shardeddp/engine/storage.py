@@ -1,0 +1,258 @@
+"""Storage of a unit: the buffer that an all-gather fills, and the unsharded parameters, which are views of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardeddp.plan.layout import FlatLayout
+from shardeddp.tensor.unsharded import OURS, released_class, unsharded_class
+from shardeddp.wrap.tree import ParameterSpec
+
+# -- Where flat buffers get their memory from, and views of a parameter's part of them
+
+
+def empty_on_host(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host memory for the elements of a tensor; pinned if it is a CUDA device that copies from it."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
+
+
+def allocate(flat: torch.Tensor) -> None:
+    """Give a flat buffer memory, of undefined content; nothing happens to one that has it."""
+    storage = flat.untyped_storage()
+    if storage.nbytes() != flat.nbytes:  # resizing to the same size would copy all of it
+        storage.resize_(flat.nbytes)
+
+
+def release(flat: torch.Tensor) -> None:
+    """Take a flat buffer's memory away; views of it must not be touched until it has some again."""
+    flat.untyped_storage().resize_(0)
+
+
+def local_view(shard: torch.Tensor, layout: FlatLayout, index: int, slice_rank: int) -> torch.Tensor:
+    """A rank's elements of one parameter in its slice of a flat buffer; 1D."""
+    interval = layout.local_interval(layout.slots[index], slice_rank)
+    return shard[interval.start : interval.stop]
+
+
+# -- GatheredBuffer: the memory that an all-gather fills, and the unsharded parameters, which are views of it
+
+_set_attribute = object.__setattr__  # past that of OfSharded: twice for each parameter and gather
+_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]  # past the property of UnshardedParameter
+
+
+class SavedView(NamedTuple):
+    """A view of a gathered buffer that a graph has saved, without the memory that it was a view of."""
+
+    buffer: GatheredBuffer
+    place: int
+    """Number of the parameter it is a view of."""
+
+    version: int
+    """Of that parameter's values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class GatheredBuffer:
+    """One flat buffer of whole parameters.
+
+    [Note: the memory of a gather]
+    Every gather fills memory of its own, and to release it is to drop the engine's reference to it. It is never emptied
+    in place. A view of a parameter that has left its unit (a prompt, a detached weight), a graph that was recorded
+    where no saved-tensor hooks could be set: each holds the memory that it refers to for as long as it needs it. What a
+    unit's forward saves for backward is not held (see ``saved_tensors.py``): it would keep all parameters in memory.
+
+    An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient accumulators and compiled
+    code find the same object; binding it to the memory of a gather is an assignment to ``.data``. When released it is
+    bound to a placeholder of its shape without memory of that size, and its class leads to the sharded one. A graph
+    that has saved the parameter itself, and not a view of it, reads whatever the parameter is bound to: as long as
+    there is one, the parameter keeps its last memory.
+
+    Args:
+        specs: The parameters, in layout order.
+        layout: Where they lie.
+        dtype: Of the buffer.
+        device: Of the buffer.
+        memory: 1D, padded_numel; what the buffer is for ever. None: each gather brings its own.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: torch.Tensor | None,
+    ) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.flat = memory
+        """1D, padded_numel; None while released."""
+
+        self.watched: dict[int, GatheredBuffer] | None = None
+        """Where the buffer is to be found by its memory's storage, by whoever meets a view of it; None: nowhere."""
+
+        self._device = device
+        self._resident = memory is not None
+        self._offsets = [slot.offset for slot in layout.slots]
+        self._sizes, self._pieces = _cuts(layout)
+        self._classes = [
+            (unsharded_class(type(spec.parameter)), released_class(type(spec.parameter))) for spec in specs
+        ]
+        self._placeholders = [_hollow(dtype, device).expand(spec.parameter.shape) for spec in specs]
+        self.parameters = [self._make(spec, i) for i, spec in enumerate(specs)]
+        """The unsharded parameters, in layout order."""
+
+        self._is_bound = False
+        self._references: list[int] = []  # to each parameter while neither a graph nor a view refers to it
+        self._outlived: dict[int, StorageWeakRef] = {}  # by storage, memory of former gathers that something else holds
+        if memory is not None:
+            self.bind()
+
+    def count_references(self) -> None:
+        """Note how many references there are to each parameter, now that hooks are set and nothing has used it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._references = [parameter._use_count() for parameter in self.parameters]  # type: ignore[attr-defined]
+
+    def allocate(self) -> torch.Tensor:
+        """The buffer with memory, of undefined content where it had none. Called on the lane that fills it."""
+        if self.flat is None:
+            with torch.inference_mode(False):  # a tensor of inference mode could not be used in training
+                self.flat = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
+        return self.flat
+
+    def slice_of(self, rank: int, size: int) -> torch.Tensor:
+        """The part of one of ``size`` ranks; 1D."""
+        numel = self.layout.padded_numel // size
+        return self.allocate().narrow(0, rank * numel, numel)
+
+    def bind(self) -> None:
+        """Let the parameters be views of the buffer, and usable."""
+        if self.flat is None:
+            raise RuntimeError(f"nothing was gathered for {self.layout.slots[0].fqn}")
+        with torch.inference_mode(False), torch.no_grad():
+            pieces = self.flat.split_with_sizes(self._sizes)
+            for parameter, piece, slot, (usable, _) in zip(
+                self.parameters, self._pieces, self.layout.slots, self._classes, strict=True
+            ):
+                _set_attribute(parameter, "__class__", usable)
+                _set_data(parameter, pieces[piece].view(slot.shape))
+        self._is_bound = True
+        if self.watched is not None:
+            self.watched[self.flat.untyped_storage()._cdata] = self
+
+    def release(self) -> None:
+        """Drop the memory; the parameters raise from here on."""
+        if self.flat is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, placeholder, references, (_, released) in zip(
+                self.parameters, self._placeholders, self._references, self._classes, strict=True
+            ):
+                if parameter._use_count() <= references:  # type: ignore[attr-defined]
+                    _set_data(parameter, placeholder)
+                _set_attribute(parameter, "__class__", released)
+        storage = self.flat.untyped_storage()
+        self.flat, self._is_bound = None, False
+        self._forget_expired()
+        if torch._C._storage_Use_Count(storage._cdata) > _ASKING:
+            # Views that have left are saved like others. The weak reference keeps the number from being used again.
+            self._outlived[storage._cdata] = StorageWeakRef(storage)
+        elif self.watched is not None:
+            self.watched.pop(storage._cdata, None)
+
+    # -- views that outlive their gather
+
+    def is_viewed(self) -> bool:
+        """Whether something outside of the engine refers to memory that it may read stale values from later."""
+        if self._resident:
+            return False
+        self._forget_expired()
+        if self._outlived or self.flat is None or not self._is_bound:
+            return bool(self._outlived)
+        storage = self.flat.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) > _ASKING + 1 + len(self.parameters)
+
+    def outlived(self) -> list[torch.Tensor]:
+        """The memory of former gathers that something still refers to; 1D, padded_numel."""
+        found: list[torch.Tensor] = []
+        for reference in self._outlived.values():
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # None when it is gone
+            if storage is not None:
+                found.append(torch.empty(0, dtype=self.dtype, device=self._device).set_(storage))
+        return found
+
+    def _forget_expired(self) -> None:
+        for number in [number for number, reference in self._outlived.items() if reference.expired()]:
+            del self._outlived[number]
+            if self.watched is not None:
+                self.watched.pop(number, None)
+
+    # -- what graphs save
+
+    def save(self, tensor: torch.Tensor) -> SavedView | None:
+        """What a graph keeps of a tensor whose memory is this buffer; None: it has to keep the tensor."""
+        if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        offset = int(tensor.storage_offset())
+        place = bisect_right(self._offsets, offset) - 1
+        if self.flat is None:
+            with torch._C.DisableTorchFunctionSubclass():  # its class leads elsewhere
+                version = self.parameters[place]._version
+        else:
+            version = self.parameters[place]._version
+        return SavedView(self, place, version, tensor.size(), tensor.stride(), offset)
+
+    def restore(self, saved: SavedView) -> torch.Tensor:
+        """The view as it was saved, of the memory of the latest gather.
+
+        Raises:
+            RuntimeError: The parameter has been changed since.
+        """
+        if self.flat is None:
+            raise RuntimeError(f"nothing was gathered for the backward of {self.layout.slots[saved.place].fqn}")
+        if self.parameters[saved.place]._version != saved.version:
+            raise RuntimeError(
+                f"parameter {self.layout.slots[saved.place].fqn} was changed between its forward and its backward (by "
+                f"an optimizer step, a copy or a write to `.data`): the gradients would belong to neither state. Run "
+                f"backward first"
+            )
+        return self.flat.as_strided(saved.size, saved.stride, saved.offset)
+
+    def _make(self, spec: ParameterSpec, index: int) -> nn.Parameter:
+        usable, released = self._classes[index]
+        # .data: a version counter of its own, as in an unsharded model.
+        values = self._placeholders[index].data
+        parameter: Any = torch.Tensor._make_subclass(usable, values, spec.parameter.requires_grad)
+        vars(parameter).update(zip(OURS, (spec.fqn, spec.dtype), strict=False))
+        _set_attribute(parameter, "__class__", released)
+        return parameter
+
+
+def _cuts(layout: FlatLayout) -> tuple[list[int], list[int]]:
+    """The sizes of slots and padding, in order, and by parameter the number of its piece among them."""
+    slots = [(slot.interval.start, slot.interval.stop, index) for index, slot in enumerate(layout.slots)]
+    pieces = sorted([*slots, *((gap.start, gap.stop, -1) for gap in layout.padding_intervals)])
+    numbers = {index: number for number, (_, _, index) in enumerate(pieces)}
+    return [stop - start for start, stop, _ in pieces], [numbers[index] for index in range(len(slots))]
+
+
+@cache
+def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What released parameters show to whoever gets at them past their class."""
+    return torch.full(
+        (), float("nan") if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device
+    )
+
+
+_ASKING = 1
+"""References that torch counts to a storage whose Python object is all that refers to it."""

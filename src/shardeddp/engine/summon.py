@@ -1,0 +1,158 @@
+"""Summoning: modules hold whole plain parameters for a while, to look at, to save or to write to."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardeddp.comm import agree_on_any
+from shardeddp.comm.consistency import checksum
+from shardeddp.engine.runtime import Runtime
+from shardeddp.engine.unit import Unit, register
+from shardeddp.tensor.shard_tensor import ShardTensor, gather, mark_written
+from shardeddp.tensor.unsharded import OURS, WholeParameter
+from shardeddp.wrap.tree import module_behind, registry_of
+
+
+@dataclass(kw_only=True)
+class _Summoned:
+    """One parameter while it is whole."""
+
+    sharded: ShardTensor
+    unit: Unit | None
+    """None for a parameter of a copy of the model, which no unit gathers."""
+
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list[tuple[nn.Module, str]])
+    whole: WholeParameter | None = None
+    """None on ranks that don't get it."""
+
+    checksum: torch.Tensor | None = None
+    """Of the whole parameter when it was made; it tells of writes that autograd does not count (NumPy's), too."""
+
+
+@contextmanager
+def summon(
+    runtime: Runtime, module: nn.Module, *, writeback: bool, rank0_only: bool, offload_to_cpu: bool
+) -> Generator[None]:
+    """Let the modules inside a module hold whole parameters; entered and left by all ranks.
+
+    Args:
+        runtime: Of the model.
+        module: The model, a part of it, or a copy of either.
+        writeback: Whether what rank 0 has written to parameters is kept, by all ranks.
+        rank0_only: Whether rank 0 alone gets them; the others go on holding their shards.
+        offload_to_cpu: Whether they are in host memory.
+    """
+    idle = [] if writeback and not offload_to_cpu else list(_idle(runtime, module))
+    summoned = list(_find(runtime, module).values())
+    try:
+        for parameter, values in idle:
+            parameter.data = values.to("cpu" if offload_to_cpu else values.device, copy=True)
+        memory = {id(spec.parameter): spec.memory for track in runtime.tracks for spec in track.unit.spec.parameters}
+        gathered: dict[int, torch.Tensor] = {}  # by memory: what shares it goes on sharing it
+        for each in summoned:
+            key = memory.get(id(each.sharded), id(each.sharded))
+            if key not in gathered:
+                gathered[key] = _gather(each.sharded, offload_to_cpu)
+            if runtime.mesh.rank == 0 or not rank0_only:
+                each.whole = _make_whole(each.sharded, gathered[key])
+                each.checksum = checksum(gathered[key]) if writeback and runtime.mesh.rank == 0 else None
+        _exchange(summoned, whole=True)
+        yield
+        if writeback:
+            for parameter, values in idle:
+                values.copy_(parameter.data)
+    finally:
+        _exchange(summoned, whole=False)
+        for parameter, values in idle:
+            parameter.data = values
+    if writeback:
+        _write_back(runtime, summoned)
+
+
+def _find(runtime: Runtime, module: nn.Module) -> dict[int, _Summoned]:
+    """By identity, the sharded parameters that modules hold, or would hold if their unit were not at work."""
+    found: dict[int, _Summoned] = {}
+    inside = dict.fromkeys(module.modules())  # in the same order on all ranks
+    for track in runtime.tracks:
+        for owner, sharded in track.unit.resting():
+            if module_behind(owner) in inside and isinstance(sharded, ShardTensor):
+                found.setdefault(id(sharded), _Summoned(sharded=sharded, unit=track.unit))
+    for owner in inside:
+        for name, parameter in owner._parameters.items():
+            if isinstance(parameter, ShardTensor):
+                entry = found.setdefault(id(parameter), _Summoned(sharded=parameter, unit=None))
+                entry.owners.append((registry_of(owner), name))
+    return found
+
+
+def _idle(runtime: Runtime, module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """The parameters of a single rank that are whole anyway, and their values."""
+    inside = {id(parameter) for parameter in module.parameters()}
+    for parameter in (spec.parameter for track in runtime.tracks for spec in track.unit.spec.idle):
+        if id(parameter) in inside:
+            yield parameter, parameter.data
+
+
+def _gather(sharded: ShardTensor, offload_to_cpu: bool) -> torch.Tensor:
+    values = gather(sharded, "summon_full_params of")
+    values = values.cpu() if offload_to_cpu else values
+    with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
+        return values.clone() if values.is_inference() else values
+
+
+def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
+    with torch.inference_mode(False):
+        whole = WholeParameter(values, sharded.requires_grad)
+    vars(whole)[OURS[0]] = fqn = sharded.spec.fqn
+
+    def refuse(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+        raise RuntimeError(
+            f"a backward reached {fqn} inside of summon_full_params, where a parameter is a whole copy: its gradient "
+            f"would not reach the optimizer. Compute what is differentiated by backward() outside of the context"
+        )
+
+    if whole.requires_grad:
+        whole.register_post_accumulate_grad_hook(refuse)
+    return whole
+
+
+def _exchange(summoned: list[_Summoned], whole: bool) -> None:
+    """Put whole parameters into their modules, or sharded ones back."""
+    for each in summoned:
+        if each.whole is None:
+            continue
+        before, now = (each.sharded, each.whole) if whole else (each.whole, each.sharded)
+        if each.unit is not None:
+            each.unit.rest_with(each.sharded, now)
+            continue
+        for owner, name in each.owners:
+            if owner._parameters.get(name) is before:
+                register(owner, name, now)
+
+
+@torch.no_grad()
+def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
+    mesh = runtime.mesh
+    changed = [
+        each.whole is not None and each.checksum is not None and bool(checksum(each.whole) != each.checksum)
+        for each in summoned
+    ]
+    for each in _chosen(summoned, agree_on_any(changed, mesh.control)):
+        spec, local = each.sharded.spec, each.sharded.to_local()
+        if each.whole is None:
+            values = torch.empty(spec.shape, dtype=local.dtype, device=mesh.device)
+        else:
+            values = each.whole.detach().to(mesh.device).contiguous()
+        mesh.world.broadcast_(values, 0).wait()
+        local.copy_(spec.localize(values))
+        mark_written(local)
+
+
+def _chosen(summoned: list[_Summoned], flags: list[bool]) -> Iterator[_Summoned]:
+    return (each for each, flag in zip(summoned, flags, strict=True) if flag)

@@ -1,0 +1,508 @@
+"""Unit: parameters that are gathered and reduced together, and the state that they are in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from shardeddp.comm import Mesh, Ticket
+from shardeddp.engine.autocast_copies import AutocastCopies, copies_of
+from shardeddp.engine.gradients import Reduction
+from shardeddp.engine.param_group import FlatGroup
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.layout import FlatLayout
+from shardeddp.plan.memory import GroupCost
+from shardeddp.plan.sharding_strategy import Placement
+from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.unsharded import accumulate_in
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec
+
+# -- Unit: parameters that are gathered together, in which of three states they are, and the verbs between them
+
+
+class UnitState(Enum):
+    """Which tensors a unit's modules hold, and who pays for the gathered buffer."""
+
+    SHARDED = "sharded"
+    """Modules hold the sharded parameters; the gathered buffer has no memory, or is retained."""
+
+    UNSHARDING = "unsharding"
+    """Modules hold the sharded parameters; the gathered buffer is being filled on the gather lane."""
+
+    UNSHARDED = "unsharded"
+    """Modules hold the unsharded parameters, views of the gathered buffer."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A place in a module where a parameter of the unit is registered."""
+
+    owner: nn.Module
+    attribute: str
+    sharded: ShardTensor
+    resting: torch.Tensor
+    """What the module holds while the unit is sharded: the sharded parameter, or a whole one that is lent meanwhile."""
+
+    unsharded: nn.Parameter | None
+    """What it holds while the unit is unsharded; None: what it holds otherwise, as its forward computes with copies."""
+
+
+# verb -> (states it may be called in, state it leads to)
+TRANSITIONS = {
+    "unshard": ({UnitState.SHARDED}, UnitState.UNSHARDING),
+    "refresh": ({UnitState.UNSHARDED}, UnitState.UNSHARDED),
+    "wait": ({UnitState.UNSHARDING}, UnitState.UNSHARDED),
+    "reshard": ({UnitState.UNSHARDED}, UnitState.SHARDED),
+}
+
+
+class Unit:
+    """The parameters of one unit. Called by the runtime alone, which decides when; the unit knows only how.
+
+    Args:
+        spec: Module and parameters.
+        mesh: Through which they are gathered and reduced.
+        placement: Where main shards live, and whether gathered buffers stay when the unit is resharded.
+    """
+
+    def __init__(self, spec: UnitSpec, mesh: Mesh, placement: Placement) -> None:
+        self.spec = spec
+        self.state = UnitState.SHARDED
+        self._lent: list[torch.Tensor] = []  # whole parameters that modules hold meanwhile (summon_full_params)
+        self._lent_version = 0
+        self.untidy = False
+        """Whether modules held tensors of somebody else's when the unit's state changed."""
+
+        members = _by_buffer(spec.parameters)
+        self.groups = _make_groups(members, mesh, placement)
+        self._slots: list[_Slot] = []
+        self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
+        for group, specs in zip(self.groups, members, strict=True):
+            for parameter, sharded, unsharded in zip(specs, group.sharded, group.unsharded, strict=True):
+                for owner, attribute in parameter.owners:
+                    copies = copies_of(owner) if parameter.is_autocast_copy else None
+                    computes_with = unsharded if copies is None else None
+                    self._slots.append(_Slot(owner, attribute, sharded, sharded, computes_with))
+                    if copies is not None:
+                        copies.hold(attribute, sharded, unsharded, parameter.param_dtype)
+                        if len(parameter.owners) > 1:
+                            accumulate_in(unsharded, parameter.dtype)  # of each module's use, not counted together
+                        self._copies[id(owner)] = owner, copies
+        self._ticket: list[Ticket] = []  # all-gathers in flight -> wait()
+        for slot in self._slots:
+            register(slot.owner, slot.attribute, slot.sharded)
+
+    @property
+    def label(self) -> str:
+        """The unit's name as people read it."""
+        return self.spec.label
+
+    @property
+    def stale(self) -> bool:
+        """Whether the parameters have changed since they were last gathered."""
+        return any(group.stale for group in self.groups)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether unsharding it takes other ranks."""
+        return any(group.gathers for group in self.groups)
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether something outside of the engine refers to memory of a gather."""
+        return any(group.buffer.is_viewed() for group in self.groups)
+
+    def costs(self) -> list[GroupCost]:
+        """The unit's flat buffers, for the cost model; what is idle counts as if it lay in some."""
+        return [group.cost() for group in self.groups] + [_idle_cost(specs) for specs in _by_buffer(self.spec.idle)]
+
+    def unshard(self) -> None:
+        """Allocate the gathered buffers and issue the all-gathers; :meth:`wait` completes it."""
+        if self._lent and self._version_of_lent() != self._lent_version:
+            raise RuntimeError(
+                f"parameters of unit {self.label} were written to inside of summon_full_params and the unit is run "
+                f"before the context has ended, which brings them to the shards. Run the model after it"
+            )
+        self._move("unshard")
+        self._ticket = [group.unshard() for group in self.groups]
+
+    def wait(self) -> None:
+        """Complete the all-gathers and give the unsharded parameters to the modules."""
+        self._move("wait")
+        self._finish_gather()
+        for group in self.groups:
+            group.activate()
+        for slot in self._slots:
+            found = slot.owner._parameters.get(slot.attribute)
+            if slot.unsharded is None or found is slot.unsharded:
+                continue
+            if found is slot.resting:
+                register(slot.owner, slot.attribute, slot.unsharded)
+            elif _is_lent(found, slot.resting):
+                self.untidy = True
+            else:
+                raise ConfigurationError(
+                    f"parameter {slot.sharded.spec.fqn} ({type(slot.owner).__name__}.{slot.attribute} of unit "
+                    f"{self.label}) was replaced after sharding: "
+                    f"expected the parameter that was there at setup. Change a parameter's values in place (copy_) "
+                    f"instead of assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
+                )
+        for owner, copies in self._copies.values():
+            copies.activate(owner)
+
+    def refresh(self) -> None:
+        """Gather changed parameters into buffers that are already in use."""
+        self._move("refresh")
+        self._ticket = [group.unshard() for group in self.groups]
+        self._finish_gather()
+        for _, copies in self._copies.values():
+            copies.note_gather()
+
+    def renew_views(self) -> None:
+        """Bring views that have outlived their gather up to date; a collective that leaves the unit's state alone."""
+        rested = self.state is UnitState.SHARDED
+        if rested:
+            self.unshard()
+        if self.state is UnitState.UNSHARDING:
+            self.wait()
+        if self.stale:
+            self.refresh()
+        for group in self.groups:
+            group.renew_views()
+        if rested:
+            self.reshard()
+
+    def gather_with_others(self) -> None:
+        """Take part in a gather that some rank needs, whatever this one holds already; leaves the unit unsharded."""
+        if self.state is UnitState.UNSHARDING:
+            self.wait()
+        for group in self.groups:
+            group.forget()
+        if self.state is UnitState.SHARDED:
+            self.unshard()
+            self.wait()
+            return
+        self._ticket = [group.unshard() for group in self.groups]
+        self._finish_gather()
+
+    def reshard(self, before_backward: bool = False) -> None:
+        """Give the sharded parameters back to the modules and release the gathered buffers.
+
+        Args:
+            before_backward: They will be gathered once more for the backward of what has just been computed.
+        """
+        self._move("reshard")
+        self.tidy()
+        for _, copies in self._copies.values():
+            copies.active = False
+        for group in self.groups:
+            group.release(before_backward)
+
+    def tidy(self) -> None:
+        """Let modules hold what belongs to the unit's state.
+
+        Who puts other tensors in the place of parameters for a while (``torch.func.functional_call``) brings back what
+        was there before, when the unit may have changed its state.
+        """
+        self.untidy = False
+        for slot in self._slots:
+            wanted, other = slot.resting, slot.unsharded
+            if other is not None and self.state is UnitState.UNSHARDED:
+                wanted, other = other, wanted
+            found = slot.owner._parameters.get(slot.attribute)
+            if other is not None and found is other:
+                register(slot.owner, slot.attribute, wanted)
+            elif found is not wanted:
+                self.untidy = True
+
+    def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
+        """What modules hold while the unit is sharded; a module once for each of its parameters."""
+        return [(slot.owner, slot.resting) for slot in self._slots]
+
+    def rest_with(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
+        """Let modules hold another tensor for a sharded parameter while the unit is sharded; or that one again."""
+        for slot in self._slots:
+            if slot.sharded is sharded:
+                former, slot.resting = slot.resting, resting
+                if slot.owner._parameters.get(slot.attribute) is former:
+                    register(slot.owner, slot.attribute, resting)
+        self._lent = [slot.resting for slot in self._slots if not isinstance(slot.resting, ShardTensor)]
+        self._lent_version = self._version_of_lent()
+
+    def _version_of_lent(self) -> int:
+        return sum(each._version for each in self._lent)
+
+    def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
+        """Pack the unsharded gradients and issue their reduction; possible in any state."""
+        return [group.gradients.reduce(across_replicas) for group in self.groups if group.was_trained]
+
+    def install_gradients(self, used: Sequence[bool]) -> None:
+        """Set ``.grad`` of those sharded parameters that any rank has used; ``used`` is in the order of `used()`."""
+        flags = iter(used)
+        for group in self.groups:
+            group.gradients.install([next(flags) for _ in group.sharded])
+            group.was_trained = group.trainable
+
+    def unsharded_parameters(self) -> list[nn.Parameter]:
+        """The unsharded parameters of all groups, usable or not."""
+        return [parameter for group in self.groups for parameter in group.unsharded]
+
+    def used(self) -> list[bool]:
+        """By unsharded parameter, whether this rank has a gradient of it in this backward."""
+        return [flag for group in self.groups for flag in group.gradients.used()]
+
+    def tell_of_gradients(self, indices: AbstractSet[int]) -> None:
+        """The backward that is running has added to the gradients of some parameters, which are not reduced yet."""
+        sharded = self.sharded_parameters()
+        for index in sorted(indices):
+            sharded[index].gradient_completes()
+
+    def sharded_parameters(self) -> list[ShardTensor]:
+        """In the order of the unsharded ones."""
+        return [each for group in self.groups for each in group.sharded]
+
+    def begin_backward(self) -> None:
+        """Start counting what a backward uses."""
+        for _, copies in self._copies.values():
+            copies.uses = 0
+        for group in self.groups:
+            group.was_trained |= group.trainable
+            group.gradients.begin_backward()
+
+    def keep_writes(self) -> None:
+        """See :meth:`FlatGroup.keep_writes`."""
+        for group in self.groups:
+            group.keep_writes()
+
+    def take_assigned_gradients(self, reduces: bool) -> None:
+        """See :meth:`GroupGradients.take_assigned`."""
+        for group in self.groups:
+            if group.gradients.assigned:
+                group.gradients.take_assigned(reduces)
+
+    def add_up_gradients(self) -> None:
+        """Make what autograd leaves fit to be added up over several backwards before it is reduced."""
+        for group in self.groups:
+            group.gradients.add_up()
+
+    def trainable(self) -> set[int]:
+        """Numbers of the unsharded parameters that require a gradient now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {i for i, parameter in enumerate(self.unsharded_parameters()) if parameter.requires_grad}
+
+    def has_unsharded_gradient(self) -> bool:
+        """Whether autograd has left gradients that no reduction has taken yet."""
+        return any(group.gradients.waiting() for group in self.groups)
+
+    def has_partial_gradient(self) -> bool:
+        """Whether gradient shards hold sums that other replicas have no part in yet."""
+        return any(group.gradients.partial for group in self.groups)
+
+    def drop_unsharded_gradients(self) -> None:
+        """Forget gradients that no reduction has taken yet."""
+        for group in self.groups:
+            group.gradients.drop_waiting()
+
+    def _finish_gather(self) -> None:
+        for ticket in self._ticket:
+            ticket.wait()
+        self._ticket = []
+
+    def _move(self, verb: str) -> None:
+        sources, target = TRANSITIONS[verb]
+        if self.state not in sources:
+            expected = " or ".join(sorted(state.value for state in sources))
+            raise RuntimeError(f"{verb}() of unit {self.label}: expected it {expected}, found it {self.state.value}")
+        self.state = target
+
+
+def _is_lent(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
+    """Whether a module computes with another tensor for a while, as ``torch.func.functional_call`` has it.
+
+    A parameter that is to be trained has come to stay.
+    """
+    if found is None or found.device != sharded.device:
+        return False
+    return not (isinstance(found, nn.Parameter) and (found.requires_grad or not isinstance(found, ShardTensor)))
+
+
+def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
+    """The flat layout of parameters that share their dtypes."""
+    first = specs[0]
+    return FlatLayout.build(
+        [spec.fqn for spec in specs],
+        [tuple(spec.parameter.shape) for spec in specs],
+        itemsize=min(dtype.itemsize for dtype in (first.dtype, first.param_dtype, first.reduce_dtype)),
+        shard_size=shard_size,
+    )
+
+
+def _make_groups(members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, placement: Placement) -> list[FlatGroup]:
+    groups: list[FlatGroup] = []
+    lenders: dict[int, FlatGroup] = {}  # by memory, the group of the first parameter that has it
+    for specs in members:
+        lender = lenders.get(specs[0].memory)
+        group = FlatGroup(specs, layout_of(specs, mesh.topology.num_slices), mesh, placement, lender)
+        lenders.setdefault(specs[0].memory, group)
+        groups.append(group)
+    return groups
+
+
+def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
+    return GroupCost(
+        layout=layout_of(specs, 1),
+        trainable=any(spec.parameter.requires_grad for spec in specs),
+        main_itemsize=specs[0].dtype.itemsize,
+        param_itemsize=specs[0].dtype.itemsize,
+        reduce_itemsize=specs[0].dtype.itemsize,
+    )
+
+
+def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+    """Parameters that can share a flat buffer, in order of first appearance; one that shares memory is alone."""
+    users = Counter(spec.memory for spec in specs)
+    groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
+    for spec in specs:
+        alone = id(spec) if users[spec.memory] > 1 else None
+        kind = (spec.dtype, spec.param_dtype, spec.reduce_dtype, spec.parameter.requires_grad, alone)
+        groups.setdefault(kind, []).append(spec)
+    return list(groups.values())
+
+
+def register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:
+    """Make ``owner.attribute`` this parameter."""
+    if _setattr_of(owner) is nn.Module.__setattr__:
+        owner._parameters[attribute] = parameter  # type: ignore[assignment]
+    else:
+        # Modules that keep lists of their own weights update them in __setattr__ (nn.LSTM).
+        setattr(owner, attribute, parameter)
+
+
+def _setattr_of(owner: nn.Module) -> Callable[..., None]:
+    return type(owner).__setattr__
+
+
+# -- UnitTrack: what the runtime counts about one unit between two steps
+
+
+@dataclass(kw_only=True, eq=False)
+class UnitTrack:
+    """Counts, so that nothing about a unit has to be guessed from a phase."""
+
+    unit: Unit
+    index: int
+    """Place in the runtime's list of units; 0 is the root."""
+
+    inner: frozenset[int] = frozenset()
+    """Places of the units whose modules lie inside this one's."""
+
+    accumulators: list[Node] = field(default_factory=list[Node])
+    """The graph nodes that leave gradients on the unit's parameters."""
+
+    active: int = 0
+    """Forwards of the unit that have been entered and not left."""
+
+    awaiting_backward: bool = False
+    """A forward with gradients has ended since the last backward ended."""
+
+    unreached_uses: set[object] = field(default_factory=set[object])
+    """A token for each forward with gradients whose outputs no backward has reached yet."""
+
+    was_retained: bool = False
+    """A backward since the pass began has reached a forward and left its graph for another one."""
+
+    is_viewed: bool = False
+    """Whether something outside of the engine referred to memory of a gather when a backward ended, on any rank."""
+
+    expected: set[int] = field(default_factory=set[int])
+    """Parameters that some rank used in the last backward through the unit; all, before the first."""
+
+    missing: set[int] = field(default_factory=set[int])
+    """Expected parameters whose gradient this backward has not produced yet."""
+
+    gradients_expected: bool = False
+    """Whether there were any when this backward began."""
+
+    entered: bool = False
+    """This backward has reached the unit."""
+
+    issued: bool = False
+    """The unit's reduction has been issued in this backward."""
+
+    open_uses: int = 0
+    """Forwards whose backward has not reached the unit's inputs yet; counted for units with frozen parameters."""
+
+    def find_inner(self, tracks: Sequence[UnitTrack]) -> None:
+        """Note which of all units lie inside this one."""
+        inside = {id(module) for module in self.unit.spec.module.modules()}
+        self.inner = frozenset(
+            other.index for other in tracks if other is not self and id(other.unit.spec.module) in inside
+        )
+
+    def begin_backward(self) -> None:
+        """Start counting a backward."""
+        self.missing = self.expected & self.unit.trainable()
+        self.gradients_expected = bool(self.missing)
+        self.entered = self.issued = False
+        self.unit.begin_backward()
+
+    def tell_of_gradients(self) -> None:
+        """Call what users have set to hear of gradients, of those that this backward has added to."""
+        self.unit.tell_of_gradients((self.expected & self.unit.trainable()) - self.missing)
+
+    def forget_forwards(self) -> None:
+        """Expect no backward of what has been computed so far."""
+        self.awaiting_backward, self.open_uses = False, 0
+        self.unreached_uses.clear()
+
+    def learn(self, entered: bool, used: Sequence[bool]) -> None:
+        """Learn what to expect of the next backward.
+
+        Args:
+            entered: Whether this backward has reached the unit on any rank.
+            used: By parameter, whether any rank has a gradient.
+        """
+        trainable = self.unit.trainable()
+        if entered or any(used):
+            now = {index for index in trainable if used[index]}
+            self.expected = now | (self.expected - trainable)
+
+    def gets_gradients(self) -> bool:
+        """Whether the backward that is running leaves gradients on the unit, as far as its graph shows."""
+        return any(_is_to_run(node) for node in self.accumulators)
+
+    def is_over_at(self, entering: UnitTrack) -> bool:
+        """Whether a backward that reaches another unit is done with this one."""
+        inside = entering is self or entering.index in self.inner
+        return self.entered and not self.unreached_uses and not inside
+
+    def gradients_complete(self) -> bool:
+        """Whether every gradient that this backward is expected to produce is there."""
+        return not self.missing
+
+    def has_frozen_parameters(self) -> bool:
+        """Whether some parameter requires no gradient now."""
+        return len(self.unit.trainable()) < len(self.unit.unsharded_parameters())
+
+    def backward_is_over(self) -> bool:
+        """Whether nothing in this backward can read the unit's parameters any more.
+
+        A node of the graph that reads a parameter leads to a trainable parameter of the unit, whose gradient is
+        counted, or to the unit's inputs, which are counted where it has parameters without a gradient. Where a
+        trainable parameter is not expected to get a gradient, neither count tells.
+        """
+        return self.gradients_complete() and self.open_uses == 0 and self.unit.trainable() <= self.expected
+
+
+def _is_to_run(node: Node) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[arg-type]
+    except RuntimeError:
+        return False  # `autograd.grad` with respect to this very parameter: the gradient is returned, not left

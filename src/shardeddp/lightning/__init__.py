@@ -1,0 +1,1 @@
+"""Lightning: the strategy and its parts."""

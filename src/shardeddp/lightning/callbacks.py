@@ -1,0 +1,363 @@
+"""Callbacks and data loaders beside a sharded model: averages (EMA, SWA), summaries, refused callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim.swa_utils import AveragedModel
+
+from shardeddp.checkpoint.restore import load_model
+from shardeddp.comm import Mesh
+from shardeddp.config import UnevenBatches, check_uneven_batches
+from shardeddp.engine.runtime import BufferSync, Runtime, runtime_of
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning import private
+from shardeddp.lightning.api import (
+    Callback,
+    LightningModule,
+    ModelPruning,
+    ModelSummary,
+    StochasticWeightAveraging,
+    Trainer,
+    TrainerFn,
+    callbacks_of,
+    get_human_readable_count,
+)
+from shardeddp.lightning.uneven_data import EvenTraining, UnevenEvaluation
+from shardeddp.tensor.shard_tensor import ShardTensor
+
+# -- The summary of a sharded model: Lightning's own table, with the column that it has for sharded models
+
+COLUMN = "Params per Device"
+"""As Lightning calls it; ``RichModelSummary`` shows no other."""
+
+
+def complete_summaries(trainer: Trainer) -> None:
+    """Let the callbacks that print a summary of the module say what a rank holds.
+
+    Args:
+        trainer: Whose callbacks; those that summarize in their own way are left to it.
+    """
+    for callback in _summaries(trainer):
+        private.replace_summary(callback, _summarize)
+
+
+def restore_summaries(trainer: Trainer) -> None:
+    """Undo :func:`complete_summaries`: the next run of a callback may be under another strategy."""
+    for callback in _summaries(trainer):
+        private.restore_summary(callback)
+
+
+def _summaries(trainer: Trainer) -> list[ModelSummary]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary)]
+
+
+def _summarize(module: nn.Module, max_depth: int) -> Any:
+    """Summary with the number of elements of each layer that a rank holds on average."""
+    return private.SummaryWithCounts(module, max_depth, title=COLUMN, count=_held, show=_show)
+
+
+def _show(count: float) -> str:
+    return get_human_readable_count(round(count))
+
+
+def _held(module: nn.Module) -> float:
+    return sum(
+        parameter.numel() / (parameter.spec.mesh.owners.size if isinstance(parameter, ShardTensor) else 1)
+        for parameter in module.parameters()
+    )
+
+
+# -- Averages: the copies of a model that callbacks keep (EMA, SWA) are sharded like the model, and loaded like it
+
+
+class _Average(NamedTuple):
+    holder: nn.Module  # what a callback has: an AveragedModel around the copy, or the copy itself
+    copy: nn.Module
+    device: torch.device | None  # where the callback wants it; None: where the model is
+
+
+class Averages:
+    """The averages that the callbacks of a Trainer keep of its module, from the reading of a checkpoint on.
+
+    Callbacks copy the module before it is sharded, and then go through the parameters of both side by side. When the
+    elements of both lie alike, that is arithmetic on shards: nothing is gathered to average, to swap or to save.
+    """
+
+    def __init__(self) -> None:
+        self._loads: list[Callable[[], None]] = []
+        self._replaced: list[
+            tuple[nn.Module, str, Any]
+        ] = []  # methods of instances, with those that users have put there
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._buffers: list[BufferSync] = []
+
+    def keep_in_place(self, trainer: Trainer, module: LightningModule) -> None:
+        """Let the copy that a callback is about to take, and to move to the device whole, stay where the module is.
+
+        Args:
+            trainer: Whose callbacks are about to be set up.
+            module: Theirs; a method that its copies take over waits in it until it is sharded.
+        """
+        if runtime_of(module) is None and any(_moves_its_copy(callback) for callback in callbacks_of(trainer)):
+            self._replace(module, "to", MethodType(_stay, module))
+
+    def await_shards(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
+        """Let what callbacks load into a module and its averages wait until there are shards to load it into.
+
+        Args:
+            trainer: Whose callbacks are about to take their part of a checkpoint.
+            module: Theirs, whose own part waits already.
+            cast: Whether dtypes may differ.
+        """
+        if runtime_of(module) is not None:
+            return
+        for loads in {id(each): each for it in _averages(trainer, module) for each in (it.holder, it.copy)}.values():
+            self._postpone(loads, cast)
+        self._postpone(module, cast)
+        self._versions = [(name, parameter, parameter._version) for name, parameter in module.named_parameters()]
+
+    def _postpone(self, module: nn.Module, cast: bool) -> None:
+        def remember(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
+            self._loads.append(partial(load_model, module, state_dict, strict, cast))
+            return _IncompatibleKeys([], [])
+
+        self._replace(module, "load_state_dict", remember)
+
+    def _replace(self, module: nn.Module, name: str, method: Any) -> None:
+        self._replaced.append((module, name, vars(module).get(name)))
+        vars(module)[name] = method
+
+    def meet_shards(self, module: LightningModule) -> None:
+        """Callbacks have had their part, and the module is about to be sharded: loads reach it at once again.
+
+        Args:
+            module: The one.
+
+        Raises:
+            ConfigurationError: A callback has written to the module in a way that its checkpoint is going to undo.
+        """
+        while self._replaced:
+            each, name, own = self._replaced.pop()
+            if own is None:
+                vars(each).pop(name, None)
+            else:
+                vars(each)[name] = own
+        written = [name for name, parameter, version in self._versions if parameter._version != version]
+        self._versions = []
+        if written:
+            raise ConfigurationError(
+                f"a callback has written to parameter {written[0]} in on_load_checkpoint() or load_state_dict(), where "
+                f"the checkpoint's own values are still to be loaded over it. Use pl_module.load_state_dict() there, "
+                f"or write in on_fit_start()"
+            )
+
+    def shard(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> Callable[[], None] | None:
+        """Shard the averages of a module that has just been sharded; a collective of all ranks.
+
+        Args:
+            trainer: Whose callbacks keep them.
+            module: The sharded module.
+            mesh: Its ranks.
+
+        Returns:
+            What loads into module and averages what had to wait; None if there is nothing.
+
+        Raises:
+            ConfigurationError: An average is of another model than is trained.
+        """
+        for average in _averages(trainer, module):
+            vars(average.copy).pop("to", None)
+            _check_same(average.copy, module)
+            _shard_like(average, module, mesh)
+            self._buffers.append(BufferSync(average.copy, mesh))
+        loads, self._loads = self._loads, []
+        return partial(_run_all, loads) if loads else None
+
+    def sync_buffers(self) -> None:
+        """Give rank 0's averaged buffers to all ranks, as all of them are about to evaluate the average."""
+        for buffers in self._buffers:
+            buffers.sync()
+
+    def forget(self, module: LightningModule) -> None:
+        """Let everything go that a run of a module has left; averages stay with their callbacks."""
+        self._versions = []
+        self.meet_shards(module)
+        self._loads, self._buffers = [], []
+
+
+def _moves_its_copy(callback: Callback) -> bool:
+    # By name: older releases of Lightning do not have it.
+    return any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__)
+
+
+def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """In the place of ``Module.to``: converts, and does not move."""
+    dtype = torch._C._nn._parse_to(*args, **kwargs)[1]  # type: ignore[attr-defined]  # as Module.to reads its arguments
+    return module if dtype is None else type(module).to(module, dtype)
+
+
+def _averages(trainer: Trainer, module: LightningModule) -> Iterator[_Average]:
+    for callback in callbacks_of(trainer):
+        where = private.averaging_device(callback)
+        for value in vars(callback).values():
+            if isinstance(value, AveragedModel) and type(value.module) is type(module):
+                yield _Average(value, value.module, where)
+            elif isinstance(callback, StochasticWeightAveraging) and type(value) is type(module):
+                yield _Average(value, value, where)
+
+
+def _check_same(copy: nn.Module, module: LightningModule) -> None:
+    mine, theirs = (
+        {name: parameter.shape for name, parameter in each.named_parameters(remove_duplicate=False)}
+        for each in (copy, module)
+    )
+    if mine != theirs:
+        name = next(name for name in (*theirs, *mine) if mine.get(name) != theirs.get(name))
+        raise ConfigurationError(
+            f"a callback averages a copy of {type(module).__name__} that is not like the module: expected {name} of "
+            f"shape {tuple(theirs.get(name, ()))}, found {tuple(mine[name]) if name in mine else 'nothing'}. The copy "
+            f"is taken in the callback's setup(): build all layers before that, in __init__ instead of "
+            f"configure_model(), or use WeightAveraging, which calls configure_model() first"
+        )
+
+
+@torch.no_grad()
+def _shard_like(average: _Average, module: LightningModule, mesh: Mesh) -> None:
+    done: dict[int, tuple[torch.Tensor, ShardTensor]] = {}  # with the whole parameter, whose id is not to be reused
+    for path, owner in average.copy.named_modules(remove_duplicate=False):
+        for name, mine in owner._parameters.items():
+            theirs = module.get_submodule(path)._parameters[name]
+            if mine is None or not isinstance(theirs, ShardTensor):
+                continue
+            if isinstance(mine, ShardTensor):  # a copy of a module that was sharded before
+                mine.requires_grad_(False)
+                continue
+            if id(mine) not in done:
+                done[id(mine)] = (mine, _shard(mine, theirs, average.device, mesh))
+            owner._parameters[name] = done[id(mine)][1]  # type: ignore[assignment]  # a Parameter to isinstance
+
+
+def _shard(mine: nn.Parameter, theirs: ShardTensor, device: torch.device | None, mesh: Mesh) -> ShardTensor:
+    where = theirs.to_local().device if device is None else device
+    if mine.is_meta:
+        local = theirs.to_local().to(where, mine.dtype, copy=True)
+    else:
+        values = mine.detach().to(mesh.device).contiguous()
+        if mesh.world.size > 1:
+            mesh.world.broadcast_(values, 0).wait()
+        local = theirs.spec.localize(values).to(where, copy=True)
+    # It takes no gradient: callbacks read it where gradients are recorded, and would gather it there.
+    sharded = ShardTensor(local, theirs.spec)
+    vars(sharded).update(mine.__dict__, _is_param=True)  # isinstance(p, nn.Parameter) holds
+    return sharded
+
+
+def _run_all(loads: list[Callable[[], None]]) -> None:
+    for load in loads:
+        load()
+
+
+# -- Companions: what lets the callbacks and data loaders of one run work with a model that is sharded
+
+
+class Companions:
+    """Accompanies the runs of a Trainer: averages and summaries of callbacks, numbers of batches.
+
+    Args:
+        uneven_batches: What training does when a rank has no batch left and others have.
+    """
+
+    def __init__(self, uneven_batches: UnevenBatches) -> None:
+        self.averages = Averages()
+        self.uneven_batches: UnevenBatches = check_uneven_batches(uneven_batches)
+        self._training: EvenTraining | None = None  # both: in a run of several ranks
+        self._evaluation: UnevenEvaluation | None = None
+
+    def __reduce__(self) -> Any:
+        """A copy, of a Trainer for instance, accompanies no run yet."""
+        return type(self), (self.uneven_batches,)
+
+    def meet(self, trainer: Trainer, module: LightningModule) -> None:
+        """The module of a run is about to be sharded.
+
+        Raises:
+            ConfigurationError: A callback cannot do its work on a sharded module.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            _refuse_callbacks(trainer)
+        self.averages.meet_shards(module)
+
+    def join(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> Callable[[], None] | None:
+        """The module has been sharded; a collective of all ranks.
+
+        Returns:
+            What loads into it and its averages what callbacks had to wait with; None if there is nothing.
+        """
+        if runtime.mesh.world.size > 1:
+            self._training = EvenTraining(runtime.mesh, self.uneven_batches)
+            self._evaluation = UnevenEvaluation(runtime.mesh, runtime.visits)
+        complete_summaries(trainer)
+        return self.averages.shard(trainer, module, runtime.mesh)
+
+    def meet_loaders(self, trainer: Trainer) -> bool:
+        """Training loaders are there before training starts, for who has asked how many steps there are going to be.
+
+        Returns:
+            Whether the answer was wrong: ranks have different numbers of batches.
+        """
+        return self._training is not None and self._training.align(trainer)
+
+    def begin_training(self, trainer: Trainer) -> None:
+        """Training starts."""
+        if self._training is not None:
+            self._training.begin(trainer)
+
+    def begin_batch(self, trainer: Trainer) -> None:
+        """A batch is about to be trained on."""
+        if self._training is not None:
+            self._training.begin_batch(trainer)
+
+    def begin_evaluation(self, trainer: Trainer) -> None:
+        """Validation, test or prediction starts."""
+        self.averages.sync_buffers()
+        if self._evaluation is not None:
+            self._evaluation.begin(trainer)
+
+    def end_evaluation(self) -> None:
+        """It ends."""
+        if self._evaluation is not None:
+            self._evaluation.end()
+
+    def weigh(self, loss: torch.Tensor) -> None:
+        """Let a loss count as it does in training."""
+        if self._training is not None:
+            self._training.weigh(loss)
+
+    def leave(self, trainer: Trainer, module: LightningModule) -> None:
+        """The run is over, or has failed."""
+        self.end_evaluation()
+        self._training = self._evaluation = None
+        restore_summaries(trainer)
+        self.averages.forget(module)
+
+
+def _refuse_callbacks(trainer: Trainer) -> None:
+    """Look through the callbacks of a training that is about to begin.
+
+    Raises:
+        ConfigurationError: One of them would fail in the middle of training, or do something else than it says.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} cannot be used with ShardedDP: ModelPruning replaces parameters while they "
+                f"are sharded, and finds the smallest of whole tensors. Prune with torch.nn.utils.prune before "
+                f"trainer.fit(), whose masks then hold in training, or train with strategy='ddp'"
+            )

@@ -1,0 +1,230 @@
+"""Saving checkpoints: as one file or as a directory of shards, now or in a thread; deleting and clearing them away."""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardeddp.checkpoint import clean
+from shardeddp.checkpoint.durable import is_remote, local_path
+from shardeddp.checkpoint.find import last_checkpoints
+from shardeddp.checkpoint.full import save_full, stream_full
+from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.snapshot import ParameterNames, nbytes_of, take_snapshot
+from shardeddp.checkpoint.write import Saver
+from shardeddp.comm import Mesh, agree_on_any, together
+from shardeddp.config import CheckpointOptions, StateDictType, check_state_dict_type
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning.api import (
+    LIGHTNING_VERSION,
+    CheckpointIO,
+    LightningModule,
+    TorchCheckpointIO,
+    Trainer,
+    rank_zero_info,
+)
+from shardeddp.lightning.process_group import ProcessGroup
+from shardeddp.lightning.restore import CODECS, clear_away
+
+_HOW_TO_READ = (
+    "trainer.fit(ckpt_path=), MyModule.load_from_checkpoint() where shardeddp is imported, and `shardeddp consolidate` "
+    "read them; torch.load() does not"
+)
+
+
+class Checkpoints:
+    """Checkpoints that a run writes and deletes.
+
+    Args:
+        group: Ranks of the run.
+        sharding_strategy: Name for the record in each checkpoint.
+        state_dict_type: Kind of checkpoint.
+        options: Everything else about it.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, sharding_strategy: str, state_dict_type: StateDictType, options: CheckpointOptions
+    ) -> None:
+        self._group = group
+        self._sharding_strategy = sharding_strategy
+        self._kind = check_state_dict_type(state_dict_type)
+        self._options = options
+        self._saver = Saver(options)
+        self._told = False  # that checkpoints are directories
+
+    def check_io(self, io: CheckpointIO) -> None:
+        """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
+        if type(io) is TorchCheckpointIO or self._kind == "full":
+            return
+        if self._kind == "sharded" or self._options.asynchronous:
+            raise ConfigurationError(
+                f"checkpoint_io={type(io).__name__} writes checkpoints that are one file, and state_dict_type="
+                f"{self._kind!r}, asynchronous={self._options.asynchronous} writes directories by "
+                f"itself. Use state_dict_type='full' with it; for saves behind the back of training, "
+                f"checkpoint_options=CheckpointOptions(asynchronous=True) without it"
+            )
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | Path,
+        storage_options: Any,
+        io: CheckpointIO,
+        names: Callable[[], ParameterNames],
+    ) -> None:
+        """Write a checkpoint, as ``state_dict_type`` says; a collective of all ranks.
+
+        Args:
+            checkpoint: Nested state with sharded tensors.
+            filepath: Target, as rank 0 has it.
+            storage_options: Options for the plugin, which writes single files then.
+            io: Plugin of the Trainer.
+            names: Function that finds the names of the parameters of each optimizer.
+        """
+        mesh = self._group.current
+        if mesh is None:
+            _write_by_plugin(checkpoint, filepath, storage_options, io, None)
+            return
+        # Rank 0 decides for all: others may have other callbacks, and paths of their own.
+        why = self._why_directory(checkpoint, filepath, storage_options, io) if mesh.rank == 0 else None
+        path, why = self._group.broadcast((os.path.expanduser(local_path(filepath)), why))
+        if why is None:
+            self.wait()
+            if _streams(path, storage_options, io):
+                stream_full(checkpoint, Path(path), mesh, names(), self._describe(checkpoint, mesh), self._options)
+            else:
+                _write_by_plugin(checkpoint, filepath, storage_options, io, mesh)
+            return
+        _check_directory(path, storage_options)
+        if why and not self._told:
+            self._told = True
+            rank_zero_info(f"ShardedDP: checkpoints are directories, because {why}. {_HOW_TO_READ}")
+        snapshot = together(
+            "describing the checkpoint", partial(take_snapshot, checkpoint, names(), mesh, CODECS), mesh.control
+        )
+        self._saver.save(snapshot, Path(path), self._describe(checkpoint, mesh), mesh.saving)
+
+    def _why_directory(
+        self, checkpoint: Mapping[str, Any], path: str | Path, storage_options: Any, io: CheckpointIO
+    ) -> str | None:
+        """Why a checkpoint is to be a directory: "" because the user has said so, None because it is to be a file."""
+        options = self._options
+        if self._kind != "auto":
+            return "" if self._kind == "sharded" else None
+        if options.asynchronous:
+            return "CheckpointOptions(asynchronous=True) is for directories"
+        if not options.zip_crc:
+            return "CheckpointOptions(zip_crc=False) is for directories"
+        nbytes = nbytes_of(checkpoint)
+        if nbytes <= options.max_file_gb * 1e9 or not _streams(path, storage_options, io):
+            return None
+        return f"one has {nbytes / 1e9:.1f} GB and CheckpointOptions(max_file_gb={options.max_file_gb:g}) is less"
+
+    def _describe(self, checkpoint: Mapping[str, Any], mesh: Mesh) -> Run:
+        return Run(
+            uuid=uuid.uuid4().hex,
+            step=checkpoint.get("global_step", 0),
+            epoch=checkpoint.get("epoch", 0),
+            world_size=mesh.topology.world_size,
+            shard_size=mesh.topology.shard_size,
+            sharding_strategy=self._sharding_strategy,
+            versions={
+                "torch": str(torch.__version__),
+                "lightning": LIGHTNING_VERSION,
+                "python": platform.python_version(),
+            },
+        )
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written any more.
+
+        Raises:
+            CheckpointError: The one that was could not be saved.
+        """
+        self._saver.wait()
+
+    def begin_batch(self) -> None:
+        """Raise the error of a save that has failed behind training; a collective of all ranks while one goes on."""
+        if self._saver.started and not any(agree_on_any([self._saver.busy], self._group.mesh.control)):
+            self.wait()
+
+    def remove(self, filepath: str | Path, io: CheckpointIO, trainer: Trainer | None) -> None:
+        """Delete a checkpoint, when no save is under way any more, if it lies where this run keeps checkpoints."""
+        path = local_path(filepath)
+        if not _streams(path, None, io):
+            io.remove_checkpoint(path)
+            return
+        if trainer is None:
+            raise RuntimeError("ShardedDP knows where its checkpoints are only while a Trainer runs")
+        self._saver.then(partial(clean.remove, path, _root_of(path, trainer)))
+
+    def find_last(self, candidates: list[str], folders: list[str], *, clears: bool) -> str | None:
+        """Path of the checkpoint of the highest step, after the folders were cleared of what killed runs have left."""
+        self.wait()
+        if clears:
+            clear_away(folders)
+        found = last_checkpoints(candidates, folders)
+        return str(found[0]) if found else None
+
+
+def parameter_names(module: LightningModule | None, optimizers: Sequence[Optimizer]) -> ParameterNames:
+    """Names in the module of the parameters of each optimizer."""
+    if module is None:
+        raise RuntimeError("ShardedDP has no module to save: the Trainer connects it")
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [
+            names.get(id(parameter), f"parameter_{index}")
+            for index, parameter in enumerate(it for group in optimizer.param_groups for it in group["params"])
+        ]
+        for optimizer in optimizers
+    ]
+
+
+def checkpoint_folders(trainer: Trainer) -> list[str]:
+    """The local directories in which callbacks keep checkpoints."""
+    roots = [local_path(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    return [root for root in roots if root and not is_remote(root)]
+
+
+def _root_of(filepath: str, trainer: Trainer) -> Path:
+    """The directory of a callback that keeps checkpoints around a path, else the run's own."""
+    path = Path(os.path.realpath(os.path.dirname(filepath)))
+    inside = [root for root in checkpoint_folders(trainer) if path.is_relative_to(os.path.realpath(root))]
+    return Path(inside[0] if inside else trainer.default_root_dir)
+
+
+def _streams(filepath: str | Path, storage_options: Any, io: CheckpointIO) -> bool:
+    """Whether one file can be written as its tensors are gathered: not where the user decides how it is written."""
+    return type(io) is TorchCheckpointIO and storage_options is None and not is_remote(filepath)
+
+
+def _write_by_plugin(
+    checkpoint: dict[str, Any], path: str | Path, storage_options: Any, io: CheckpointIO, mesh: Mesh | None
+) -> None:
+    """Write one file as the user wants files written, from rank 0's memory."""
+
+    def write(full: dict[str, Any]) -> None:
+        io.save_checkpoint(full, path, storage_options=storage_options)
+
+    save_full(checkpoint, str(path), write, mesh)
+
+
+def _check_directory(path: str, storage_options: Any) -> None:
+    if storage_options is not None:
+        raise TypeError(
+            "storage_options are for one file: use state_dict_type='full', or leave them out of save_checkpoint()"
+        )
+    if is_remote(path):
+        raise NotImplementedError(
+            f"sharded checkpoints need a file system, found {path}: save to a local or mounted path, or use "
+            f"state_dict_type='full'"
+        )

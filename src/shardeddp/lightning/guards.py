@@ -1,0 +1,140 @@
+"""Guards of a run: against signals that end it, and against errors of one rank that others would wait for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import override
+
+from shardeddp.comm import exchange
+from shardeddp.comm.store import PATIENCE_S, Muster
+from shardeddp.lightning.api import Callback, LightningModule, Trainer, TrainerStatus, callbacks_of
+from shardeddp.lightning.preemption import Preemption
+from shardeddp.lightning.process_group import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+
+class Guards:
+    """Preemption, single-rank failures, and the causes of broken transfers, in one run of a Trainer at a time.
+
+    Args:
+        group: Ranks of the run.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._preemption = Preemption()
+        self._interruption: _Interruption | None = None  # kept over runs
+        self._foremost: _Foremost | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy or a pickle: it guards no run yet."""
+        return {**vars(self), "_interruption": None, "_foremost": None}
+
+    def begin_run(self, trainer: Trainer, on_train_start: Callable[[], None]) -> None:
+        """Guard a run, before Lightning registers its handlers of signals; calls back when training starts."""
+        if self._interruption is None:
+            mesh = self._group.mesh
+            self._interruption = _Interruption(Muster(mesh.rank, mesh.topology.world_size), mesh.rank)
+        self._preemption.attach(trainer)
+        self._remove_foremost(trainer)  # of a run whose setup has failed
+        self._foremost = _Foremost(on_train_start, self._group.explain_transfer)
+        callbacks_of(trainer).insert(0, self._foremost)
+
+    def begin_training(self, trainer: Trainer, node: int, local_rank: int) -> None:
+        """Let all ranks ask for signals after each batch; a collective of all ranks."""
+        control = self._group.mesh.control
+        answers = exchange(json.dumps([node, local_rank, os.getpid()]).encode(), control)
+        first = [node, 0, os.getppid()]  # the first rank of this machine, if that one has started this one
+        self._preemption.begin(trainer, control, first[2] if first in map(json.loads, answers) else None)
+
+    def is_alone(self, trainer: Trainer | None) -> bool:
+        """Whether this rank handles an exception that others do not have, so that nothing may wait for them."""
+        return self._interruption is not None and trainer is not None and self._interruption.alone(trainer)
+
+    def may_end(self, trainer: Trainer | None) -> bool:
+        """Whether the process may end as soon as the save that is asked for now has returned."""
+        running = trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+        return self._preemption.requeues or not running
+
+    def end_run(self, trainer: Trainer | None) -> None:
+        """Leave a run that is over, or has failed."""
+        self._preemption.detach()
+        self._remove_foremost(trainer)
+
+    def _remove_foremost(self, trainer: Trainer | None) -> None:
+        callbacks = [] if trainer is None else callbacks_of(trainer)
+        if self._foremost in callbacks:  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
+            callbacks.remove(self._foremost)
+        self._foremost = None
+
+
+class _Interruption:
+    """Keeps callbacks that act on an exception from waiting for ranks that have none.
+
+    Lightning marks a run as interrupted before it calls them, so that a rank can ask, before it enters a collective,
+    whether the others have come there as well. It asks once per interruption.
+
+    Args:
+        muster: Of all ranks.
+        rank: This rank.
+    """
+
+    def __init__(self, muster: Muster, rank: int) -> None:
+        self._muster = muster
+        self._rank = rank
+        self._alone: bool | None = None  # None: not interrupted, or nobody has asked yet
+
+    def alone(self, trainer: Trainer) -> bool:
+        """Whether this rank handles an exception that not all ranks have, so that it must not wait for them.
+
+        Waits a few seconds for the others the first time.
+
+        Args:
+            trainer: Of the run.
+        """
+        if trainer.state.status != TrainerStatus.INTERRUPTED:
+            self._alone = None
+            return False
+        if self._alone is None:
+            place = f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}, step {trainer.global_step}"
+            self._alone = not self._muster.all_here(place)
+            if self._alone:
+                log.error(
+                    f"rank {self._rank}: not all ranks have come to {place} with an exception within {PATIENCE_S:g} s, "
+                    f"so nothing is saved on exception: that needs every rank. The newest checkpoint is the one that "
+                    f"was saved before; the error itself follows"
+                )
+        return self._alone
+
+
+class _Foremost(Callback):
+    """The first callback of a run.
+
+    Args:
+        on_train_start: Called when training starts.
+        on_exception: Called with what a run ends with.
+    """
+
+    def __init__(self, on_train_start: Callable[[], None], on_exception: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self._on_train_start, self._on_exception = on_train_start, on_exception
+
+    def __reduce__(self) -> Any:
+        """In the copy of a Trainer it does nothing: it belongs to a run."""
+        return Callback, ()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pass it on."""
+        self._on_train_start()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Pass it on."""
+        self._on_exception(exception)

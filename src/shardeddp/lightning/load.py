@@ -1,0 +1,105 @@
+"""Modules from sharded checkpoints, without ranks and a Trainer: ``load_from_checkpoint``, ours and Lightning's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+
+from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
+from shardeddp.checkpoint.durable import local_path
+from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.lightning.api import LightningModule, extend_reading, load_state, migrate_checkpoint
+from shardeddp.lightning.restore import open_any
+
+ModuleT = TypeVar("ModuleT", bound=LightningModule)
+
+
+def load_from_checkpoint(
+    module_class: type[ModuleT],
+    checkpoint_path: str | os.PathLike[str],
+    *,
+    map_location: str | torch.device = "cpu",
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    foreign: bool = False,
+    **hyper_parameters: Any,
+) -> ModuleT:
+    """Make a module of a checkpoint, as ``module_class.load_from_checkpoint`` does; of other tools' directories too.
+
+    One process reads all of the model, checked, and nothing of the optimizers.
+
+    Args:
+        module_class: Of the module; made with the hyper-parameters that were saved.
+        checkpoint_path: The directory, or a plain file.
+        map_location: Where the module goes at the end.
+        strict: Whether names have to be the same; None: what the module says.
+        weights_only: False unpickles hyper-parameters that only pickle could save; that can run any code.
+        foreign: The directory may be one of another tool (FSDP, FSDP2, ``torch.distributed.checkpoint``).
+        hyper_parameters: In place of those that were saved.
+
+    Raises:
+        CheckpointError: It is damaged, or does not fit.
+    """
+    path = local_path(checkpoint_path)
+    if not os.path.isdir(path):
+        return module_class.load_from_checkpoint(
+            path, map_location, strict=strict, weights_only=weights_only, **hyper_parameters
+        )
+    checkpoint = migrate_checkpoint(_read_directory(path, "cpu", weights_only, foreign), path)
+    saved = checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    saved.update(hyper_parameters)
+    module: Any = load_state(module_class, checkpoint, strict=strict, **hyper_parameters)
+    return module.to(map_location)
+
+
+def read_directories_too() -> None:
+    """Let ``LightningModule.load_from_checkpoint`` and that of data modules read sharded checkpoints."""
+    extend_reading(_with_directories)
+
+
+def _with_directories(read: Any) -> Any:
+    @wraps(read)
+    def reading(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        local = local_path(path) if isinstance(path, (str, os.PathLike)) else ""
+        if os.path.isdir(local):
+            return _read_directory(local, map_location, weights_only)
+        return read(path, map_location=map_location, weights_only=weights_only)
+
+    return reading
+
+
+def _read_directory(path: str, map_location: Any, weights_only: bool | None, foreign: bool = False) -> dict[str, Any]:
+    """A directory as Lightning reads a file; what stays on the host is read when it is loaded, optimizers never."""
+    checkpoint = open_any(Path(path), weights_only, foreign=foreign)
+    device = _device_of(map_location)
+    return {
+        key: value if key == OPTIMIZERS or (key == WEIGHTS and device.type == "cpu") else _read(value, device)
+        for key, value in checkpoint.items()
+    }
+
+
+def _device_of(map_location: Any) -> torch.device:
+    """Where ``torch.load`` would put a tensor that was saved on the host."""
+    if callable(map_location):
+        moved: Any = cast("Callable[..., Any]", map_location)(torch.UntypedStorage(0), "cpu")
+        return torch.device("cpu") if moved is None else moved.device
+    if isinstance(map_location, Mapping):
+        map_location = cast("Mapping[str, Any]", map_location).get("cpu")
+    return torch.device("cpu" if map_location is None else map_location)
+
+
+def _read(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.whole() if isinstance(value, LazyTensor) else value).to(device)
+    if isinstance(value, dict):
+        mapping = cast("dict[Any, Any]", value)
+        mapping.update({key: _read(item, device) for key, item in mapping.items()})
+        return mapping
+    if type(value) in (list, tuple):
+        return type(value)(map(partial(_read, device=device), value))
+    return value

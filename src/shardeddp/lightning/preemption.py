@@ -1,0 +1,250 @@
+"""Preemption: signals only set a flag; at the end of a batch all ranks agree, save together, and end or are requeued.
+
+What ends a run is SIGTERM, or SIGUSR1 where SLURM does not use it. SLURM's requeue signal (SIGUSR1, or what
+``SLURMEnvironment(requeue_signal=)`` says) leads to Lightning's own answer: a checkpoint from which the next job
+resumes by itself, and ``scontrol requeue``; then training goes on until SLURM ends it, by the SIGTERM that follows.
+Where SLURM requeues, a SIGTERM before that is passed over, as Lightning does. One signal to one rank is enough, more
+change nothing: who cannot wait sends SIGKILL.
+
+The checkpoint is saved where ``ckpt_path="last"`` finds it: as the ``last`` of a ``ModelCheckpoint(save_last=True)``;
+by callbacks that save on exceptions (``save_on_exception=True``, ``OnExceptionCheckpoint``); else as
+``last-preempted.ckpt`` beside the checkpoints of the first ``ModelCheckpoint``, or in ``default_root_dir``. Then every
+rank ends with exit code 143, after callbacks and loggers have heard of a ``SIGTERMException``.
+
+A batch whose gradients are still to be accumulated, and the last of an epoch, before validation, are not the right
+moment: a run that is saved there does not resume exactly. The end comes with the next batch or the end of the epoch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from shardeddp.comm.agreement import Vote
+from shardeddp.lightning import private
+from shardeddp.lightning.api import (
+    Callback,
+    Checkpoint,
+    LightningModule,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    SIGTERMException,
+    SLURMEnvironment,
+    Trainer,
+    TrainerFn,
+    callbacks_of,
+    cluster_environment_of,
+    rank_zero_info,
+)
+
+log = logging.getLogger(__name__)
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""What a process that SIGTERM has ended is expected to end with."""
+
+FILE_NAME = "last-preempted.ckpt"
+LINGER_S = 60.0
+"""How long a rank that was started by another one waits for that one to end first."""
+
+_NOTHING, _REQUEUE, _END = 0, 1, 2  # the highest that any rank has seen decides
+
+
+class Preemption:
+    """Answers to signals during one run of a Trainer at a time."""
+
+    def __init__(self) -> None:
+        self._seen = _NOTHING
+        self._requeued = False
+        self.requeues = False
+        """Whether the job is given back as soon as the save that is asked for now has returned."""
+
+        self._owner = 0  # the process whose signals count: workers of loaders inherit handlers
+        self._trainer: Trainer | None = None
+        self._boundary: _Boundary | None = None
+
+    def __reduce__(self) -> Any:
+        """A copy, of a Trainer for instance, is at work in no run."""
+        return type(self), ()
+
+    def attach(self, trainer: Trainer) -> None:
+        """Take the place of Lightning's handlers, which it registers after this, beside those of the user.
+
+        Lightning's communicate, wherever the signal finds them; and it broadcasts before each batch whether a signal
+        has come, which is not needed any more.
+
+        Args:
+            trainer: Of the run that begins.
+        """
+        self._trainer, self._owner = trainer, os.getpid()
+        self._seen, self._requeued = _NOTHING, False
+        private.replace_signal_handlers(trainer, self._on_end, self._on_requeue)
+
+    def begin(self, trainer: Trainer, group: dist.ProcessGroup, launcher: int | None) -> None:
+        """Ask all ranks from now on after each batch.
+
+        Args:
+            trainer: Of the run.
+            group: The host group of all ranks.
+            launcher: The process that has started this one as a rank beside itself; None: something else has.
+        """
+        self._boundary = _Boundary(Vote(group), self._answer, lambda: self._seen)
+        callbacks_of(trainer).append(self._boundary)
+        if launcher is not None:
+            self._boundary.launcher = launcher
+        if not _requeues(trainer) and not _is_caught(signal.SIGUSR1):
+            private.register_signal(trainer, signal.SIGUSR1, self._on_end)
+
+    def detach(self) -> None:
+        """Leave a run that is over; Lightning restores the handlers that were there before."""
+        if self._trainer is None:
+            return
+        callbacks = callbacks_of(self._trainer)
+        if self._boundary in callbacks:  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
+            callbacks.remove(self._boundary)
+        private.restore_broadcast(self._trainer)
+        self._trainer, self._boundary = None, None
+
+    # -- handlers
+
+    def _on_end(self, signum: int, frame: FrameType | None = None) -> None:
+        if os.getpid() != self._owner:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        trainer = self._trainer
+        if trainer is None:
+            return
+        if _requeues(trainer) and not self._requeued:
+            log.info(f"Bypassing SIGTERM: {signum}")
+            return
+        if trainer.state.fn != TrainerFn.FITTING:
+            # Nothing would be saved, so nobody has to be asked; ranks that this one has started end with it.
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signum)
+            private.note_sigterm(trainer)
+            raise SIGTERMException(EXIT_CODE)
+        self._seen = _END
+
+    def _on_requeue(self, signum: int, frame: FrameType | None = None) -> None:
+        if os.getpid() == self._owner and not self._requeued:
+            self._seen = max(self._seen, _REQUEUE)
+
+    # -- what all ranks do together
+
+    def _answer(self, trainer: Trainer, seen: int) -> None:
+        if seen == _REQUEUE:
+            if not self._requeued:
+                self._seen, self._requeued = _NOTHING, True
+                self.requeues = True
+                try:
+                    private.save_and_requeue(trainer)
+                finally:
+                    self.requeues = False
+            return
+        # Not before: Lightning ends the run by itself where it is set, on one rank alone.
+        private.note_sigterm(trainer)
+        if self._requeued:
+            rank_zero_info(f"The job was given back to SLURM, which ends it now, at step {trainer.global_step}")
+            raise SIGTERMException(EXIT_CODE)
+        rank_zero_info("A signal asks for the end of this run: saving a checkpoint")
+        path = _save(trainer)
+        rank_zero_info(f"Preempted at step {trainer.global_step}: {path} holds it; exit code {EXIT_CODE}")
+        launcher = self._boundary.launcher if self._boundary is not None else None
+        if launcher is not None:
+            # The process that has started this one kills its job when a rank is gone before it has ended itself.
+            atexit.register(_outlive, launcher)
+        raise SIGTERMException(EXIT_CODE)
+
+
+class _Boundary(Checkpoint):
+    """The ends of batches and of epochs, after what other callbacks do there.
+
+    The answer to what is asked at one end is known at the next, so nobody waits for it.
+    """
+
+    def __init__(self, vote: Vote, answer: Callable[[Trainer, int], None], seen: Callable[[], int]) -> None:
+        super().__init__()
+        self.launcher: int | None = None
+        self._vote, self._answer, self._seen = vote, answer, seen
+        self._agreed = _NOTHING
+
+    def __reduce__(self) -> Any:
+        """In the copy of a Trainer it does nothing: it belongs to a run."""
+        return Callback, ()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Answer, where a run can resume from."""
+        loop = trainer.fit_loop
+        self._ask(trainer, ready=not private.accumulates(loop) and not loop.epoch_loop.batch_progress.is_last_batch)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Answer."""
+        self._ask(trainer, ready=True)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Answer for the last time: nothing is on its way after that."""
+        self._ask(trainer, ready=True)
+        self._ask(trainer, ready=True)
+        self._vote.close()
+
+    def _ask(self, trainer: Trainer, *, ready: bool) -> None:
+        self._agreed = max(self._agreed, self._vote.count())
+        if self._agreed and ready:
+            agreed, self._agreed = self._agreed, _NOTHING
+            self._answer(trainer, agreed)
+        self._vote.cast(self._seen())
+
+
+def _save(trainer: Trainer) -> str:
+    """Save where ``ckpt_path="last"`` looks; all ranks call it."""
+    keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    for keeper in keepers:
+        if keeper.save_last is True and not keeper.save_weights_only:
+            private.save_last_checkpoint(keeper, trainer)
+            return keeper.last_model_path
+    if any(isinstance(callback, OnExceptionCheckpoint) for callback in callbacks_of(trainer)) or any(
+        private.saves_on_exception(keeper, trainer) and not keeper.save_weights_only for keeper in keepers
+    ):
+        return "the checkpoint of a callback that saves on exceptions"
+    folder = next((keeper.dirpath for keeper in keepers if keeper.dirpath), None) or trainer.default_root_dir
+    path = os.path.join(folder, FILE_NAME)
+    trainer.save_checkpoint(path)
+    return path
+
+
+def _requeues(trainer: Trainer) -> bool:
+    environment = cluster_environment_of(trainer)
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def _is_caught(signum: signal.Signals) -> bool:
+    """Whether somebody handles a signal, also in C (faulthandler), where Python does not see it."""
+    if signal.getsignal(signum) not in (None, signal.SIG_DFL):
+        return True
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def _outlive(process: int) -> None:
+    deadline = time.monotonic() + LINGER_S
+    while os.getppid() == process and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -1,0 +1,569 @@
+"""Private names of Lightning: the only file that uses them, and a table of those that are relied on.
+
+Each function gives one private thing a plain name. A release may change any of them, and some changes would break
+nothing visible: a signal handler that is never called, a checkpoint that is never found. So :func:`check_lightning`
+compares the table with the installed release when a strategy is made.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import signal
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning.namespace import NAMESPACE, STANDALONE, UNIFIED
+
+# The package hands on names that are imported here.
+# pyright: reportUnusedImport=false
+
+
+NEEDS = ">=2.6,<2.7,!=2.6.2,!=2.6.3"
+"""Releases of Lightning that the tests pass with; ``pyproject.toml`` requires the same."""
+
+_ROOTS = {
+    UNIFIED: {"pytorch": "lightning.pytorch", "fabric": "lightning.fabric"},
+    STANDALONE: {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"},
+}
+
+
+def _named(path: str, namespace: str = NAMESPACE) -> Any:
+    """A module, or a class or function of a module.
+
+    Args:
+        path: Below the package, as in ``pytorch.loops:_FitLoop``.
+        namespace: Which of Lightning's two packages.
+
+    Raises:
+        ConfigurationError: The installed release does not have it.
+    """
+    module, _, name = path.partition(":")
+    half, _, rest = module.partition(".")
+    try:
+        found = import_module(".".join(filter(None, (_ROOTS[namespace][half], rest))))
+        return getattr(found, name) if name else found
+    except (ImportError, AttributeError) as error:
+        raise _changed([f"{path.replace(':', '.')}: expected to be there, found nothing"]) from error
+
+
+def _changed(problems: Sequence[str]) -> ConfigurationError:
+    try:
+        own = "shardeddp " + version("shardeddp")
+    except PackageNotFoundError:  # used from its source
+        own = "shardeddp"
+    lightning = import_module(NAMESPACE).__version__
+    return ConfigurationError(f"Lightning {lightning} has changed {'; '.join(problems)}. {own} needs lightning {NEEDS}")
+
+
+# -- imported names, for the type checker and from the namespace of the process
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin as DeviceDtypeModuleMixin
+    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_ddp_if_available
+    from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning.pytorch.core.saving import _load_state as load_state
+    from lightning.pytorch.loops import _FitLoop as FitLoop
+    from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
+    from lightning.pytorch.loops.progress import _ProcessedTracker as ProcessedTracker
+    from lightning.pytorch.strategies.launchers.multiprocessing import (
+        _MultiProcessingLauncher as MultiProcessingLauncher,
+    )
+    from lightning.pytorch.strategies.launchers.subprocess_script import (
+        _SubprocessScriptLauncher as SubprocessScriptLauncher,
+    )
+    from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint as migrate_checkpoint
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+else:
+    DeviceDtypeModuleMixin = _named("fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin")
+    all_gather_ddp_if_available = _named("fabric.utilities.distributed:_all_gather_ddp_if_available")
+    init_dist_connection = _named("fabric.utilities.distributed:_init_dist_connection")
+    load_state = _named("pytorch.core.saving:_load_state")
+    FitLoop = _named("pytorch.loops:_FitLoop")
+    PrefetchDataFetcher = _named("pytorch.loops.fetchers:_PrefetchDataFetcher")
+    ProcessedTracker = _named("pytorch.loops.progress:_ProcessedTracker")
+    MultiProcessingLauncher = _named("pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher")
+    SubprocessScriptLauncher = _named("pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher")
+    migrate_checkpoint = _named("pytorch.utilities.migration.utils:_pl_migrate_checkpoint")
+    ModelSummary = _named("pytorch.utilities.model_summary:ModelSummary")
+
+
+# -- modules
+
+
+def trainer_of(module: Any) -> Any:
+    """The Trainer that a module is connected to, or None; ``module.trainer`` raises instead."""
+    return module._trainer
+
+
+def tell_device(module: nn.Module, device: torch.device) -> None:
+    """Let ``module.device`` of a LightningModule, and of those in it, name a device, without moving anything."""
+    for child in module.modules():
+        if isinstance(child, DeviceDtypeModuleMixin):
+            child._device = device
+
+
+def forget_compilation(module: Any) -> None:
+    """Drop the note of ``torch.compile``, for which a Trainer refuses a module."""
+    module._compiler_ctx = None
+
+
+def replace_layers(strategy: Any, module: nn.Module) -> None:
+    """Replace layers by those that ``Trainer(sync_batchnorm=True)`` asks for.
+
+    Args:
+        strategy: The strategy, to which the Trainer has given them.
+        module: The module whose layers are replaced.
+    """
+    if strategy._layer_sync:
+        strategy._layer_sync.apply(module)
+
+
+# -- loops; each is a fit, evaluation or prediction loop
+
+
+def combined_loader(loop: Any) -> Any:
+    """The data loaders of a loop, or None before they are made."""
+    return loop._combined_loader
+
+
+def drop_combined_loader(loop: Any) -> None:
+    """Let a loop make its data loaders anew."""
+    loop._combined_loader = None
+
+
+def data_fetcher(loop: Any) -> Any:
+    """The fetcher that gives a fit loop its batches."""
+    return loop._data_fetcher
+
+
+def replace_data_fetcher(loop: Any, fetcher: PrefetchDataFetcher) -> None:
+    """Let a fit loop take its batches from another fetcher."""
+    loop._data_fetcher = fetcher
+
+
+def accumulates(loop: Any) -> bool:
+    """Whether the gradients of the batch at work in a fit loop are still to be added to."""
+    return loop._should_accumulate()
+
+
+def end_restart(loop: Any) -> None:
+    """Let a loop that was loaded begin anew; its own property is always true where it counts steps."""
+    loop._restarting = False
+
+
+def end_resume(loop: Any) -> None:
+    """Let a loop that was loaded make its iterator in the ordinary place."""
+    loop._resuming_from_checkpoint = False
+
+
+def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Surround the end of each loader of an evaluation loop, and the end of a prediction.
+
+    Hooks that say that metrics are going to be reduced, or that predictions are there, come after.
+
+    Args:
+        loop: The loop.
+        delay: Given the end, to be called in it.
+
+    Returns:
+        A function that undoes it.
+    """
+    kind = type(loop)
+    own = [name for name in ("_store_dataloader_outputs", "_on_predict_epoch_end") if name in dir(kind)]
+    for name in own:
+        vars(loop)[name] = partial(delay, partial(getattr(kind, name), loop))
+
+    def undo() -> None:
+        for name in own:
+            vars(loop).pop(name, None)
+
+    return undo
+
+
+# -- signals
+
+
+def replace_signal_handlers(trainer: Any, end: Callable[..., None], requeue: Callable[..., None]) -> None:
+    """Replace the handlers that a Trainer is about to register, and its broadcast before each batch.
+
+    Args:
+        trainer: Of the run that begins.
+        end: Handler of SIGTERM.
+        requeue: Handler of SLURM's requeue signal.
+    """
+    vars(trainer._signal_connector).update(_sigterm_notifier_fn=end, _slurm_sigusr_handler_fn=requeue)
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
+
+
+def restore_broadcast(trainer: Any) -> None:
+    """Undo a part of :func:`replace_signal_handlers`; the handlers end with the run."""
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def register_signal(trainer: Any, signum: signal.Signals, handler: Callable[..., None]) -> None:
+    """Register a handler, which the Trainer replaces by the former one at the end of its run."""
+    trainer._signal_connector._register_signal(signum, handler)
+
+
+def note_sigterm(trainer: Any) -> None:
+    """Let a Trainer know that SIGTERM has come: it ends its run."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def save_and_requeue(trainer: Any) -> None:
+    """Run Lightning's own handler of SLURM's requeue signal: a checkpoint and ``scontrol requeue``."""
+    connector = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)
+
+
+def _nothing() -> None:
+    return None
+
+
+# -- checkpoints
+
+Lookup = Callable[[Any, Any], Any]
+"""Lightning's answer and the ``ckpt_path`` that a user gives to the path of a checkpoint, or None."""
+
+
+def replace_checkpoint_lookup(trainer: Any, look_up: Lookup, agree: Callable[[Any], Any]) -> None:
+    """Replace how a Trainer finds the checkpoint from which it resumes.
+
+    Args:
+        trainer: Of the run that begins.
+        look_up: Called on each rank by itself.
+        agree: Called with the path before it is opened, to return the one to open.
+    """
+    connector = trainer._checkpoint_connector
+    connector._parse_ckpt_path = partial(_parse, trainer, look_up)
+    connector.resume_start = partial(_resume_start, trainer, agree)
+
+
+def _parse(
+    trainer: Any, look_up: Lookup, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool
+) -> Any:
+    connector = trainer._checkpoint_connector
+    found = type(connector)._parse_ckpt_path(connector, state_fn, ckpt_path, model_provided, model_connected)
+    return look_up(found, ckpt_path)
+
+
+def _resume_start(
+    trainer: Any, agree: Callable[[Any], Any], checkpoint_path: Any = None, weights_only: bool | None = None
+) -> None:
+    connector = trainer._checkpoint_connector
+    type(connector).resume_start(connector, agree(checkpoint_path), weights_only)
+
+
+def requeue_checkpoint(trainer: Any) -> str | None:
+    """The newest checkpoint that Lightning has saved before a requeue in the Trainer's root folder."""
+    return trainer._checkpoint_connector._hpc_resume_path
+
+
+def find_last_checkpoints(callback: Any, trainer: Any) -> set[str]:
+    """Checkpoints of a ``ModelCheckpoint`` that are called "last"."""
+    return callback._find_last_checkpoints(trainer)
+
+
+def save_last_checkpoint(callback: Any, trainer: Any) -> None:
+    """Save the "last" checkpoint of a ``ModelCheckpoint`` now."""
+    callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+
+
+def saves_on_exception(callback: Any, trainer: Any) -> bool:
+    """Whether a ``ModelCheckpoint`` would save if the run ended with an exception now."""
+    return callback._should_save_on_exception(trainer)
+
+
+# -- callbacks
+
+
+def averaging_device(callback: Any) -> torch.device | None:
+    """The device on which a callback wants its average; None where it has no wish, or keeps none."""
+    device = vars(callback).get("_device")
+    return None if device is None else torch.device(device)
+
+
+def replace_summary(callback: Any, summarize: Callable[[nn.Module, int], ModelSummary]) -> None:
+    """Replace the summary that a ``ModelSummary`` prints.
+
+    Args:
+        callback: The callback; one with a summary of its own keeps it.
+        summarize: A module and the depth to its summary.
+    """
+    if _summary_of(type(callback)) is _summary_of(_named("pytorch.callbacks:ModelSummary")):
+        vars(callback)["_summary"] = partial(_summarize, summarize, callback._max_depth)
+
+
+def restore_summary(callback: Any) -> None:
+    """Undo :func:`replace_summary`."""
+    vars(callback).pop("_summary", None)
+
+
+def _summary_of(kind: Any) -> Any:
+    return kind._summary
+
+
+def _summarize(
+    summarize: Callable[[nn.Module, int], ModelSummary], depth: int, trainer: Any, pl_module: nn.Module
+) -> ModelSummary:
+    return summarize(pl_module, depth)
+
+
+class SummaryWithCounts(ModelSummary):
+    """Summary of a module with one more column of counts, beside the number of parameters.
+
+    Args:
+        model: The LightningModule.
+        max_depth: Depth to which its layers are listed.
+        title: Title of the column.
+        count: A module to its count.
+        show: A count to its text.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        max_depth: int,
+        *,
+        title: str,
+        count: Callable[[nn.Module], float],
+        show: Callable[[float], str],
+    ) -> None:
+        self._title, self._count, self._show = title, count, show
+        super().__init__(model, max_depth=max_depth)
+
+    @override
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        columns = super()._get_summary_data()
+        place = [name for name, _ in columns].index("Params") + 1
+        counts = [self._count(layer._module) for layer in self._layer_summary.values()]
+        if len(columns[place - 1][1]) > len(counts):  # parameters of no layer have a row of their own
+            counts.append(max(0.0, self._count(self._model) - sum(counts)))
+        columns.insert(place, (self._title, [self._show(count) for count in counts]))
+        return columns
+
+
+# -- launchers
+
+
+class RankLauncher(MultiProcessingLauncher):
+    """Lightning's launcher of spawned and forked ranks, with plain names for the steps that a subclass surrounds."""
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose ranks are launched."""
+        return self._strategy
+
+    @abstractmethod
+    def run_rank(self, run: Callable[[], None]) -> None:
+        """Run a rank from its beginning to its end, in its own process.
+
+        Args:
+            run: Lightning's part, to be called.
+        """
+
+    @abstractmethod
+    def collect_results(self, collect: Callable[[], Any], trainer: Any) -> Any:
+        """Collect on each rank what the main process gets.
+
+        Args:
+            collect: Lightning's part, whose result is to be returned.
+            trainer: Of the run.
+        """
+
+    @abstractmethod
+    def recover_results(self, recover: Callable[[], None], trainer: Any, weights_path: Any) -> None:
+        """Take results over in the main process.
+
+        Args:
+            recover: Lightning's part, to be called.
+            trainer: Of the run.
+            weights_path: File of the full weights, or None.
+        """
+
+    @override
+    def _wrapping_function(self, *arguments: Any, **named: Any) -> None:
+        self.run_rank(partial(super()._wrapping_function, *arguments, **named))
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        return self.collect_results(partial(super()._collect_rank_zero_results, trainer, results), trainer)
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        recover = partial(super()._recover_results_in_main_process, worker_output, trainer)
+        self.recover_results(recover, trainer, worker_output.weights_path)
+
+
+# -- the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliance:
+    """One name of Lightning that has to be as it is expected."""
+
+    owner: str  # a module, class or function below the namespace, as in "pytorch.loops:_FitLoop"
+    name: str
+    parameters: str | None = None  # those that are used, separated by blanks, without self; None: an attribute
+    replaced: bool = False  # Lightning calls a function of ours instead: no further parameter may be given
+
+    def problem(self, namespace: str = NAMESPACE) -> str | None:
+        """The difference between the installed release and the expectation, or None.
+
+        Args:
+            namespace: Which of Lightning's two packages.
+        """
+        try:
+            owner = _named(self.owner, namespace)
+        except ConfigurationError:
+            return f"{self.owner.replace(':', '.')}: expected to be there, found nothing"
+        place = f"{owner.__name__.rpartition('.')[2]}.{self.name}"
+        member = inspect.getattr_static(owner, self.name, None)
+        if self.parameters is None:
+            known = member is not None or (isinstance(owner, type) and self.name in _attributes(owner))
+            return None if known else f"{place}: expected an attribute, found none"
+        if member is None:
+            return f"{place}: expected a method, found none"
+        expected = self.parameters.split()
+        function = getattr(owner, self.name)
+        if not callable(function):
+            return f"{place}: expected a method, found {type(function).__name__}"
+        found = list(inspect.signature(function).parameters.values())
+        if isinstance(owner, type) and isinstance(member, FunctionType):
+            found = found[1:]  # self
+        names = [each.name for each in found]
+        further = [each for each in found[len(expected) :] if self.replaced or _is_required(each)]
+        if names[: len(expected)] != expected or further:
+            return f"{place}: expected ({', '.join(expected)}), found ({', '.join(names)})"
+        return None
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not variadic
+
+
+@cache
+def _attributes(kind: type) -> frozenset[str]:
+    """Attributes that the constructors of a class and its bases assign, and those that it declares."""
+    return frozenset(name for base in kind.__mro__ for name in _assigned(base))
+
+
+def _assigned(kind: type) -> Iterator[str]:
+    yield from vars(kind).get("__annotations__", ())
+    constructor = inspect.unwrap(vars(kind).get("__init__", _nothing))
+    if isinstance(constructor, FunctionType):
+        yield from (step.argval for step in dis.get_instructions(constructor) if step.opname == "STORE_ATTR")
+
+
+def _attribute(owner: str, *names: str) -> Iterator[Reliance]:
+    for name in names:
+        yield Reliance(owner=owner, name=name)
+
+
+_TRAINER = "pytorch.trainer.trainer:Trainer"
+_SIGNALS = "pytorch.trainer.connectors.signal_connector:_SignalConnector"
+_CHECKPOINTS = "pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"
+_FIT = "pytorch.loops.fit_loop:_FitLoop"
+_EPOCH = "pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
+_EVALUATION = "pytorch.loops.evaluation_loop:_EvaluationLoop"
+_PREDICTION = "pytorch.loops.prediction_loop:_PredictionLoop"
+_MODEL_CHECKPOINT = "pytorch.callbacks:ModelCheckpoint"
+_SUMMARY = "pytorch.utilities.model_summary.model_summary"
+_LAUNCHER = "pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
+_STRATEGY = "pytorch.strategies:ParallelStrategy"
+_DISTRIBUTED = "fabric.utilities.distributed"
+
+RELIANCES = (
+    # modules
+    *_attribute("pytorch:LightningModule", "_trainer", "_compiler_ctx", "_device"),
+    # loops
+    *_attribute(_FIT, "_combined_loader", "_data_fetcher", "_restarting", "_resuming_from_checkpoint", "is_resuming"),
+    *_attribute(_EPOCH, "_restarting", "batch_progress", "val_loop"),
+    *_attribute(_EVALUATION, "_restarting", "_combined_loader"),
+    *_attribute(_PREDICTION, "_combined_loader"),
+    *_attribute("pytorch.loops.fetchers:_PrefetchDataFetcher", "batches", "combined_loader"),
+    Reliance(owner="pytorch.loops.fetchers:_PrefetchDataFetcher", name="__next__", parameters="", replaced=True),
+    Reliance(owner="pytorch.loops.fetchers:_PrefetchDataFetcher", name="reset", parameters="", replaced=True),
+    Reliance(owner=_FIT, name="_should_accumulate", parameters=""),
+    Reliance(owner=_EVALUATION, name="_store_dataloader_outputs", parameters="", replaced=True),
+    Reliance(owner=_PREDICTION, name="_on_predict_epoch_end", parameters="", replaced=True),
+    # signals
+    *_attribute(_TRAINER, "_signal_connector", "_checkpoint_connector"),
+    *_attribute(_SIGNALS, "received_sigterm"),
+    Reliance(owner=_SIGNALS, name="_register_signal", parameters="signum handlers"),
+    Reliance(owner=_SIGNALS, name="_sigterm_notifier_fn", parameters="signum _", replaced=True),
+    Reliance(owner=_SIGNALS, name="_slurm_sigusr_handler_fn", parameters="signum _", replaced=True),
+    Reliance(owner=_EPOCH, name="_broadcast_sigterm_tensor", parameters="", replaced=True),
+    # checkpoints
+    *_attribute(_CHECKPOINTS, "_hpc_resume_path"),
+    Reliance(
+        owner=_CHECKPOINTS,
+        name="_parse_ckpt_path",
+        parameters="state_fn ckpt_path model_provided model_connected",
+        replaced=True,
+    ),
+    Reliance(owner=_CHECKPOINTS, name="resume_start", parameters="checkpoint_path weights_only", replaced=True),
+    Reliance(owner=_MODEL_CHECKPOINT, name="_find_last_checkpoints", parameters="trainer"),
+    Reliance(owner=_MODEL_CHECKPOINT, name="_monitor_candidates", parameters="trainer"),
+    Reliance(owner=_MODEL_CHECKPOINT, name="_save_last_checkpoint", parameters="trainer monitor_candidates"),
+    Reliance(owner=_MODEL_CHECKPOINT, name="_should_save_on_exception", parameters="trainer"),
+    Reliance(owner="pytorch.core.saving", name="_load_state", parameters="cls checkpoint strict cls_kwargs_new"),
+    Reliance(owner="pytorch.core.saving", name="pl_load", parameters="path_or_url map_location weights_only"),
+    Reliance(
+        owner="pytorch.utilities.migration.utils",
+        name="_pl_migrate_checkpoint",
+        parameters="checkpoint checkpoint_path",
+    ),
+    # callbacks
+    *_attribute("pytorch.callbacks:WeightAveraging", "_device"),
+    *_attribute("pytorch.callbacks:StochasticWeightAveraging", "_device"),
+    *_attribute("pytorch.callbacks:ModelSummary", "_max_depth"),
+    Reliance(owner="pytorch.callbacks:ModelSummary", name="_summary", parameters="trainer pl_module", replaced=True),
+    *_attribute(f"{_SUMMARY}:ModelSummary", "_layer_summary", "_model"),
+    *_attribute(f"{_SUMMARY}:LayerSummary", "_module"),
+    Reliance(owner=f"{_SUMMARY}:ModelSummary", name="_get_summary_data", parameters="", replaced=True),
+    # launchers and the strategy's own base classes
+    *_attribute(_LAUNCHER, "_strategy"),
+    Reliance(
+        owner=_LAUNCHER,
+        name="_wrapping_function",
+        parameters="process_idx trainer function args kwargs return_queue global_states",
+    ),
+    Reliance(owner=_LAUNCHER, name="_collect_rank_zero_results", parameters="trainer results", replaced=True),
+    Reliance(
+        owner=_LAUNCHER, name="_recover_results_in_main_process", parameters="worker_output trainer", replaced=True
+    ),
+    *_attribute(_STRATEGY, "_layer_sync", "_launcher", "_lightning_module", "_precision_plugin"),
+    Reliance(owner=_STRATEGY, name="_configure_launcher", parameters="", replaced=True),
+    # communication
+    Reliance(owner=_DISTRIBUTED, name="_all_gather_ddp_if_available", parameters="tensor group sync_grads"),
+    Reliance(
+        owner=_DISTRIBUTED, name="_init_dist_connection", parameters="cluster_environment torch_distributed_backend"
+    ),
+)
+"""Every private name that the package relies on, with the methods of private classes that it replaces."""
+
+
+@cache
+def check_lightning() -> None:
+    """Compare the table with the installed release; once per process.
+
+    Raises:
+        ConfigurationError: Something has changed; it says what, and the releases that work.
+    """
+    problems = [problem for reliance in RELIANCES if (problem := reliance.problem())]
+    if problems:
+        raise _changed(problems)

@@ -1,0 +1,293 @@
+"""Process group of a run: set-up, build id, mesh of communicators, and communication that users ask for."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from torch import nn
+
+from shardeddp.checkpoint.full import whole
+from shardeddp.checkpoint.interop import lightning_meta
+from shardeddp.comm import Mesh, barrier, broadcast_object, reduce_tensor, together
+from shardeddp.comm.desync import note_that_runs_alone
+from shardeddp.comm.liveness import lightning_calls
+from shardeddp.comm.propagation import is_transfer_error
+from shardeddp.comm.rendezvous import meet, stay_on_loopback
+from shardeddp.config import check_backend
+from shardeddp.engine.runtime import runtime_of
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning.api import (
+    LIGHTNING_VERSION,
+    ClusterEnvironment,
+    all_gather_ddp_if_available,
+    init_dist_connection,
+    rank_zero_only,
+    rank_zero_warn,
+)
+from shardeddp.plan.sharding_strategy import Placement
+from shardeddp.plan.topology import Seat, check_runs, node_order
+
+# -- Release: which shardeddp this process runs, by its version and by what its files hold
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def describe_release(package: Path = _PACKAGE) -> str:
+    """Version and installed code; equal where ranks run the same, wherever it is installed.
+
+    Args:
+        package: The folder of the package.
+    """
+    try:
+        number = version("shardeddp")
+    except PackageNotFoundError:
+        number = "that is not installed"
+    return f"shardeddp {number} (installed code {_digest(package)})"
+
+
+def _digest(package: Path) -> str:
+    digest = xxhash.xxh3_64()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+# -- Process group of a run: its set-up, the mesh of communicators, and the communication that users ask for
+
+T = TypeVar("T")
+
+
+class ProcessGroup:
+    """Ranks of a run and their communication.
+
+    Args:
+        placement: Sharding strategy; decides which ranks share a model.
+        backend: Backend of the default process group; None: the device's own.
+        timeout: Limit of a collective.
+        saving_timeout_s: Limit of a collective while checkpoints are saved; None: ``timeout``.
+        debug: Whether what users communicate is compared over ranks before it happens.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        backend: str | None,
+        timeout: timedelta,
+        saving_timeout_s: float | None,
+        *,
+        debug: bool,
+    ) -> None:
+        self._placement = placement
+        self._backend = check_backend(backend)
+        self._timeout = timeout
+        self._saving_timeout = timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
+        self._debug = debug
+        self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
+        self.current: Mesh | None = None
+        """The communicators of this rank; None before set-up, and in a process that has spawned the ranks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy or a pickle: communicators belong to a process."""
+        return {**vars(self), "current": None}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The communicators of this rank.
+
+        Raises:
+            RuntimeError: There is no process group yet.
+        """
+        if self.current is None:
+            raise RuntimeError("ShardedDP has no process group yet: it is set up when the Trainer starts to run")
+        return self.current
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0, or a process without ranks."""
+        return self.current is None or self.current.rank == 0
+
+    # -- set-up
+
+    def set_up(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        num_nodes: int,
+        ranks_per_node: int,
+        module: nn.Module | None,
+    ) -> None:
+        """Make the process group and the mesh where they do not exist yet, and begin a run; a collective of all ranks.
+
+        Args:
+            environment: Source of ranks and addresses.
+            device: Device of this rank.
+            num_nodes: Number of machines.
+            ranks_per_node: Number of ranks on each.
+            module: Module of the run; one that another Trainer has sharded brings its communicators along.
+
+        Raises:
+            ConfigurationError: Ranks run different code or options, or ``debug`` comes too late for the module.
+        """
+        _note_functions_of_one_rank()
+        if num_nodes == 1:
+            stay_on_loopback()
+        if not torch.distributed.is_initialized():
+            self._connect(environment, device, num_nodes, ranks_per_node)
+        elif self._debug:
+            rank_zero_warn(
+                "debug=True: what Lightning is asked for is compared over ranks; what torch.distributed itself is "
+                "asked for is not, as the process group was made before, without that. Start a new process for it"
+            )
+        runtime = None if module is None else runtime_of(module)
+        if self.current is None and runtime is not None:
+            self.current = runtime.mesh
+        elif self.current is None:
+            topology = self._placement.topology(num_nodes, ranks_per_node, self._order)
+            self.current = Mesh(
+                topology,
+                device,
+                self._timeout,
+                self._placement.regather_size,
+                saving_timeout=self._saving_timeout,
+                debug=self._debug,
+            )
+        if self._debug and not self.current.compares:
+            raise ConfigurationError(
+                "debug=True comes too late for this module: it was sharded without it, and keeps its communicators. "
+                "Build it anew, or start a new process"
+            )
+        self.current.begin_run()
+        if environment.world_size() == 1:
+            # Said wherever a process group exists; Lightning itself leaves the synchronisation of one rank out.
+            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
+
+    def _connect(
+        self, environment: ClusterEnvironment, device: torch.device, num_nodes: int, ranks_per_node: int
+    ) -> None:
+        versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
+        seat = Seat(
+            rank=environment.global_rank(),
+            node=environment.node_rank(),
+            local_rank=environment.local_rank(),
+            host=socket.gethostname(),
+            world_size=environment.world_size(),
+            num_nodes=num_nodes,
+            ranks_per_node=ranks_per_node,
+            run=f"{versions}, {self._placement}, debug={self._debug}",  # the same on all ranks that may meet
+        )
+        store, seats = meet(environment.main_address, environment.main_port, seat, self._timeout)
+        check_runs(seats)
+        self._order = node_order(seats)
+        with torch_compares() if self._debug else nullcontext():
+            init_dist_connection(
+                environment,
+                self._backend or torch.distributed.get_default_backend_for_device(device),
+                timeout=self._timeout,
+                device_id=None if device.type == "cpu" else device,
+                store=store,
+            )
+
+    # -- communication
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return when all ranks have come."""
+        if self.current is not None:
+            # Users may give one barrier several names. Lightning does not, and never means one of theirs.
+            of_lightning = lightning_calls()
+            named = f"{name or ''}" if self._debug or of_lightning else ""
+            barrier(self.current, f"barrier({named}){' of Lightning' if of_lightning else ''}")
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of rank ``src``, on all ranks."""
+        return obj if self.current is None else broadcast_object(self.current, obj, src)
+
+    def reduce(self, tensor: Any, group: Any, kind: Any) -> Any:
+        """The sum or mean of a tensor over all ranks; anything else as it is."""
+        if not isinstance(tensor, torch.Tensor) or self.current is None:
+            return tensor
+        if group is not None and group is not torch.distributed.group.WORLD:
+            raise NotImplementedError("reduce() is over all ranks; for other groups use torch.distributed")
+        kind = "sum" if kind is None else kind
+        self._compare(f"reduce({_describe(tensor)}, {kind})")
+        with self.explaining():
+            return reduce_tensor(self.current, whole(tensor), kind)
+
+    def gather(self, tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
+        """The tensors of all ranks, stacked."""
+        self._compare(f"all_gather({_describe(tensor)})")
+        with self.explaining():
+            return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
+
+    def together(self, step: str, action: Callable[[], T]) -> T:
+        """Result of an action on all ranks, each of which hears of errors; without ranks, of this process alone."""
+        return action() if self.current is None else together(step, action, self.current.control)
+
+    def _compare(self, operation: str) -> None:
+        """With ``debug``: raise on every rank if one of them has come to another operation."""
+        if self.current is not None and self.current.compares:
+            self.current.users.call(operation)
+
+    # -- errors
+
+    def explain(self, error: BaseException) -> None:
+        """Tell the other ranks of an error, or let one that comes from another rank say so."""
+        if self.current is not None:
+            self.current.failures.explain(error)
+
+    def explain_transfer(self, error: BaseException) -> None:
+        """Let an error that comes from another rank say so; errors of this rank stay as they are."""
+        if is_transfer_error(error):
+            self.explain(error)
+
+    def explain_and_leave(self, error: BaseException) -> None:
+        """Tell the others of an error that ends a forked or spawned rank, whose exit handlers may not run."""
+        if self.current is not None:
+            self.current.failures.explain(error)
+            self.current.failures.leave()
+
+    @contextmanager
+    def explaining(self) -> Generator[None]:
+        """Surround what other ranks may not come to, so that errors say why they have not."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain_transfer(error)
+            raise
+
+
+@contextmanager
+def torch_compares() -> Generator[None]:
+    """Let the process group that is made inside compare what is asked of it by calling torch, with torch's own means.
+
+    See ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which does that for all groups.
+    """
+    level = torch.distributed.get_debug_level()
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        torch.distributed.set_debug_level(level)
+
+
+def _note_functions_of_one_rank() -> None:
+    """Let collectives inside of these functions be errors: other ranks never come to them."""
+    note_that_runs_alone(rank_zero_only(print), "{name}, which rank_zero_only runs on one rank")
+    note_that_runs_alone(
+        lightning_meta,
+        "what rank 0 saves of hyper-parameters and callbacks. Leave modules out of it, their parameters are saved "
+        "as the model's: save_hyperparameters(ignore=[...])",
+    )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

@@ -1,0 +1,221 @@
+"""Restoring checkpoints: opening either kind, loading model and optimizers, and the way back if one does not fit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardeddp.checkpoint import clean
+from shardeddp.checkpoint.contents import ATTRIBUTES, open_checkpoint, open_file, read_foreign_contents
+from shardeddp.checkpoint.durable import local_path
+from shardeddp.checkpoint.find import carries_manifest
+from shardeddp.checkpoint.manifest import DCP_METADATA
+from shardeddp.checkpoint.restore import Replaced, load_model, load_optimizer, stage
+from shardeddp.checkpoint.state_codec import dict_codec
+from shardeddp.checkpoint.verify import newest_verified
+from shardeddp.comm import gather_results
+from shardeddp.config import CheckpointOptions
+from shardeddp.engine.runtime import runtime_of
+from shardeddp.engine.shard_model import place_module
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.lightning.api import (
+    AttributeDict,
+    CheckpointIO,
+    LightningModule,
+    LightningOptimizer,
+    TorchCheckpointIO,
+    rank_zero_warn,
+)
+from shardeddp.lightning.process_group import ProcessGroup
+
+_ADVICE_S = 60.0
+"""How long to look for a checkpoint that can be used instead of a damaged one, while all ranks wait."""
+
+CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
+"""Types of Lightning's in the plain part of a checkpoint."""
+
+
+class Restore:
+    """Restores one checkpoint at a time into a module that is sharded, or is going to be.
+
+    Args:
+        group: Ranks of the run.
+        options: Kinds of checkpoints that may be read, and how.
+    """
+
+    def __init__(self, group: ProcessGroup, options: CheckpointOptions) -> None:
+        self._group = group
+        self._options = options
+        self._path = Path()  # of the checkpoint that was read last
+        self._pending: Callable[[], None] | None = None  # from reading a checkpoint until the model is sharded
+        self._replaced: Replaced | None = None  # from loading a model until the optimizers have taken their states
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy or a pickle, which restores nothing yet."""
+        return {**vars(self), "_pending": None, "_replaced": None}
+
+    def open(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
+        """Read a checkpoint of either kind; the tensors of model and optimizers are read when they are loaded.
+
+        Args:
+            path: Checkpoint, the same on all ranks.
+            weights_only: False: unpickle what only pickle could save.
+            io: Plugin that reads files which torch has not written.
+
+        Raises:
+            CheckpointError: It is damaged, or ranks do not see the same; with advice.
+        """
+        path = os.path.expanduser(local_path(path))
+        self._path = Path(path)
+        kind = self._kind_of(path)
+        if kind == "missing":
+            if self._group.is_rank_zero:
+                clear_away([self._path.parent])  # it may be there under the name of what was being replaced
+            self._group.barrier()
+            kind = self._kind_of(path)
+        if kind == "directory":
+            foreign, trust = self._options.foreign, self._options.trust_pickle
+            reading = partial(open_any, self._path, weights_only, foreign=foreign, trust_pickle=trust)
+        elif type(io) is TorchCheckpointIO and kind == "archive":
+            mesh = self._group.current
+            part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
+            reading = partial(open_file, path, weights_only, part)
+        else:
+            torch.cuda.empty_cache()  # as Lightning does here
+            return io.load_checkpoint(path, weights_only=weights_only)
+        try:
+            return self._group.together("reading the checkpoint", reading)
+        except CheckpointError as error:
+            raise self._with_advice(error) from error
+
+    def _kind_of(self, path: str) -> str:
+        """Kind of what lies at a path, in the eyes of every rank: directory, missing, archive or file."""
+        mesh = self._group.current
+
+        def look() -> bytes:
+            if os.path.isdir(path):
+                return b"directory"
+            if not os.path.lexists(path):
+                return b"missing"
+            return b"archive" if zipfile.is_zipfile(path) else b"file"
+
+        if mesh is None:
+            return look().decode()
+        kinds = [kind.decode() for kind in gather_results("looking for the checkpoint", look, mesh.control)]
+        if len(set(kinds)) > 1:
+            found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+            raise CheckpointError(
+                f"the ranks do not see the same at {path} ({found}). Checkpoints have to lie on a file system that all "
+                f"ranks share"
+            )
+        return kinds[0]
+
+    def load_model(
+        self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool, fitting: bool
+    ) -> None:
+        """Load the model's part of a checkpoint, at once or as soon as there are shards to load it into."""
+        state = checkpoint["state_dict"]
+        staged = [state, checkpoint.get("optimizer_states", ())] if fitting else [state]
+
+        def load() -> None:
+            stage(staged, module)
+            # The optimizers are made when the model is there; not before can they refuse what is stored for them.
+            self._replaced = Replaced(module) if fitting else None
+            load_model(module, state, strict, self._options.cast)
+
+        if runtime_of(module) is None:
+            self._pending = load
+        else:
+            self.load(load, module)
+
+    def take_pending(self) -> Callable[[], None] | None:
+        """Load of a model that waits for its shards; None: nothing was read."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    def load(self, action: Callable[[], None] | None, module: LightningModule) -> None:
+        """Load something into a sharded module on all ranks; None on all ranks: nothing."""
+        if action is None:
+            return
+        try:
+            self._group.together("loading the checkpoint", action)
+        except DamagedCheckpointError as error:
+            raise self._with_advice(error) from error
+        place_module(module, self._group.mesh.device)  # metrics take over what they load, wherever it is
+
+    def load_optimizers(self, module: LightningModule, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
+        """Load the states of optimizers; from then on the model is not rolled back any more."""
+        if not states and optimizers:
+            rank_zero_warn(
+                "the checkpoint has no optimizer states: weights are loaded, and optimizers begin as in a new training"
+            )
+
+        def load() -> None:
+            if states and len(states) != len(optimizers):
+                raise CheckpointError(
+                    f"the checkpoint has the states of {len(states)} optimizers, expected {len(optimizers)}: "
+                    f"train with the optimizers that it was saved with, or load its weights alone"
+                )
+            for optimizer, state in zip(optimizers, states, strict=False):
+                inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+                if not state and not inner.state_dict():
+                    continue  # Lightning's stand-in for a module without optimizers
+                load_optimizer(inner, state)
+
+        self.load(load, module)
+        self._replaced = None
+
+    def roll_back(self) -> None:
+        """Make a model whose checkpoint was refused what it was before."""
+        if self._replaced is not None:
+            self._replaced.put_back()
+            self._replaced = None
+
+    def _with_advice(self, error: CheckpointError) -> CheckpointError:
+        """The error with the name of a checkpoint that can be used instead; a collective of all ranks."""
+        advice, folder = "", self._path.parent
+        if self._group.is_rank_zero:
+            try:
+                newest = newest_verified(folder, within_s=_ADVICE_S)
+                advice = f"The newest that is whole is {newest}" if newest else "No whole one lies beside it"
+            except (CheckpointError, TimeoutError):
+                advice = f"Find a whole one with: shardeddp verify {folder}"
+        return type(error)(f"{error}. {self._group.broadcast(advice)}")
+
+
+def open_any(path: Path, weights_only: bool | None, *, foreign: bool, trust_pickle: bool = False) -> dict[str, Any]:
+    """Read everything of a directory but the tensors, which are read when they are used.
+
+    Args:
+        path: A sharded checkpoint of this package, or of another tool.
+        weights_only: False: unpickle what only pickle could save.
+        foreign: Whether it may be of another tool.
+        trust_pickle: Unpickle the index of such a one without looking at what is in it.
+
+    Raises:
+        CheckpointError: It is damaged, or not to be read without saying so.
+    """
+    if carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
+        return open_checkpoint(path, weights_only, CODECS)
+    if not foreign:
+        raise CheckpointError(
+            f"{path} was written by another tool, and its index is a pickle. To load it by a reader that runs none, "
+            f"say so: ShardedDP(checkpoint_options=CheckpointOptions(foreign=True)), or "
+            f"shardeddp.load_from_checkpoint(..., foreign=True); or convert it once, with "
+            f"'shardeddp consolidate --foreign'"
+        )
+    return read_foreign_contents(path, trust_pickle).checkpoint
+
+
+def clear_away(folders: Iterable[str | Path]) -> None:
+    """Delete what killed runs have left in directories of checkpoints; for one rank."""
+    for note in (note for folder in folders for note in clean.sweep(folder).left):
+        warnings.warn(note, stacklevel=2)

@@ -1,0 +1,276 @@
+"""Resume: the part of a checkpoint that lets a run go on exactly - random state, places in the data, kept tensors."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from shardeddp.checkpoint.kept_shards import KEPT, KEY, KeptShards, places_of_shards
+from shardeddp.checkpoint.random_state import ResumeRandomness, Stateful, gather_random_states, has_length
+from shardeddp.comm.agreement import gather_results
+from shardeddp.errors import CheckpointError
+from shardeddp.lightning import private
+from shardeddp.lightning.api import (
+    FitLoop,
+    LightningModule,
+    PrefetchDataFetcher,
+    ProcessedTracker,
+    Trainer,
+    TrainerFn,
+    has_iterable_dataset,
+)
+from shardeddp.lightning.process_group import ProcessGroup
+
+# -- Loader states: where each rank is in its data. Lightning saves what one rank says and gives that to all
+
+_PLACE = "combined_loader"
+"""The name that the states of training loaders have among those of Lightning's fit loop."""
+
+
+def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> tuple[dict[str, Any], list[Any]]:
+    """Every rank's states, by rank, where they are not the same; a collective.
+
+    Args:
+        checkpoint: Of this rank, as Lightning has made it; it stays as it is.
+        group: The host group of all ranks.
+
+    Returns:
+        The checkpoint with rank 0's states in place of its own, and all of them; nothing of the latter if all ranks
+        are in one place, or have no stateful loader.
+    """
+    # Pickled on the way between ranks of one job only.
+    own = _fit_loop(checkpoint).get(_PLACE)
+    sent = gather_results("saving the states of data loaders", lambda: pickle.dumps(own), group)
+    if len(set(sent)) == 1:
+        return checkpoint, []
+    states = [pickle.loads(each) for each in sent]
+    loops, fit_loop = checkpoint["loops"], checkpoint["loops"]["fit_loop"]
+    fit_loop = {**fit_loop, "state_dict": {**fit_loop["state_dict"], _PLACE: states[0]}}
+    return {**checkpoint, "loops": {**loops, "fit_loop": fit_loop}}, states
+
+
+def take_loader_state(checkpoint: dict[str, Any], states: object, rank: int, world_size: int) -> None:
+    """Put this rank's states where Lightning looks for them.
+
+    Args:
+        checkpoint: As it was read.
+        states: By rank, as saved.
+        rank: This rank.
+        world_size: Number of ranks now. If there were more or fewer, all go on from where rank 0 was: rank 0 warns.
+
+    Raises:
+        CheckpointError: These are no states.
+    """
+    if not isinstance(states, list):
+        raise CheckpointError(
+            f"the states of data loaders in the checkpoint are damaged: expected a list of them by rank, found "
+            f"{type(states).__name__}. Load an older checkpoint, or remove them: del checkpoint['shardeddp']"
+        )
+    by_rank = cast("list[Any]", states)
+    if len(by_rank) == world_size:
+        _fit_loop(checkpoint)[_PLACE] = by_rank[rank]
+    elif rank == 0:
+        warnings.warn(
+            f"the checkpoint has the places of {len(by_rank)} ranks in their data, each its own, and this run has "
+            f"{world_size}: all loaders go on from where that of rank 0 was, so that samples may be seen twice or not "
+            f"at all in this epoch. Resume with {len(by_rank)} ranks for the same data",
+            stacklevel=2,
+        )
+
+
+def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The part that is read and written here; an empty one where weights alone are saved."""
+    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+
+
+# -- Resume: the part of a checkpoint that lets a run go on exactly - random state, places in the data, kept tensors
+
+
+class Resume:
+    """State that Lightning does not save, and the moments at which a resumed run gets it back.
+
+    Args:
+        group: Ranks of the run.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._randomness = ResumeRandomness()
+        self._streams = _ResumedStreams()
+        self._kept: KeptShards | None = None  # from reading a checkpoint until the model is sharded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy or a pickle, which has read no checkpoint yet."""
+        return {**vars(self), "_kept": None}
+
+    # -- checkpoints
+
+    def extended(self, checkpoint: dict[str, Any], module: LightningModule | None) -> dict[str, Any]:
+        """A checkpoint with all that Lightning does not know of; hooks of the user still hold the one without.
+
+        A collective of all ranks; where there are none yet, the checkpoint as it is.
+        """
+        mesh = self._group.current
+        if mesh is None:
+            return checkpoint
+        own: dict[str, Any] = {}
+        own["random_states"] = gather_random_states(self._randomness.capture(mesh.device), mesh.control)
+        checkpoint, loader_states = gather_loader_states(checkpoint, mesh.control)
+        if loader_states:  # ranks are in different places of their data
+            own["loader_states"] = loader_states
+        if module is not None and (places := places_of_shards(checkpoint, module)):
+            own[KEPT] = places
+        return {**checkpoint, KEY: own}
+
+    def take(self, checkpoint: dict[str, Any], fitting: bool) -> None:
+        """Take the own part out of a checkpoint that was read; hooks of the user get the one that they have seen.
+
+        Args:
+            checkpoint: Checkpoint of :meth:`extended`, or of another strategy; changed.
+            fitting: Whether training goes on from it: random states come into force when it starts.
+        """
+        self._kept = KeptShards(checkpoint)
+        own = checkpoint.pop(KEY, {})
+        mesh = self._group.current
+        if mesh is None or not fitting:
+            return
+        rank, size = mesh.rank, mesh.topology.world_size
+        self._randomness.hold(own.get("random_states"), rank, size)
+        if self._randomness.holds:
+            self._streams.load(checkpoint)
+        if "loader_states" in own:
+            take_loader_state(checkpoint, own["loader_states"], rank, size)
+
+    def take_kept(self, module: LightningModule) -> Callable[[], None] | None:
+        """Action that shards what callbacks have loaded as the module is sharded; None: nothing was read."""
+        kept, self._kept = self._kept, None
+        return None if kept is None else partial(kept.shard, module)
+
+    # -- a run that trains
+
+    def prepare_loader(self, loader: object, trainer: Trainer) -> object:
+        """The loader to use in the place of one of the user's."""
+        if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
+            return loader
+        loop = trainer.fit_loop
+        epoch, batches = cast(ProcessedTracker, loop.epoch_progress.current), loop.epoch_loop.batch_progress
+        if self._randomness.holds and batches.is_last_batch and epoch.ready == epoch.started == epoch.processed:
+            # Between epochs. A Trainer that counts steps would train on one more batch of the epoch that is over.
+            for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+                private.end_restart(each)
+
+        def in_hand() -> bool:
+            fetcher = private.data_fetcher(loop)
+            return isinstance(fetcher, PrefetchDataFetcher) and bool(fetcher.batches)
+
+        mid_epoch = loop.restarting and not batches.is_last_batch
+        loader, device = self._streams.hold_back(loader), self._group.mesh.device
+        return self._randomness.watch(loader, device, mid_epoch=mid_epoch, in_hand=in_hand)
+
+    def ask_loaders_again(self, loop: FitLoop) -> None:
+        """Drop training loaders that were asked for before Lightning knew where a run goes on.
+
+        Those that know where they are would not be told any more, and the progress of an epoch that is over would go
+        on. In the middle of an epoch others start where they start, as under every strategy.
+        """
+        combined = private.combined_loader(loop)
+        loaders = [] if combined is None else combined.flattened
+        if self._streams.wait or any(isinstance(each, Stateful) for each in loaders):
+            private.drop_combined_loader(loop)
+
+    def begin_streams(self, trainer: Trainer) -> None:
+        """Give the loop its loaders as the user knows them, before the user's hooks of the start of training."""
+        loaders = private.combined_loader(trainer.fit_loop)
+        if self._streams.wait and loaders is not None:
+            loaders.flattened = self._streams.begin(loaders.flattened)
+
+    def begin_training(self, loop: FitLoop) -> None:
+        """Restore random states, last before the first batch."""
+        if not self._randomness.holds:
+            return
+        if not loop.restarting and loop.is_resuming:
+            # Between epochs. Lightning would train on with the iterator that was made in setting up, while the
+            # uninterrupted run makes one when the epoch has started, after all hooks.
+            private.end_resume(loop)
+        self._randomness.begin(self._group.mesh.device)
+
+    def begin_batch(self) -> None:
+        """Give loaders their own generators back, as their first batch is there."""
+        self._randomness.began()
+
+    def end_run(self) -> None:
+        """Let go of a run's loaders."""
+        self._randomness.forget()
+        self._streams.wait = False
+
+
+class _NotStarted:
+    """A loader while a run is set up: its first batch is nothing, and is thrown away; else the loader itself.
+
+    Args:
+        loader: In whose place it is.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        vars(self).update(loader=loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the loader's."""
+        return getattr(vars(self)["loader"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Everything is the loader's, as where Lightning sets a function that seeds workers."""
+        setattr(vars(self)["loader"], name, value)
+
+    def __iter__(self) -> Iterator[None]:
+        """Yield what is asked for ahead."""
+        return iter([None])
+
+
+class _SizedNotStarted(_NotStarted):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        """That of the loader."""
+        return len(vars(self)["loader"])
+
+
+class _ResumedStreams:
+    """Holds back the iterable data of one run that goes on between epochs until it trains.
+
+    Lightning asks for an iterator when it sets up, and takes the first batch, once more where
+    ``trainer.estimated_stepping_batches`` wanted to know the length before, and, so that random numbers go on exactly,
+    when the epoch has started, behind all hooks. For a stream each time costs data.
+    """
+
+    def __init__(self) -> None:
+        self.wait = False
+        """Whether a run resumes between epochs and does not train yet."""
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """A run is about to resume from a checkpoint, and will ask for iterators anew when its epoch has started."""
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        epoch = loop.get("epoch_progress", {}).get("current", {})
+        ended = loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
+        self.wait = bool(ended) and epoch["ready"] == epoch["started"] == epoch["processed"]
+
+    def hold_back(self, loader: object) -> object:
+        """The loader to use instead of one of the training's while the run is set up.
+
+        One that knows where it is loses nothing.
+        """
+        streams = has_iterable_dataset(loader) or not isinstance(loader, DataLoader)
+        if not self.wait or not streams or isinstance(loader, Stateful):
+            return loader
+        return _SizedNotStarted(loader) if has_length(loader) else _NotStarted(loader)
+
+    def begin(self, loaders: Sequence[object]) -> list[object]:
+        """Training loaders as users know them; training begins."""
+        self.wait = False
+        return [vars(each)["loader"] if isinstance(each, _NotStarted) else each for each in loaders]

@@ -1,0 +1,275 @@
+"""Uneven data: ranks with different numbers of batches, in training and in evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from shardeddp.comm import Mesh, agree_on_any, exchange
+from shardeddp.config import UnevenBatches
+from shardeddp.engine.order import Visits
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning import private
+from shardeddp.lightning.api import (
+    GradientAccumulationScheduler,
+    PrefetchDataFetcher,
+    Trainer,
+    TrainerFn,
+    callbacks_of,
+    has_iterable_dataset,
+    reloads_dataloaders,
+    sized_len,
+)
+
+# -- Ranks with different numbers of batches to evaluate: each goes through its own, and then takes part in the rest
+
+
+class UnevenEvaluation:
+    """Lets a rank that has no batch left take part in what others gather, in one run of a Trainer.
+
+    Args:
+        mesh: All ranks.
+        visits: Of the model's units.
+    """
+
+    def __init__(self, mesh: Mesh, visits: Visits) -> None:
+        self._mesh, self._visits = mesh, visits
+        self._restore: Callable[[], None] | None = None  # the ends of the loop, which wait for all ranks
+
+    def begin(self, trainer: Trainer) -> None:
+        """Let each rank have as many batches as it has, if their numbers differ, or are not known."""
+        loop = _loop_of(trainer)
+        if private.combined_loader(loop) is None or not self._visits.gathers:
+            return
+        lengths = [*_lengths(loop)]
+        texts = exchange(json.dumps(lengths).encode(), self._mesh.control)
+        if len(set(texts)) == 1 and None not in lengths:
+            return
+        self._visits.open()
+        self._restore = private.delay_ends(loop, self._wait)
+
+    def end(self) -> None:
+        """The evaluation is over, or has failed."""
+        self._visits.close()
+        if self._restore is not None:
+            self._restore()
+        self._restore = None
+
+    def _wait(self, then: Callable[[], Any]) -> Any:
+        self._visits.wait()
+        return then()
+
+
+def _loop_of(trainer: Trainer) -> Any:
+    """The loop that evaluates now."""
+    if trainer.predicting:
+        return trainer.predict_loop
+    if trainer.state.fn == TrainerFn.FITTING:
+        return trainer.fit_loop.epoch_loop.val_loop
+    return trainer.test_loop if trainer.testing else trainer.validate_loop
+
+
+def _lengths(loop: Any) -> Iterator[int | None]:
+    """Batches of each loader; None where it cannot tell, or is made of what it iterates over."""
+    for loader, limit in zip(private.combined_loader(loop).flattened, loop.max_batches, strict=True):
+        length = sized_len(loader)
+        yield None if length is None or has_iterable_dataset(loader) else int(min(length, limit))
+
+
+# -- Ranks with different numbers of batches to train on: an error, an end of the epoch for all, or batches repeated
+
+
+class EvenTraining:
+    """Keeps ranks together whose training loaders have different numbers of batches, in one run of a Trainer.
+
+    Numbers that loaders know are compared when they are there. Where a loader does not know its own, ranks tell each
+    other before each batch whether it is their last, and wait for the answer: what Lightning does next depends on it.
+
+    A rank that joins others with no batch of its own goes through all that a batch does, with the last that it had:
+    whatever the module communicates meets what the others communicate. Its loss has no weight (:meth:`weigh`).
+
+    Args:
+        mesh: All ranks.
+        choice: What to do.
+    """
+
+    def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
+        self._mesh, self._choice = mesh, choice
+        self._own: float = inf  # batches of this rank; those of a loader that cannot tell are infinite
+        self._differ = False  # those of ranks
+        self._asks = False  # before each batch, as not all ranks know theirs
+        self._repeats = False  # the batch at work has been trained on before, or belongs to no epoch
+        self._over: bool | None = None  # what ranks have agreed on already of the batch that comes
+
+    def align(self, trainer: Trainer) -> bool:
+        """Compare how many batches ranks have, and let all of them count with the same number; a collective.
+
+        Args:
+            trainer: Whose training loaders are there.
+
+        Returns:
+            Whether they differ.
+
+        Raises:
+            ConfigurationError: They do, and that is not wanted.
+        """
+        loop = trainer.fit_loop
+        loader = private.combined_loader(loop)
+        length = None if loader is None else sized_len(loader)
+        asks = length is None or any(map(has_iterable_dataset, loader.flattened if loader is not None else ()))
+        answers = exchange(json.dumps([length, asks]).encode(), self._mesh.control)
+        told: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
+        counts = [inf if count is None else count for count, _ in told]
+        self._own = inf if asks else counts[self._mesh.rank]
+        self._asks = any(asks for _, asks in told)
+        self._differ = len(set(counts)) > 1 and (self._asks or not _ends_before(trainer, min(counts)))
+        if not self._differ:
+            return False
+        self._refuse([f"{count:g}" if count < inf else "an unknown number" for count in counts])
+        loop.max_batches = max(counts) if self._choice == "join" else min(counts)
+        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+            batches = loop.max_batches * trainer.val_check_interval
+            trainer.val_check_batch = max(1, int(batches)) if batches < inf else inf
+        return True
+
+    def begin(self, trainer: Trainer) -> None:
+        """Training begins, or an epoch whose loaders were made anew."""
+        self.align(trainer)
+        fetcher = private.data_fetcher(trainer.fit_loop)
+        if isinstance(fetcher, PrefetchDataFetcher):
+            if (self._asks or self._differ) and not isinstance(fetcher, WatchedFetcher):
+                watched = WatchedFetcher(fetcher, lambda: self._goes_on_without(trainer), self._mesh.rank)
+                private.replace_data_fetcher(trainer.fit_loop, watched)
+        elif self._choice == "join" and (self._asks or self._differ):
+            raise ConfigurationError(
+                "uneven_batches='join' cannot give a batch again to a training_step(self, dataloader_iter), which "
+                "takes its batches itself: write training_step(self, batch, batch_idx), or use 'min'"
+            )
+
+    def begin_batch(self, trainer: Trainer) -> None:
+        """Find out whether the batch at work is the last of the epoch."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        ready = progress.current.ready
+        if ready == 1 and reloads_dataloaders(trainer):
+            self.begin(trainer)
+        fetcher = private.data_fetcher(trainer.fit_loop)
+        watched = fetcher if isinstance(fetcher, WatchedFetcher) else None
+        self._repeats = self._differ and (ready > self._own or (watched is not None and watched.repeats))
+        if self._over is not None:
+            over, self._over = self._over, None
+        elif self._asks:
+            over = self._agree("last" if progress.is_last_batch else "more", ready) is not False
+        else:
+            over = progress.is_last_batch and self._choice != "join"
+        over |= ready >= trainer.num_training_batches  # also where the loader has more
+        if progress.is_last_batch and not over and watched is not None:
+            watched.repeat()
+        progress.is_last_batch = over
+
+    def weigh(self, loss: torch.Tensor) -> None:
+        """Let a loss have gradients of zero where the batch was trained on before."""
+        if self._repeats and loss.requires_grad:
+            loss.register_hook(torch.zeros_like)
+
+    def _goes_on_without(self, trainer: Trainer) -> bool:
+        """Whether this rank, which has no batch, is to go on with one that it has had."""
+        if self._asks:
+            self._over = self._agree("none", trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1)
+            if self._over is None:
+                return False
+        return self._choice == "join"
+
+    def _agree(self, mine: str, ready: int) -> bool | None:
+        """Whether the epoch ends with a batch; None if no rank has one.
+
+        Args:
+            mine: What this rank has of it: ``more`` batches after it, none (it is the ``last``), or not even this one.
+            ready: Its number, from 1.
+        """
+        if not agree_on_any([mine != "more"], self._mesh.control)[0]:
+            return False
+        told = [json.loads(text) for text in exchange(json.dumps(mine).encode(), self._mesh.control)]
+        if set(told) == {"none"}:
+            return None
+        if len(set(told)) > 1:
+            self._differ = True
+            had = {"more": f"more than {ready}", "last": f"{ready}", "none": f"{ready - 1}"}
+            self._refuse([had[each] for each in told], too_late="none" in told)
+        return self._choice != "join" or "more" not in told
+
+    def _refuse(self, counts: Sequence[str], *, too_late: bool = False) -> None:
+        """Raise where different numbers are not wanted, or nobody can stop any more before the batch that some lack."""
+        if self._choice == "join" or (self._choice == "min" and not too_late):
+            return
+        listed = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
+        reason = ", and a loader that has ended has not said so before" if too_late else ""
+        raise ConfigurationError(
+            f"ranks have different numbers of batches to train on: {listed}{reason}. A step takes all ranks, so "
+            f"training cannot go on when one has no batch left. Give every rank the same number (a DistributedSampler "
+            f"with drop_last=True, or limit_train_batches), or set ShardedDP(uneven_batches='min') to end each epoch "
+            f"on all ranks with the first that has none left, or 'join' to end it with the last"
+        )
+
+
+class WatchedFetcher(PrefetchDataFetcher):
+    """Gives the batches that another fetcher gives, and others in their place where there are none.
+
+    Args:
+        fetcher: In whose place it comes, with all that it has fetched.
+        goes_on: Asked where there is no batch: whether to give one all the same.
+        rank: This rank.
+    """
+
+    def __init__(self, fetcher: PrefetchDataFetcher, goes_on: Callable[[], bool], rank: int) -> None:
+        vars(self).update(vars(fetcher))
+        self._goes_on, self._rank = goes_on, rank
+        self._last: Any = None
+        self._told = False
+        self.repeats = False
+        """Whether what was given last is not the next batch of the loader."""
+
+    def repeat(self) -> None:
+        """Give the last batch once more, if training goes on then."""
+        self._told = True
+
+    @override
+    def __next__(self) -> Any:
+        ended, self._told, self.repeats = self._told, False, False
+        try:
+            if not ended:
+                self._last = super().__next__()
+        except StopIteration:
+            ended = True
+        if not ended:
+            return self._last
+        if not self._goes_on():
+            raise StopIteration
+        self.repeats = True
+        if self._last is None:
+            # Nothing yet: the run was resumed where this rank had none left.
+            self._last = next(iter(self.combined_loader), None)
+        if self._last is None:
+            raise RuntimeError(
+                f"rank {self._rank} has no batch at all in this epoch, and uneven_batches='join' repeats a rank's last "
+                f"one: give every rank one batch at least, or use 'min'"
+            )
+        return self._last
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._last, self._told = None, False
+
+
+def _ends_before(trainer: Trainer, count: float) -> bool:
+    """Whether training is known to end by its number of steps before any rank has used up a number of batches."""
+    accumulates = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
+    if trainer.max_steps < 0 or accumulates or not trainer.lightning_module.automatic_optimization:
+        return False
+    steps = trainer.max_steps - trainer.global_step
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready + steps * trainer.accumulate_grad_batches <= count

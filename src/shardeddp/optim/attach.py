@@ -1,0 +1,131 @@
+"""Attachment of optimizers to sharded parameters; what each steps on follows from its scope (`scope.py`).
+
+- ``element``: :class:`LocalStep`, on this rank's elements (`local_step.py`).
+- ``parameter``: :class:`OwnedStep`, on whole parameters, each on one rank (`owned_step.py`).
+- ``model``, or unknown: :class:`GlobalStep`, on the sharded tensors themselves, whose operations give global answers:
+  right, and slow.
+
+The first two put plain tensors in the optimizer's hands while it steps, and take them back (`swapped_step.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import optim
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardeddp.config import Scope
+from shardeddp.errors import ConfigurationError
+from shardeddp.optim.elementwise import LocalStep
+from shardeddp.optim.scope import ELEMENTWISE, refuse, scope_of
+from shardeddp.optim.swap import OnStep, SwappedStep, stepped_parameters, take_sharded
+from shardeddp.optim.whole_parameter import OwnedStep
+from shardeddp.tensor.shard_tensor import ShardTensor
+
+
+class GlobalStep:
+    """Lets an optimizer step on the sharded tensors themselves, and tells when it has.
+
+    Args:
+        optimizer: Any optimizer over (some) sharded parameters.
+        on_step: Called after each step with the parameters that have changed.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
+        self._on_step = on_step
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._on_step(stepped_parameters(optimizer))
+
+
+_attached: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+_followed: list[Any] = []  # handles of the hooks of every optimizer
+
+
+def follow_optimizers(on_step: OnStep) -> None:
+    """Follow the optimizers that nobody attaches, from now on; calling it again does nothing.
+
+    One that is made inside of a step is given what modules hold there. It steps on the sharded parameters instead.
+
+    Args:
+        on_step: Called after each of their steps with the parameters that have changed.
+    """
+    if not _followed:
+        _followed.append(register_optimizer_step_pre_hook(take_sharded))
+        _followed.append(register_optimizer_step_post_hook(partial(_tell, on_step)))
+
+
+def _tell(on_step: OnStep, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _attached and (stepped := stepped_parameters(optimizer)):
+        on_step(stepped)
+
+
+def attach_optimizer(
+    optimizer: optim.Optimizer,
+    on_step: OnStep,
+    offload: bool = False,
+    stated: Mapping[str, Scope] | None = None,
+) -> None:
+    """Prepare an optimizer over sharded parameters.
+
+    Args:
+        optimizer: Any; what it steps on depends on its scope.
+        on_step: Called after each of its steps with the parameters that have changed.
+        offload: Whether its states live in host memory, and it steps there.
+        stated: What the user says about the scopes of classes, by their names or import paths.
+
+    Raises:
+        ConfigurationError: It cannot work on sharded parameters, or is to be offloaded and is not element-wise.
+    """
+    _attached.add(optimizer)
+    sharded = [it for group in optimizer.param_groups for it in group["params"] if isinstance(it, ShardTensor)]
+    if sharded:
+        refuse(optimizer)
+    if "_optimizer_step_post_hooks" not in vars(optimizer):
+        # A wrapper that has not called Optimizer.__init__. What it writes to sharded tensors notes itself.
+        if sharded:
+            _warn_unknown(optimizer, sharded[0])
+        return
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        if isinstance(hook, MethodType) and isinstance(hook.__self__, (SwappedStep, GlobalStep)):
+            return  # the user hands out the same optimizer for every fit
+    scope = scope_of(type(optimizer), stated)
+    if scope == "element":
+        LocalStep(optimizer, on_step, offload)
+        return
+    if offload:
+        known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        raise ConfigurationError(
+            f"cpu_offload cannot take the states of {type(optimizer).__name__} off the device: expected an optimizer "
+            f"that is known to treat each element by itself ({known}). If this one does, say so: "
+            f"ShardedDP(optimizer_scope={{'{type(optimizer).__name__}': 'element'}})"
+        )
+    # Shards that live on the host do not travel through the device's collectives.
+    if scope == "parameter" and sharded and not sharded[0].spec.offloaded:
+        OwnedStep(optimizer, on_step, sharded[0].spec.mesh)
+        return
+    if scope is None and sharded:
+        _warn_unknown(optimizer, sharded[0])
+    GlobalStep(optimizer, on_step)
+
+
+def _warn_unknown(optimizer: optim.Optimizer, sharded: ShardTensor) -> None:
+    if sharded.spec.mesh.rank != 0 or sharded.spec.mesh.owners.size == 1:
+        return
+    name = type(optimizer).__name__
+    warnings.warn(
+        f"nothing is known about the optimizer {type(optimizer).__module__}.{name}, so its steps are made on whole "
+        f"values: the result is right, and each of its operations that is not element-wise gathers its tensor, in "
+        f"every step, on all ranks. If the new value of an element depends on nothing but the element, its gradient "
+        f"and its states, say ShardedDP(optimizer_scope={{'{name}': 'element'}}): its step communicates nothing, as "
+        f"AdamW's. If it depends on the element's parameter, but on no other parameter (a norm of it, a factored "
+        f"state, a matrix product), say 'parameter': each rank then steps a part of the parameters",
+        stacklevel=2,
+    )

@@ -1,0 +1,113 @@
+"""Scope of an optimizer: what the new value of an element depends on, and so what its step has to see."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import optim
+
+from shardeddp.config import Scope
+from shardeddp.errors import ConfigurationError
+
+ELEMENTWISE: set[type[optim.Optimizer]] = {
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+}
+
+SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+"""States of those that are one number per parameter, whatever the parameter's shape."""
+
+# By name: torch 2.11 is to be usable without those that are newer.
+_OTHERS: dict[str, Scope] = {"Adafactor": "parameter", "Muon": "parameter", "LBFGS": "model"}
+
+KNOWN: dict[type, Scope] = {
+    **dict.fromkeys(ELEMENTWISE, "element"),
+    **{vars(optim)[name]: scope for name, scope in _OTHERS.items() if name in vars(optim)},
+}
+"""Of torch's own optimizers."""
+
+# What a subclass may have without being another optimizer: it says how one is made, not what a step does.
+_HARMLESS = {
+    *("__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__slots__", "__weakref__", "__dict__"),
+    *("__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"),
+}
+
+
+def scope_of(kind: type, stated: Mapping[str, Scope] | None = None) -> Scope | None:
+    """The scope of an optimizer's class; None where nothing is known, and ``model`` is to be assumed.
+
+    Known are torch's own classes, subclasses of them that change nothing but how they are made, and what the user says.
+
+    Args:
+        kind: The class.
+        stated: Scopes by class name or import path.
+    """
+    for ancestor in kind.__mro__:
+        for name in (f"{ancestor.__module__}.{ancestor.__qualname__}", ancestor.__qualname__):
+            if stated and name in stated:
+                return stated[name]
+        if ancestor in KNOWN:
+            return KNOWN[ancestor]
+        if not _steps_as_its_parent(ancestor):
+            return None
+    return None
+
+
+def _steps_as_its_parent(kind: type) -> bool:
+    own = vars(kind).keys() - _HARMLESS
+    return len(kind.__bases__) == 1 and (not own or (own == {"step"} and _is_hook_of_torch(kind)))
+
+
+def _is_hook_of_torch(kind: type) -> bool:
+    """Whether ``step`` is there only because torch wraps that of every class which is made, in the class itself."""
+    step = vars(kind)["step"]
+    inherited = inspect.getattr_static(kind.__base__, "step", None)
+    return (
+        inspect.isfunction(step)
+        and step.__code__.co_filename == inspect.getfile(optim.Optimizer)
+        and vars(step).get("__wrapped__") in (inherited, vars(inherited).get("__wrapped__"))
+    )
+
+
+# Packages whose optimizers divide parameters or average gradients over ranks by themselves.
+_DISTRIBUTED = (
+    "torch.distributed.",
+    "deepspeed.",
+    "fairscale.",
+    "colossalai.",
+    "megatron.",
+    "apex.contrib.optimizers.",
+)
+
+
+def refuse(optimizer: Any) -> None:
+    """Raise for an optimizer that cannot work on sharded parameters at all.
+
+    Raises:
+        ConfigurationError: It divides its work over ranks itself, or needs sparse gradients.
+    """
+    kind = type(optimizer)
+    if any(f"{ancestor.__module__}.".startswith(_DISTRIBUTED) for ancestor in kind.__mro__):
+        raise ConfigurationError(
+            f"{kind.__module__}.{kind.__qualname__} divides parameters among ranks or averages over them by itself, "
+            f"which ShardedDP does already: both together would step on wrong values. Return the optimizer inside of "
+            f"it (such as torch.optim.AdamW) from configure_optimizers: its states will be sharded, with "
+            f"sharding_strategy='shard_optimizer' they and nothing else"
+        )
+    if any(ancestor is optim.SparseAdam for ancestor in kind.__mro__):
+        raise ConfigurationError(
+            f"{kind.__qualname__} steps on sparse gradients, expected an optimizer for dense ones: gradients of "
+            f"sharded parameters are averaged over ranks, and come dense, also those of an embedding with sparse=True. "
+            f"Use torch.optim.Adam; it moves rows without a gradient as well, as long as they have momentum"
+        )

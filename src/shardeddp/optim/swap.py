@@ -1,0 +1,215 @@
+"""Swapped step: for the time of its step, an optimizer holds plain tensors in place of sharded parameters."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, MutableMapping
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import optim
+
+from shardeddp.tensor.memoryless import stored_gradients
+from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes
+from shardeddp.tensor.unsharded import OfSharded, outside_of
+
+State = dict[str, Any]
+Gradients = list[torch.Tensor | None]
+OnStep = Callable[[list[ShardTensor]], None]
+"""Called after each step with the sharded parameters that had a gradient."""
+
+
+class OutsideStates(MutableMapping[torch.Tensor, State]):
+    """What an optimizer's states look like outside of its step: by sharded parameter, as sharded tensors."""
+
+    inside: MutableMapping[Any, State]
+    """What the optimizer itself keeps, by the plain tensor that it steps on."""
+
+    def __init__(self) -> None:
+        self.inside = defaultdict(dict)
+
+    def tell(self) -> None:
+        """A step has ended, on all ranks: let them know of each other's states what they have to."""
+
+
+class SwappedStep(ABC):
+    """Swaps an optimizer's parameters, gradients and states while it steps; outside of it nobody sees other ones.
+
+    Args:
+        optimizer: An optimizer over (some) sharded parameters.
+        on_step: Called after each step with the parameters that have changed.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
+        self._optimizer = optimizer
+        self._on_step = on_step
+        self._sharded: list[list[torch.Tensor]] | None = None  # the groups' own lists while plain ones are in place
+        self._stepped: list[ShardTensor] = []  # what the step under way changes
+        self._adopt_state(optimizer)
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        # Before those of users, who are to see the sharded parameters.
+        others = dict(optimizer._optimizer_step_post_hooks)
+        optimizer._optimizer_step_post_hooks.clear()
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer._optimizer_step_post_hooks.update(others)
+        optimizer.register_state_dict_post_hook(_plain_state_dict)
+        optimizer.register_load_state_dict_post_hook(self._adopt_state)
+        self._surround_step(optimizer)
+
+    @abstractmethod
+    def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
+        """The plain tensors that the parameters of every group stand for, filled, with these gradients."""
+
+    @abstractmethod
+    def _bring_back(self) -> None:
+        """Give the sharded parameters what the step has made of the plain tensors."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Give back what the step was lent; also after one that failed at any point, perhaps on this rank alone."""
+
+    @abstractmethod
+    def _outside(self, optimizer: optim.Optimizer) -> OutsideStates:
+        """An empty mapping of states."""
+
+    def _before_step(
+        self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if _is_inner_step(optimizer):
+            return None
+        closure = kwargs.pop("closure", None) or (args[1] if len(args) > 1 else None)
+        loss = None
+        if closure is not None:
+            # Before the swap: what the closure calls (clipping, user hooks) is to see the sharded parameters.
+            with torch.enable_grad():
+                loss = closure()
+        self._enter()
+        return None if closure is None else ((optimizer, lambda: loss), kwargs)
+
+    def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_inner_step(optimizer):
+            return
+        self._leave()
+        self._bring_back()
+        self._let_go()
+        stepped, self._stepped = self._stepped, []
+        _keep_gradients(optimizer, stepped)
+        if stepped and stepped[0].spec.mesh.owners.size > 1:
+            stepped[0].spec.mesh.written.note_options(type(optimizer).__name__, optimizer.param_groups)
+        self._on_step(stepped)
+        self._states.tell()
+
+    def _surround_step(self, optimizer: optim.Optimizer) -> None:
+        """Swap behind the hooks that users have set by now, and undo it where a step fails: no hook is told of that."""
+        step: Any = optimizer.step
+
+        @functools.wraps(step.__func__ if isinstance(step, MethodType) else step)
+        def surrounded(_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            hooks = optimizer._optimizer_step_pre_hooks
+            hooks[self._hook.id] = hooks.pop(self._hook.id)
+            try:
+                return step(*args, **kwargs)
+            except BaseException:
+                self._give_up()
+                raise
+
+        optimizer.step = MethodType(surrounded, optimizer)  # type: ignore[method-assign]
+
+    def _give_up(self) -> None:
+        """Leave a step that has failed: what it wrote to shards stays, as without sharding; what to copies is lost."""
+        if self._sharded is not None:
+            self._leave()
+            # On all ranks alike, whichever of them have written to theirs: what was gathered is gathered anew.
+            held = [it for group in self._optimizer.param_groups for it in group["params"]]
+            torch.autograd.graph.increment_version([it.raw_local for it in held if isinstance(it, ShardTensor)])
+        self._let_go()
+
+    def _enter(self) -> None:
+        self._give_up()  # an earlier step may have failed that was not called as a method of the optimizer
+        if self._optimizer.state is not self._states:
+            self._adopt_state(self._optimizer)  # somebody has assigned another mapping
+        take_sharded(self._optimizer)  # the closure may have added some
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        keep_writes(chain.from_iterable(groups))  # or the step would change shards that lack them
+        gradients = [stored_gradients(parameters) for parameters in groups]
+        self._stepped = _with_gradient(chain.from_iterable(groups), chain.from_iterable(gradients))
+        plain = self._swap_in(groups, gradients)
+        self._sharded = groups
+        for group, parameters in zip(self._optimizer.param_groups, plain, strict=True):
+            group["params"] = parameters
+        self._optimizer.state = self._states.inside  # type: ignore[assignment]
+
+    def _leave(self) -> None:
+        if self._sharded is None:
+            return
+        for group, sharded in zip(self._optimizer.param_groups, self._sharded, strict=True):
+            group["params"] = sharded
+        self._sharded = None
+        self._states.inside = self._optimizer.state
+        self._optimizer.state = self._states  # type: ignore[assignment]
+
+    def _adopt_state(self, optimizer: optim.Optimizer) -> None:
+        """Take over a mapping of states that are sharded, or full as they come from a checkpoint."""
+        adopted = self._outside(optimizer)
+        for parameter, state in optimizer.state.items():
+            adopted[parameter] = state
+        self._states = adopted
+        optimizer.state = adopted  # type: ignore[assignment]
+
+
+def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
+    """Give an optimizer the sharded parameters of those it was given inside of a step; also a hook before steps."""
+    for group in optimizer.param_groups:
+        if any(issubclass(kind, OfSharded) for kind in set(map(type, group["params"]))):
+            former = group["params"]
+            group["params"] = [outside_of(each) for each in former]
+            if isinstance(optimizer.state, OutsideStates):
+                continue  # which finds either by the other
+            for before, after in zip(former, group["params"], strict=True):
+                if before is not after and before in optimizer.state:
+                    optimizer.state[after] = optimizer.state.pop(before)
+
+
+def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
+    """The sharded parameters that a step has changed: those that have a gradient, on all ranks the same."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stepped = _with_gradient(held, stored_gradients(held))
+    _keep_gradients(optimizer, stepped)
+    return stepped
+
+
+def _with_gradient(parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> list[ShardTensor]:
+    pairs = zip(parameters, gradients, strict=True)
+    return [it for it, gradient in pairs if gradient is not None and isinstance(it, ShardTensor)]
+
+
+def _keep_gradients(optimizer: optim.Optimizer, stepped: list[ShardTensor]) -> None:
+    """Let gradients be kept that an optimizer has in its states, for all that is known."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        for parameter in stepped:
+            parameter.keep_gradient()
+
+
+# What torch makes of every optimizer's `step`, to call hooks before and after it.
+_HOOKED_STEP = optim.Optimizer.profile_hook_step(optim.Optimizer.step).__code__
+
+
+def _is_inner_step(optimizer: optim.Optimizer) -> bool:
+    """Whether the step whose hooks are called was called by a step of the same optimizer, a subclass's.
+
+    The stack knows; a flag would not be taken back by a step that fails.
+    """
+    frame, steps = sys._getframe(), 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps == 2
+
+
+def _plain_state_dict(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "state": {index: dict(state) for index, state in state_dict["state"].items()}}

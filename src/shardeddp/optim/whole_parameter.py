@@ -1,0 +1,605 @@
+"""Whole-parameter optimizers (Muon, Shampoo): each parameter is stepped on one rank, its owner."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import optim
+from torch.utils import _pytree as pytree
+
+from shardeddp.comm import Mesh, agree_on_any, exchange, gather_results
+from shardeddp.engine.storage import allocate, release
+from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
+from shardeddp.plan.layout import Interval
+from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather
+from shardeddp.tensor.unsharded import outside_of
+
+# -- Ownership: which rank steps which whole parameter, so that all ranks have as much to do
+
+
+class Ownership:
+    """Deals parameters out to ranks; the same on every rank, as it looks at nothing but shapes and their order.
+
+    The most costly is dealt first, each to the rank that has least so far (R. L. Graham 1969: at most 4/3 of the best
+    possible). Who has been dealt a parameter keeps it.
+
+    Args:
+        num_ranks: Among how many.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"expected at least one rank, found {num_ranks}")
+        self.costs = [0] * num_ranks
+        """Of what each rank has been dealt."""
+
+    def deal(self, shapes: Sequence[Sequence[int]]) -> list[int]:
+        """Deal some more.
+
+        Args:
+            shapes: Of the parameters.
+
+        Returns:
+            The rank of each, in the order of ``shapes``.
+        """
+        owners = [0] * len(shapes)
+        for index in sorted(range(len(shapes)), key=lambda index: -step_cost(shapes[index])):
+            owners[index] = min(range(len(self.costs)), key=self.costs.__getitem__)
+            self.costs[owners[index]] += step_cost(shapes[index])
+        return owners
+
+
+def step_cost(shape: Sequence[int]) -> int:
+    """What a step on a matrix costs, up to a factor: products of it with itself, along its shorter side.
+
+    A tensor with more dims counts as the matrix that its rows make.
+
+    >>> step_cost((4, 8)), step_cost((8, 4)), step_cost((10,)), step_cost((2, 2, 2))
+    (128, 128, 10, 16)
+    """
+    numel = math.prod(shape)
+    if numel == 0 or len(shape) < 2:
+        return numel
+    return numel * min(shape[0], numel // shape[0])
+
+
+# -- Relocation: parameters and gradients on their way from shards to whole tensors at an owner, and back
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Relocated:
+    """One sharded tensor that travels between its shards and a whole tensor at its owner."""
+
+    sharded: ShardTensor
+    owner: int
+    """Among ``mesh.owners``."""
+
+    whole: torch.Tensor | None
+    """Of the parameter's shape and dtype; at the owner only."""
+
+
+def bring(tensors: Sequence[Relocated], mesh: Mesh) -> None:
+    """Fill the whole tensors with what the shards hold: one all-to-all, in which each rank sends its shards.
+
+    Args:
+        tensors: The same on every rank of ``mesh.owners``, in the same order.
+        mesh: Theirs.
+    """
+    _Exchange(tensors, mesh).bring()
+
+
+def take_back(tensors: Sequence[Relocated], mesh: Mesh) -> None:
+    """Bring what the owners have made of the whole tensors to the shards; the way back of :func:`bring`."""
+    _Exchange(tensors, mesh).take_back()
+
+
+class _Exchange:
+    """The pieces that one rank sends to and gets from each other, as bytes, so that dtypes need not be told apart."""
+
+    def __init__(self, tensors: Sequence[Relocated], mesh: Mesh) -> None:
+        self._group, self._lane = mesh.owners, mesh.gather_lane
+        me, size = self._group.rank, self._group.size
+        # By peer: what of its tensors is here, and what of this rank's tensors is there.
+        self._here: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        self._there: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []  # (of a shard, of a whole), both on this rank
+        self._locals = [each.sharded.to_local() for each in tensors]
+        for each, local in zip(tensors, self._locals, strict=True):
+            if each.owner != me:
+                self._here[each.owner].append(local)
+                continue
+            if each.whole is None:
+                raise RuntimeError(f"{each.sharded.spec.fqn} has no whole tensor at its owner")
+            flat = each.whole.detach().view(-1)
+            for peer, interval in enumerate(each.sharded.spec.intervals):
+                part = flat[interval.start : interval.stop]
+                if peer != me:
+                    self._there[peer].append(part)
+                elif part.data_ptr() != local.data_ptr():
+                    self._own.append((local, part))
+
+    @torch.no_grad()
+    def bring(self) -> None:
+        self._run(self._here, self._there)
+        for local, part in self._own:
+            part.copy_(local)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        self._run(self._there, self._here)
+        for local, part in self._own:
+            local.copy_(part)
+
+    def _run(self, sources: Sequence[Sequence[torch.Tensor]], targets: Sequence[Sequence[torch.Tensor]]) -> None:
+        device = self._locals[0].device if self._locals else torch.device("cpu")
+        leaving = [_joined(pieces, device) for pieces in sources]
+        arriving = [
+            torch.empty(sum(it.nbytes for it in pieces), dtype=torch.uint8, device=device) for pieces in targets
+        ]
+        self._lane.issue(lambda: self._group.all_to_all(arriving, leaving)).wait()
+        for buffer, pieces in zip(arriving, targets, strict=True):
+            for arrived, piece in zip(buffer.split([piece.nbytes for piece in pieces]), pieces, strict=True):
+                _bytes_of(piece).copy_(arrived)
+
+
+def _joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return (
+        torch.cat([_bytes_of(piece) for piece in pieces])
+        if pieces
+        else torch.empty(0, dtype=torch.uint8, device=device)
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        tensor.detach().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    )
+
+
+# -- WholeParameters: which rank owns which parameter of an optimizer, and the whole tensor that it steps on there
+
+
+@dataclass(kw_only=True, eq=False)
+class WholeParameter:
+    """A parameter as its owner steps on it; on other ranks only who that is."""
+
+    parameter: ShardTensor
+    owner: int
+    """Among ``mesh.owners``."""
+
+    at_home: bool
+    """Whether the owner's shard is all of it, so that nothing travels."""
+
+    tensor: torch.Tensor | None
+    """Of the parameter's shape, at the owner; has memory of its own only during a step, or is a view of the shard."""
+
+    @property
+    def values(self) -> Relocated:
+        """The parameter on its way to the owner; whoever asks is about to use it."""
+        if self.tensor is not None and not self.at_home:
+            allocate(self.tensor)
+        return Relocated(sharded=self.parameter, owner=self.owner, whole=self.tensor)
+
+    def take_gradient(self, gradient: torch.Tensor) -> list[Relocated]:
+        """Give the whole parameter its gradient; what has to travel for that."""
+        travels = isinstance(gradient, ShardTensor) and not self.at_home
+        if self.tensor is not None:
+            here = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
+            self.tensor.grad = torch.empty_like(self.tensor.detach()) if travels else here.reshape(self.tensor.shape)
+        if not isinstance(gradient, ShardTensor) or self.at_home:
+            return []
+        return [Relocated(sharded=gradient, owner=self.owner, whole=None if self.tensor is None else self.tensor.grad)]
+
+    def release(self) -> None:
+        """Give back the memory of a step."""
+        if self.tensor is not None:
+            self.tensor.grad = None
+            if not self.at_home:
+                release(self.tensor)
+
+
+class WholeParameters:
+    """The sharded parameters of an optimizer, dealt out to owners.
+
+    Args:
+        mesh: Among whose owners of shards parameters are dealt out.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._ownership = Ownership(mesh.owners.size)
+        self._known: dict[torch.Tensor, WholeParameter] = {}
+
+    def of(self, parameter: object) -> WholeParameter | None:
+        """The whole of a sharded parameter that has been dealt out; None for what every rank has."""
+        return self._known.get(parameter) if isinstance(parameter, torch.Tensor) else None
+
+    def follow(self, parameters: list[torch.Tensor]) -> None:
+        """Deal out those that are new; called with the same parameters on every rank."""
+        new = [it for it in parameters if isinstance(it, ShardTensor) and it not in self._known]
+        for parameter, owner in zip(new, self._ownership.deal([tuple(it.shape) for it in new]), strict=True):
+            self._known[parameter] = self._assign(parameter, owner)
+
+    def _assign(self, parameter: ShardTensor, owner: int) -> WholeParameter:
+        spec, local = parameter.spec, parameter.to_local()
+        at_home = spec.intervals[owner].numel == spec.numel
+        tensor = None
+        if owner == self._mesh.owners.rank:
+            tensor = (
+                local.detach().view(spec.shape)
+                if at_home
+                else torch.empty(spec.shape, dtype=local.dtype, device=local.device)
+            )
+            # As the user's: an optimizer may leave out a parameter that says that it is not trained.
+            tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+            if not at_home:
+                release(tensor)
+        return WholeParameter(parameter=parameter, owner=owner, at_home=at_home, tensor=tensor)
+
+
+# -- The form of a state: all of it but the elements of tensors and the values of numbers, as JSON that ranks exchange
+#
+# Numbers are left out because an optimizer that counts in Python has new ones in every step. Where a number of another
+# rank is not known, a :class:`NumberElsewhere` stands in its place.
+
+Number = bool | int | float
+
+
+def form_of(value: Any, optimizer: str) -> Any:
+    """The form of a state, or of a part of one.
+
+    Args:
+        value: The state.
+        optimizer: Name of whose it is.
+
+    Raises:
+        TypeError: It holds something that other ranks cannot be told of.
+    """
+    if isinstance(value, torch.Tensor):
+        return ["tensor", [list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type]]
+    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
+        return ["dict", [[key, form_of(item, optimizer)] for key, item in value.items()]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [form_of(item, optimizer) for item in value]]
+    if isinstance(value, Number):
+        return ["number", None]
+    if value is None or isinstance(value, str):
+        return ["value", value]
+    raise TypeError(
+        f"{optimizer} keeps a {type(value).__name__} as a state of a parameter: expected numbers, text, tensors and "
+        f"lists, tuples and dicts (by text or number) of them, which other ranks can be told of. Say "
+        f"ShardedDP(optimizer_scope={{'{optimizer}': 'model'}}) to have it step on all ranks"
+    )
+
+
+def has_number(form: Any) -> bool:
+    """Whether there is a number in states of a form."""
+    kind, content = form
+    if kind == "dict":
+        return any(has_number(item) for _, item in content)
+    return kind == "number" or (kind in ("list", "tuple") and any(map(has_number, content)))
+
+
+def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Number]]:
+    """The numbers of a state, by path: the keys and places on the way to one, each behind a dot."""
+    if isinstance(value, Number):
+        yield path, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from numbers_in(item, f"{path}.{key}")
+
+
+class NumberElsewhere:
+    """A number among the states of a parameter that another rank owns, which this one does not know.
+
+    Whatever is asked of it raises an error: no answer would be right.
+
+    Args:
+        fqn: Of the parameter.
+        path: Of the number among its states.
+    """
+
+    def __init__(self, fqn: str, path: str) -> None:
+        self._fqn = fqn
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"<{self.path.removeprefix('.')} of {self._fqn}: a number of another rank>"
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise RuntimeError(
+            f"{self.path.removeprefix('.')!r}, a state of {self._fqn}, is a number that the rank which steps this "
+            f"parameter counts in Python, and that other ranks have not been told since: call optimizer.state_dict() "
+            f"on all ranks, after which all know such numbers until the next step"
+        )
+
+    __hash__ = object.__hash__
+    __bool__ = __int__ = __float__ = __index__ = __format__ = __reduce_ex__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __neg__ = __pos__ = __abs__ = __round__ = __invert__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+
+
+# -- OwnedStates: what owners keep of whole parameters, seen by every rank as sharded tensors that lie with one rank
+#
+# What a rank knows of another's states is their form: how they are called, their shapes and dtypes, and where there is
+# a
+# number. Owners tell it after a step that has changed it. Elements of tensors never travel for that, and numbers when
+# all
+# ranks ask for the states as a whole.
+
+
+class OwnedStates(OutsideStates):
+    """The states of an optimizer by sharded parameter; held by whole parameter, where that is.
+
+    A state that is read becomes part of ``_shown`` and is what the next step goes on with, so that whatever is
+    assigned, removed or changed in between reaches the optimizer. So does what comes from a checkpoint.
+
+    Args:
+        optimizer: Whose parameters they belong to.
+        wholes: Who owns those.
+        mesh: Of the sharded parameters.
+    """
+
+    def __init__(self, optimizer: optim.Optimizer, wholes: WholeParameters, mesh: Mesh) -> None:
+        super().__init__()
+        self._optimizer, self._wholes, self._mesh = optimizer, wholes, mesh
+        self._shown: dict[torch.Tensor, State] = {}
+        self._forms: dict[torch.Tensor, Any] = {}  # as told by owners; alike on all ranks
+        self._have_numbers = False  # states of those forms
+        self._numbers: dict[torch.Tensor, dict[str, Number]] | None = None  # by path; brought -> the next step
+        self._specs: dict[tuple[torch.Tensor, str], ShardSpec] = {}
+
+    # -- as others see them
+
+    def __getitem__(self, parameter: torch.Tensor) -> State:
+        parameter = outside_of(parameter)
+        if not isinstance(parameter, ShardTensor):
+            return self.inside[parameter]
+        if parameter not in self._shown:
+            self._shown[parameter] = self._show(parameter)
+        return self._shown[parameter]
+
+    def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        parameter = outside_of(parameter)
+        if isinstance(parameter, ShardTensor):
+            self._shown[parameter] = dict(state)
+        else:
+            self.inside[parameter] = dict(state)
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        parameter = outside_of(parameter)
+        if parameter not in self:
+            raise KeyError(parameter)
+        whole = self._wholes.of(parameter)
+        self.inside.pop(parameter if whole is None else whole.tensor, None)
+        self._shown.pop(parameter, None)
+        self._forms.pop(parameter, None)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (parameter for parameter in self._parameters() if parameter in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, parameter: object) -> bool:
+        parameter = outside_of(parameter)
+        if isinstance(parameter, ShardTensor):
+            return parameter in self._shown or parameter in self._forms
+        return parameter in self.inside
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _owned(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """What this rank steps on: number of the parameter, the parameter, the whole one."""
+        for number, parameter in enumerate(self._parameters()):
+            whole = self._wholes.of(parameter)
+            if whole is not None and whole.tensor is not None:
+                yield number, parameter, whole.tensor
+
+    # -- before and after a step
+
+    def settle(self) -> None:
+        """Bring what has been assigned since the last step to the owners; it stays shown until :meth:`tell`."""
+        for parameter in [it for it in self._parameters() if it in self._shown]:
+            whole = self._wholes.of(parameter)
+            if whole is None:
+                raise RuntimeError("states are settled for parameters that have an owner")
+            settled = pytree.tree_map_only(torch.Tensor, partial(_whole_of, whole.owner), self._shown[parameter])
+            if whole.tensor is not None:
+                self.inside[whole.tensor] = settled
+
+    def tell(self) -> None:
+        """Let all ranks know the forms of what owners have: an agreement of one byte on the host if none is new."""
+        parameters = self._parameters()
+        self._numbers = None
+        for parameter in parameters:
+            self._shown.pop(parameter, None)
+        mine: dict[int, Any] = {}
+        failure: Exception | None = None
+        try:
+            mine = {number: self._form_of(whole) for number, _, whole in self._owned()}
+        except TypeError as error:
+            failure = error
+        changed = any(self._forms.get(parameters[number]) != form for number, form in mine.items())
+        if not agree_on_any([changed or failure is not None], self._mesh.control)[0]:
+            return
+
+        def answer() -> bytes:
+            if failure is not None:
+                raise failure
+            return json.dumps(list(mine.items())).encode()
+
+        answers = gather_results("describing the optimizer's states", answer, self._mesh.control)
+        told = {parameters[number]: form for number, form in self._from_owners(answers)}
+        self._forms = {parameter: form for parameter, form in {**self._forms, **told}.items() if form is not None}
+        self._have_numbers = any(map(has_number, self._forms.values()))
+
+    def _form_of(self, whole: torch.Tensor) -> Any:
+        """Of what this rank keeps of a parameter; None if that is nothing."""
+        state = self.inside.get(whole)
+        return None if state is None else form_of(state, type(self._optimizer).__name__)
+
+    def _from_owners(self, answers: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
+        for rank in self._mesh.owners.ranks:
+            yield from json.loads(answers[rank])
+
+    # -- numbers of others
+
+    def bring_numbers(self) -> None:
+        """Let all ranks know all numbers among the states: a collective, unless they do or there are none."""
+        if not self._have_numbers or self._numbers is not None or self._mesh.owners.size == 1:
+            return
+        self._mesh.assembly.call(f"state_dict of {type(self._optimizer).__name__}, which has states that are numbers,")
+        mine = [
+            (number, dict(numbers_in(self._shown.get(parameter) or self.inside.get(whole))))
+            for number, parameter, whole in self._owned()
+        ]
+        answers = exchange(json.dumps(mine).encode(), self._mesh.control)
+        parameters = self._parameters()
+        self._numbers = {parameters[number]: found for number, found in self._from_owners(answers)}
+        for parameter, state in self._shown.items():
+            brought = partial(_brought, self._numbers.get(parameter, {}))
+            state.update(pytree.tree_map_only(NumberElsewhere, brought, dict(state)))
+
+    # -- what is shown
+
+    def _show(self, parameter: ShardTensor) -> State:
+        whole = self._wholes.of(parameter)
+        form = self._forms.get(parameter)
+        if whole is not None and whole.tensor is not None and self._form_of(whole.tensor) != form:
+            raise RuntimeError(
+                f"a step of {type(self._optimizer).__name__} has failed and left states of {parameter.spec.fqn} on "
+                f"this rank of which the others do not know: expected none to be read before a step has succeeded. "
+                f"Step again, or load the optimizer's state of before (load_state_dict)"
+            )
+        if whole is None or form is None:
+            return {}
+        held = None if whole.tensor is None else self.inside.get(whole.tensor)
+        return self._build(form, held, whole, "")
+
+    def _build(self, form: Any, held: Any, whole: WholeParameter, path: str) -> Any:
+        """A state as it is shown, from its form and, at the owner, from what is held there."""
+        kind, content = form
+        if kind == "tensor":
+            return self._sharded(content, held, whole, path)
+        if kind == "number":
+            known = (self._numbers or {}).get(whole.parameter, {})
+            return _brought(known, NumberElsewhere(whole.parameter.spec.fqn, path)) if held is None else held
+        if kind == "value":
+            return content
+        if kind == "dict":
+            return {
+                key: self._build(item, None if held is None else held[key], whole, f"{path}.{key}")
+                for key, item in content
+            }
+        items = [
+            self._build(item, None if held is None else held[index], whole, f"{path}.{index}")
+            for index, item in enumerate(content)
+        ]
+        return tuple(items) if kind == "tuple" else items
+
+    def _sharded(self, content: Sequence[Any], held: torch.Tensor | None, whole: WholeParameter, path: str) -> Any:
+        shape, dtype, device = torch.Size(content[0]), _dtype(content[1]), content[2]
+        spec = self._specs.get((whole.parameter, path))
+        if spec is None or spec.shape != shape:
+            spec = self._specs[whole.parameter, path] = self._spec(shape, whole, path)
+        local = torch.empty(0, dtype=dtype, device=device) if held is None else held.detach().reshape(-1)
+        return ShardTensor(local, spec)
+
+    def _spec(self, shape: torch.Size, whole: WholeParameter, path: str) -> ShardSpec:
+        if whole.at_home and shape == whole.parameter.shape:
+            return whole.parameter.spec
+        everything, nothing = Interval(0, shape.numel()), Interval(0, 0)
+        return ShardSpec(
+            fqn=f"{whole.parameter.spec.fqn}{path}",
+            shape=shape,
+            intervals=tuple(everything if rank == whole.owner else nothing for rank in range(self._mesh.owners.size)),
+            mesh=self._mesh,
+        )
+
+
+def _whole_of(owner: int, value: torch.Tensor) -> torch.Tensor | None:
+    """A state as its owner keeps it; None elsewhere, where that can be told without asking others."""
+    if not isinstance(value, ShardTensor):
+        return value
+    if value.spec.intervals[owner].numel == value.spec.numel:
+        local = value.to_local()
+        return local.view(value.shape) if local.numel() == value.spec.numel else None
+    return gather(value)
+
+
+def _brought(numbers: Mapping[str, Number], elsewhere: NumberElsewhere) -> Number | NumberElsewhere:
+    return numbers.get(elsewhere.path, elsewhere)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+# -- OwnedStep: an optimizer that looks at parameters as wholes steps on whole ones, each on one rank, its owner
+#
+# Before a step, every rank sends its shards of values and gradients to their owners, and the new values travel back
+# after
+# it: each rank sends and receives its own shards three times, which is what one all-gather of the model moves for three
+# ranks, and less for more. States stay with the owners.
+
+
+class OwnedStep(SwappedStep):
+    """Lets an optimizer step on the whole parameters that this rank owns.
+
+    Args:
+        optimizer: One whose new value of a parameter depends on that parameter alone, with its gradient and states.
+        on_step: Called after each step.
+        mesh: Of the sharded parameters.
+    """
+
+    _states: OwnedStates
+
+    def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._wholes = WholeParameters(mesh)
+        self._moved: list[WholeParameter] = []  # have a gradient, and memory -> released after the step
+        super().__init__(optimizer, on_step)
+        optimizer.register_state_dict_pre_hook(lambda _: self._states.bring_numbers())
+
+    def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
+        self._wholes.follow([it for group in groups for it in group])
+        self._states.settle()
+        found: list[list[torch.Tensor]] = []
+        moved: list[Relocated] = []
+        for group in zip(groups, gradients, strict=True):
+            mine: list[torch.Tensor] = []
+            for parameter, gradient in zip(*group, strict=True):
+                whole = self._wholes.of(parameter)
+                if whole is None:
+                    mine.append(parameter)
+                elif gradient is not None:
+                    self._moved.append(whole)
+                    moved += whole.take_gradient(gradient)
+                    if whole.tensor is not None:
+                        mine.append(whole.tensor)
+            found.append(mine)
+        # One after the other: what travels is in memory twice.
+        bring([whole.values for whole in self._moved if not whole.at_home], self._mesh)
+        bring(moved, self._mesh)
+        return found
+
+    def _bring_back(self) -> None:
+        take_back([whole.values for whole in self._moved if not whole.at_home], self._mesh)
+
+    def _let_go(self) -> None:
+        for whole in self._moved:
+            whole.release()
+        self._moved = []
+
+    def _outside(self, optimizer: optim.Optimizer) -> OwnedStates:
+        return OwnedStates(optimizer, self._wholes, self._mesh)

@@ -1,0 +1,188 @@
+"""Sharding strategies: how many ranks share, when units reshard, when gradients are reduced."""
+
+import difflib
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Literal
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.topology import Topology
+
+
+class Reshard(Enum):
+    """When a unit's unsharded parameters are released; who pays the memory until then."""
+
+    AFTER_FORWARD = "after_forward"
+    """Unsharded while the unit computes: one unit at a time, plus prefetch."""
+
+    AFTER_BACKWARD = "after_backward"
+    """Unsharded from the unit's forward to the end of its backward."""
+
+    NEVER = "never"
+    """Gathered buffers are retained, and filled again only when the main shard has changed."""
+
+
+class ShardSize(Enum):
+    """Shard sizes that depend on the run."""
+
+    WORLD = "world"
+    NODE = "node"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What a sharding strategy is to the engine."""
+
+    shard_size: int | ShardSize
+    reshard: Reshard
+    reduce_every_backward: bool
+    """False: gradients accumulate unsharded and are reduced once per optimizer step. True: those of each micro-batch
+    are reduced in the shard group and accumulate there; replicas share them once per optimizer step."""
+
+    split_replicas: bool = False
+    """Replicas split main shards, gradient shards and optimizer states among them."""
+
+    regather_size: int | None = None
+    """Ranks that gather for the backward what they have kept of the forward's gather; None: the shard group."""
+
+    offload_params: bool = False
+    """Main shards, gradient shards and with them the optimizer's states live in host memory."""
+
+    def topology(self, num_nodes: int, ranks_per_node: int, order: tuple[int, ...] | None = None) -> Topology:
+        """The mesh of ranks that this placement makes of a run.
+
+        Args:
+            num_nodes: Machines.
+            ranks_per_node: The same number on each.
+            order: The ranks node by node; None: as they count.
+
+        Raises:
+            ConfigurationError: The shard size does not divide the number of ranks, or lets some groups cross a node
+                where none has to.
+        """
+        sizes = {ShardSize.WORLD: num_nodes * ranks_per_node, ShardSize.NODE: ranks_per_node}
+        size = self.shard_size if isinstance(self.shard_size, int) else sizes[self.shard_size]
+        if 1 < size < ranks_per_node and ranks_per_node % size:
+            divisors = [number for number in range(1, ranks_per_node + 1) if ranks_per_node % number == 0]
+            raise ConfigurationError(
+                f"shard_size={size} does not divide the {ranks_per_node} ranks of a node, so some ranks that share a "
+                f"model would be on different nodes; use one of {divisors}, or a multiple of {ranks_per_node} to share "
+                f"across nodes ({num_nodes} nodes x {ranks_per_node} ranks)"
+            )
+        try:
+            topology = Topology(
+                world_size=sizes[ShardSize.WORLD],
+                shard_size=size,
+                split_replicas=self.split_replicas,
+                order=_side_by_side(order, size),
+            )
+            if self.regather_size is not None:
+                topology.subgroups(self.regather_size)
+            return topology
+        except ValueError as error:
+            raise ConfigurationError(f"{error} ({num_nodes} nodes x {ranks_per_node} ranks)") from None
+
+
+def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] | None:
+    """Ranks in groups of a size that are near to each other; None where that is as they count."""
+    ranks = order or ()
+    groups = [sorted(ranks[first : first + size]) for first in range(0, len(ranks), max(1, size))]
+    order = tuple(rank for group in sorted(groups) for rank in group)
+    return None if order == tuple(range(len(order))) else order
+
+
+ShardingStrategyName = Literal["full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
+
+OptimizerShard = Literal["group", "world"]
+"""Over which ranks the optimizer's share is split: those that share a model, or all."""
+
+PLACEMENTS: dict[str, Placement] = {
+    # ZeRO-3, FSDP
+    "full_shard": Placement(shard_size=ShardSize.WORLD, reshard=Reshard.AFTER_FORWARD, reduce_every_backward=True),
+    # HSDP, MiCS
+    "hybrid_shard": Placement(shard_size=ShardSize.NODE, reshard=Reshard.AFTER_FORWARD, reduce_every_backward=True),
+    # ZeRO-2
+    "shard_grad_op": Placement(shard_size=ShardSize.WORLD, reshard=Reshard.AFTER_BACKWARD, reduce_every_backward=True),
+    # ZeRO-1
+    "shard_optimizer": Placement(shard_size=ShardSize.WORLD, reshard=Reshard.NEVER, reduce_every_backward=False),
+    # DDP: the group that shares a model is the rank itself
+    "no_shard": Placement(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
+}
+
+
+def find_placement(sharding_strategy: str) -> Placement:
+    """The placement of a strategy, whose name is taken in any case.
+
+    Raises:
+        ConfigurationError: There is no such strategy; names the nearest one.
+    """
+    name = str(sharding_strategy).lower()
+    if name in PLACEMENTS:
+        return PLACEMENTS[name]
+    near = difflib.get_close_matches(name, PLACEMENTS, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigurationError(
+        f"sharding_strategy={sharding_strategy!r} is not known; expected one of {', '.join(PLACEMENTS)}{hint}"
+    )
+
+
+def choose_placement(
+    sharding_strategy: str,
+    shard_size: int | None = None,
+    reduce_every_backward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    offload_params: bool = False,
+    optimizer_shard: OptimizerShard = "group",
+) -> Placement:
+    """The placement of a strategy with what the user has chosen otherwise.
+
+    Args:
+        sharding_strategy: A name, in any case.
+        shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: what the strategy says.
+        reduce_every_backward: None: what the strategy says.
+        reshard_after_forward: True, False, or a number of ranks that gather for the backward; None: what the strategy
+            says.
+        offload_params: Whether shards live in host memory.
+        optimizer_shard: ``group``: as the parameters; ``world``: replicas split it, for ``hybrid_shard`` only.
+
+    Raises:
+        ConfigurationError: There is no such strategy, or something about it is not for the user to choose.
+    """
+    placement = find_placement(sharding_strategy)
+    changes: dict[str, Any] = {}
+    if shard_size is not None:
+        if placement.shard_size is not ShardSize.NODE:
+            raise ConfigurationError(
+                f"shard_size={shard_size} goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, "
+                f"whose shard size is fixed; leave shard_size out or use 'hybrid_shard'"
+            )
+        changes["shard_size"] = shard_size
+    if reduce_every_backward is not None:
+        changes["reduce_every_backward"] = reduce_every_backward
+    if reshard_after_forward is not None:
+        changes |= _resharding(sharding_strategy, placement, reshard_after_forward)
+    if optimizer_shard not in ("group", "world"):
+        raise ConfigurationError(f"optimizer_shard={optimizer_shard!r}: expected 'group' or 'world'")
+    if optimizer_shard == "world" and placement.shard_size is not ShardSize.NODE:
+        raise ConfigurationError(
+            f"optimizer_shard='world' goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, which "
+            f"has no replicas or nothing but replicas; leave it out"
+        )
+    changes["split_replicas"] = optimizer_shard == "world"
+    return replace(placement, **changes, offload_params=offload_params)
+
+
+def _resharding(sharding_strategy: str, placement: Placement, after_forward: bool | int) -> dict[str, Any]:
+    if placement.reshard is Reshard.NEVER:
+        raise ConfigurationError(
+            f"reshard_after_forward={after_forward} does not go with sharding_strategy={sharding_strategy!r}, which "
+            f"never reshards; leave it out, or use 'full_shard', 'hybrid_shard' or 'shard_grad_op'"
+        )
+    if isinstance(after_forward, bool):
+        return {"reshard": Reshard.AFTER_FORWARD if after_forward else Reshard.AFTER_BACKWARD}
+    if after_forward < 2:
+        raise ConfigurationError(
+            f"reshard_after_forward={after_forward}: expected True, False, or a number of ranks of at least 2 that "
+            f"divides the shard size"
+        )
+    return {"reshard": Reshard.AFTER_FORWARD, "regather_size": after_forward}

@@ -1,1 +1,0 @@
-"""What plugs into Lightning beside the strategy: precision, launchers."""

@@ -1,0 +1,277 @@
+"""Autograd around sharded parameters: `autograd.grad`, `backward(inputs=...)`, and arguments of `autograd.Function`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.utils as functorch_utils
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import graph as autograd_graph
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils import _pytree as pytree
+
+from shardeddp.tensor.backward import asking, retaining
+from shardeddp.tensor.operations import asks_only_about
+from shardeddp.tensor.shard_tensor import ShardTensor, gather, handlers, origin_of, refuse_recorded_write
+from shardeddp.tensor.unsharded import OfSharded, ReleasedParameter, outside_of, sharded_of, successor_of
+from shardeddp.tensor.views import Gathered, GatheredView
+
+# -- ``torch.autograd.grad`` with respect to sharded parameters: this rank's own gradients, whole, as under DDP
+
+
+def asked_gradients(outputs: Any, inputs: Sequence[Any], **options: Any) -> tuple[torch.Tensor | None, ...]:
+    """What ``torch.autograd.grad`` returns, where sharded parameters are among its arguments.
+
+    A sharded parameter stands for two leaves of the graph: itself, where it was used outside its unit, and the
+    unsharded parameter of its unit. Its gradient is the sum of theirs: of this rank's outputs, not averaged, a plain
+    tensor of the parameter's shape that may be differentiated again.
+
+    Args:
+        outputs: As torch takes them.
+        inputs: As torch takes them, in a sequence.
+        options: As torch takes them.
+    """
+    dtypes = [x.dtype for x in inputs]
+    inputs = [outside_of(x) for x in inputs]  # in a step, parameters are met unsharded
+    leaves = [
+        (place, x.unsharded) for place, x in enumerate(inputs) if isinstance(x, ShardTensor) and x.unsharded is not None
+    ]
+    unused_is_fine, zeros = options.get("allow_unused"), options.get("materialize_grads")
+    options |= {"allow_unused": True, "materialize_grads": False}
+    with asking():
+        both = [*inputs, *(leaf for _, leaf in leaves)]
+        results: list[torch.Tensor | None] = [*torch.autograd.grad(outputs, both, **options)]
+    for (place, _), gradient in zip(leaves, results[len(inputs) :], strict=True):
+        if gradient is not None:
+            gradient = gradient.to(dtypes[place])  # what autocast's copy got
+        outside = results[place]
+        results[place] = gradient if outside is None else outside if gradient is None else outside + gradient
+    for place, x in enumerate(inputs):
+        if results[place] is None and zeros:
+            graph = bool(options.get("create_graph"))
+            results[place] = torch.zeros(x.shape, dtype=x.dtype, device=x.device, requires_grad=graph)
+        elif results[place] is None and not unused_is_fine:
+            name = f" ({x.spec.fqn})" if isinstance(x, ShardTensor) else ""
+            raise RuntimeError(
+                f"One of the differentiated Tensors{name} appears to not have been used in the graph. Set "
+                f"allow_unused=True if this is the desired behavior."
+            )
+    return tuple(results[: len(inputs)])
+
+
+def backward_to(tensors: Any, *, inputs: Any = None, **options: Any) -> None:
+    """Run ``torch.autograd.backward`` where sharded parameters are among its arguments.
+
+    Args:
+        tensors: As torch takes them.
+        inputs: As torch takes them: the only ones that get gradients, wherever they were used. None: all.
+        options: As torch takes them.
+    """
+    torch.autograd.backward(tensors, inputs=None if inputs is None else with_unsharded(inputs), **options)
+
+
+def with_unsharded(inputs: Any) -> list[Any]:
+    """Leaves of a graph, and the unsharded parameters of those that are sharded; each once."""
+    leaves: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    unsharded = [leaf.unsharded for leaf in leaves if isinstance(leaf, ShardTensor) and leaf.unsharded is not None]
+    known = {id(leaf) for leaf in leaves}
+    return leaves + [leaf for leaf in unsharded if id(leaf) not in known]
+
+
+# -- What ``torch.autograd.Function`` is given in the place of sharded parameters: full tensors, and their gradients
+#
+# ``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of a function would
+# compute with a shard, its backward return a gradient that nobody averages, and a kernel read memory that is not there.
+# All calls of ``apply``, also by references that were taken at import, pass their arguments through one private
+# function
+# of torch; that one is extended here.
+#
+# A backward that builds a graph (adjoint methods, reversible layers) asks for gradients with respect to the arguments
+# that its forward has seen, while what it runs may use the parameters themselves. In one process the two are one leaf.
+# So
+# whoever asks for the gradient of such an argument asks for that of the parameter: torch's way into its engine, private
+# as well, is extended for that, and for `backward(inputs=...)`: who names a sharded parameter means all of its uses. So
+# does who asks for its node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
+
+_NAMED = 5  # parameters in a message
+
+PendingWrites = Callable[[], Iterable[tuple[nn.Parameter, str]]]
+_PENDING: list[weakref.WeakMethod[PendingWrites]] = []  # of the models there are
+
+
+def extend_functions(pending_writes: PendingWrites) -> None:
+    """Let every ``autograd.Function`` see full tensors from now on.
+
+    Args:
+        pending_writes: A method that returns the unsharded parameters of a model that were written to inside of their
+            units, with their names, for the error of a backward that needs their former values. Held weakly.
+    """
+    _PENDING[:] = [*(each for each in _PENDING if each() is not None), weakref.WeakMethod(pending_writes)]
+    unwrap = functorch_utils.unwrap_dead_wrappers
+    engine_run: Any = torch.autograd._engine_run_backward
+    found_node, engine_executes = autograd_graph._get_grad_fn_or_grad_acc, torch._C._will_engine_execute_node
+    if unwrap.__module__ == __name__:
+        return
+
+    def unwrap_dead_wrappers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        args = unwrap(args)
+        if any(isinstance(arg, (ShardTensor, ReleasedParameter)) for arg in args):
+            return tuple(map(_full, args))
+        return args
+
+    def run_backward(outputs: Any, grad_outputs: Any, retain_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with retaining(retain_graph):
+                return engine_run(outputs, grad_outputs, retain_graph, *args, **kwargs)
+        except RuntimeError as error:
+            _name_written(error, outputs)
+            raise
+
+    def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        grad_outputs, retain_graph, create_graph, inputs, *flags = args
+        if kwargs["accumulate_grad"]:
+            inputs = tuple({id(each): each for each in map(outside_of, inputs)}.values())
+            if any(isinstance(each, ShardTensor) for each in inputs):
+                args = (grad_outputs, retain_graph, create_graph, tuple(with_unsharded(inputs)), *flags)
+            return run_backward(outputs, *args, **kwargs)
+        together = set(map(id, inputs))
+        found = [_origin(each, together) for each in inputs]
+        if not any(each is not None for each in found):
+            return run_backward(outputs, *args, **kwargs)
+        asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]
+        graph = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": flags[0]}
+        with torch._C.DisableTorchFunctionSubclass():
+            return asked_gradients(outputs, asked, grad_outputs=grad_outputs, **graph)
+
+    def node_of(tensor: Any) -> Node:
+        sharded = outside_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
+        if not isinstance(sharded, ShardTensor) or sharded.unsharded is None or not sharded.requires_grad:
+            return found_node(tensor)
+        sharded.listen()
+        with torch._C.DisableTorchFunctionSubclass():
+            return found_node(sharded.unsharded)
+
+    def will_execute(node: Node) -> bool:
+        successor = successor_of(node)
+        return engine_executes(node if successor is None else node_of(successor))
+
+    functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
+    torch._C._will_engine_execute_node = will_execute  # asked with nodes of parameters before they were sharded, too
+    autograd_graph._get_grad_fn_or_grad_acc = node_of  # that of `register_multi_grad_hook` and `get_gradient_edge`
+    torch.autograd._engine_run_backward = engine_run_backward
+
+
+def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
+    """The sharded parameter whose gradient is meant by what it was handed out as; None where that is what is asked.
+
+    Args:
+        asked: A full tensor that a function was given, or a parameter as it is met in a step: earlier uses of it may
+            have been such of the sharded one.
+        together: The identities of all that are asked for; :func:`asked_gradients` asks for both.
+    """
+    origin = outside_of(asked) if isinstance(asked, OfSharded) else origin_of(asked)
+    return None if id(origin) in together else origin
+
+
+def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | GradientEdge]) -> None:
+    """Raise with the names of parameters where autograd misses the values that they had in the forward."""
+    if "modified by an inplace operation" not in str(error):
+        return
+    written = {id(parameter): fqn for each in _PENDING if (pending := each()) for parameter, fqn in pending()}
+    names = [written[leaf] for leaf in _leaves(outputs) if leaf in written] if written else []
+    if names:
+        rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise RuntimeError(
+            f"parameter {', '.join(names[:_NAMED])}{rest} was written to between its forward and its backward (through "
+            f"`.data`, too): the gradients would belong to neither state. Write to it before the forward or after the "
+            f"backward"
+        ) from error
+
+
+def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[int]:
+    """The identities of the leaves of a graph."""
+    waiting = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
+    seen = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            yield id(node.variable)
+        found = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - seen
+        seen |= found
+        waiting += found
+
+
+def _full(argument: Any) -> Any:
+    if isinstance(argument, ReleasedParameter):
+        argument = sharded_of(argument)
+    if not isinstance(argument, ShardTensor):
+        return argument
+    operation = "an autograd.Function of"
+    if argument.requires_grad and torch.is_grad_enabled():
+        argument.warn_outside()
+        return argument.full_for_autograd(operation)
+    gathered = Gathered(argument, operation=operation)
+    return GatheredView(gathered.full, gathered)  # what its forward writes reaches the shard
+
+
+class _View(torch.autograd.Function):
+    """Hand a view of a full tensor out as a ``GatheredView``, with the view's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor, gathered: Gathered) -> GatheredView:
+        return GatheredView(view, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def _needs_gradient(arguments: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments))
+
+
+def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that autograd records, on full tensors."""
+    found: dict[int, tuple[Gathered, int]] = {}
+
+    def to_full(sharded: ShardTensor) -> torch.Tensor:
+        if id(sharded) not in found:
+            operation = f"{func.__name__} of"
+            with temporarily_clear_interpreter_stack():  # a transform of torch.func sees what was gathered, not how
+                full = sharded.full_for_autograd(operation) if sharded.requires_grad else gather(sharded, operation)
+            found[id(sharded)] = (Gathered(sharded, full), full._version)
+        return found[id(sharded)][0].full
+
+    def hand_out(tensor: torch.Tensor) -> torch.Tensor:
+        gathered = next((gathered for gathered, _ in found.values() if gathered.aliases(tensor)), None)
+        if gathered is None:
+            return tensor
+        return gathered.sharded if tensor is gathered.full else _View.apply(tensor, gathered)
+
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, ShardTensor) and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
+            leaf.warn_outside(stacklevel=6)  # whoever called the torch function
+    full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
+    result = func(*full_args, **full_kwargs)
+    for gathered, version in found.values():
+        if gathered.full._version != version:
+            refuse_recorded_write(gathered.sharded, func.__name__)
+    return pytree.tree_map_only(torch.Tensor, hand_out, result)
+
+
+def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch's Python API that meets sharded parameters."""
+    if func is torch.autograd.grad:
+        return asked_gradients(*args, **kwargs)
+    if func is torch.autograd.backward:
+        return backward_to(*args, **kwargs)
+    if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):
+        return _run_on_full(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+handlers.function = _run_function

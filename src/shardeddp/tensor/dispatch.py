@@ -1,0 +1,357 @@
+"""Dispatch of ATen operations on sharded tensors: locally, as a global reduction, or gathered.
+
+Nothing returns a local answer to a global question, and nothing that is written is lost. In order:
+
+1. questions about the tensor and copies of it are answered from the shard,
+2. element-wise operations on sharded tensors alone, or into one, work on this rank's interval,
+3. reductions over all elements combine the ranks' results,
+4. everything else gathers; what it writes into a gathered operand, then or later through a view of it, is brought back
+   to the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardeddp.comm import Pending
+from shardeddp.comm.collectives import ReduceKind
+from shardeddp.tensor.operations import reshapes, written
+from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, handlers, mark_written
+from shardeddp.tensor.views import Gathered, hand_out, refuse_overlapping, run_on_whole, views_among
+
+aten = torch.ops.aten
+
+# The same shard under another object.
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+
+# Same elements in the same order: the result is a shard like its operand.
+_SAME_ELEMENTS = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.copy_.default,
+}
+
+# Take dtype and device from their operand, and nothing else.
+_CREATIONS = {
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+}
+
+# Reductions over all elements: (this rank's part, how ranks combine it).
+_REDUCTIONS: dict[Any, tuple[Callable[[torch.Tensor, torch.dtype], torch.Tensor], ReduceKind]] = {
+    aten.sum.default: (lambda local, dtype: local.sum(dtype=_wide(dtype)), "sum"),
+    aten.mean.default: (lambda local, dtype: local.sum(dtype=_wide(dtype)), "sum"),
+    aten.max.default: (lambda local, dtype: _or_limit(local, 0).max(), "max"),
+    aten.min.default: (lambda local, dtype: _or_limit(local, 1).min(), "min"),
+    aten.any.default: (lambda local, dtype: local.any().to(torch.int32), "max"),
+    aten.all.default: (lambda local, dtype: local.all().to(torch.int32), "min"),
+}
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one ATen operation that has at least one ``ShardTensor`` among its arguments."""
+    name = func.overloadpacket.__name__
+    if func in _ALIASES:
+        return args[0].alias()
+    if func in _CREATIONS:
+        return func(args[0].to_local(), *args[1:], **kwargs)
+    if func is aten.fill_.Tensor and isinstance(args[0], ShardTensor):
+        return args[0].copy_(args[1])
+    if torch.Tag.inplace_view in func.tags:
+        return _reshape_in_place(func, args, kwargs)
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return _unscale(func, *args)
+    if name.startswith("_foreach_"):
+        return _run_foreach(func, name, args, kwargs)
+    if func in _SAME_ELEMENTS or _is_pointwise(func):
+        spec = _common_spec(func, args, kwargs)
+        if spec is not None:
+            return _run_local(func, spec, args, kwargs)
+    if func is aten.equal.default:
+        return _equal(*args)
+    if func in _REDUCTIONS and args[0].spec.numel:
+        return _reduce(func, args[0], kwargs)
+    norm_order = _norm_order(func, args, kwargs)
+    if norm_order is not None:
+        args[0].spec.mesh.attendance.call(f"{name} of {args[0].spec.fqn}")
+        return norms([args[0]], norm_order)[0]
+    return _run_gathered(func, args, kwargs)
+
+
+def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
+    """The global vector norm of every tensor (0-dim, in each tensor's dtype), with one reduction for all of them."""
+    if order <= 0:
+        return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
+    locals_ = [tensor.to_local() for tensor in tensors]
+    # In float64: the squares of what float32 holds do not fit into float32.
+    partial = torch.stack(_partial_norms(locals_, order)).to(tensors[0].spec.mesh.device, torch.float64)
+    if order == float("inf"):
+        reduced = reduce_partials(partial, tensors[0].spec, "max")
+    else:
+        reduced = reduce_partials(partial.pow(order), tensors[0].spec, "sum").pow(1.0 / order)
+    return [norm.to(local.dtype.to_real()) for norm, local in zip(reduced.unbind(), locals_, strict=True)]
+
+
+def _unscale(func: Any, gradients: Sequence[ShardTensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Divide gradients by the loss scale; ``found_inf`` becomes 1 on all ranks if any rank finds one not finite."""
+    world = gradients[0].spec.mesh.world
+    locals_ = [gradient.to_local() for gradient in gradients]
+    found = found_inf.to(locals_[0].device, copy=True)
+    func(locals_, found, inv_scale.to(found.device))
+    agreed = found.to(found_inf.device)
+    world.all_reduce_(agreed, "max").wait()
+    found_inf.copy_(agreed)
+    for local in locals_:
+        mark_written(local)
+
+
+def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
+    """Combine this rank's partial results with those of the other owners; equal bits on all of them."""
+    partial = partial.to(spec.mesh.device)
+    group, lane = spec.mesh.owners, spec.mesh.reduce_lane
+    if kind == "sum":
+        lane.issue(lambda: group.all_reduce_(partial, "sum")).wait()
+        return partial
+    # Not the backends' maximum, which may lose a NaN.
+    every = torch.stack([partial] * group.size)  # (ranks, *partial.shape)
+
+    def action() -> Pending:
+        return group.all_gather_(every.view(-1))
+
+    lane.issue(action).wait()
+    return every.amax(0) if kind == "max" else every.amin(0)
+
+
+def _is_pointwise(func: Any) -> bool:
+    # A random number depends on how many were drawn before it; torch.equal is tagged point-wise as well.
+    no = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
+    return torch.Tag.pointwise in func.tags and no.isdisjoint(func.tags)
+
+
+def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec | None:
+    """The spec that an element-wise operation can work in; None when its result is not a shard like its operands."""
+    targets = written(func, args, kwargs)
+    outputs = {id(target) for target in targets if any(target is value for value in kwargs.values())}
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return _spec_of([leaf for leaf in leaves if id(leaf) not in outputs], targets)
+
+
+def _spec_of(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> ShardSpec | None:
+    # Where something is written the target decides; whatever else takes part is cut to its interval. Else a plain
+    # tensor may be this rank's own (an activation, a gradient), and the result with it: that is whole.
+    if not targets and any(tensor.dim() and not isinstance(tensor, ShardTensor) for tensor in inputs):
+        return None
+    deciding = targets or [tensor for tensor in inputs if isinstance(tensor, ShardTensor)]
+    specs = {tensor.spec if isinstance(tensor, ShardTensor) else None for tensor in deciding}
+    spec = specs.pop() if len(specs) == 1 else None
+    if spec is None or torch.broadcast_shapes(*(tensor.shape for tensor in inputs)) != spec.shape:
+        return None
+    return spec
+
+
+def _run_local(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    targets = written(func, args, kwargs)
+    for target in targets:
+        _note_write(func, target, pytree.tree_leaves((args, kwargs)))
+    home = _home((targets, args, kwargs))
+    local_args, local_kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: _operand(tensor, spec, home), (args, dict(kwargs))
+    )
+    local_kwargs.pop("memory_format", None)  # a shard is 1D: it has one memory format
+    result = func(*local_args, **local_kwargs)
+    for target in targets:
+        mark_written(target.to_local())  # type: ignore[attr-defined]  # _spec_of saw that it is a ShardTensor
+    if targets:
+        return targets[0] if len(targets) == 1 else tuple(targets)
+    return pytree.tree_map_only(torch.Tensor, lambda local: ShardTensor(local, spec), result)
+
+
+def _note_write(func: Any, target: Any, operands: Sequence[Any]) -> None:
+    target.note_write(func.__name__)
+    for operand in operands:
+        if isinstance(operand, torch.Tensor) and not isinstance(operand, ShardTensor):
+            target.note_write("of", operand)
+        elif isinstance(operand, (bool, int, float, complex)):
+            target.note_write(repr(operand))
+
+
+def _home(arguments: Any) -> torch.device:
+    """Where the elements of the first sharded argument live: on the host, if they are offloaded."""
+    return next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, ShardTensor)).to_local().device
+
+
+def _operand(tensor: torch.Tensor, spec: ShardSpec, home: torch.device) -> torch.Tensor:
+    """This rank's part of an operand of an element-wise operation, where the operation runs."""
+    if isinstance(tensor, ShardTensor):
+        if tensor.spec is spec:
+            return tensor.to_local().to(home)
+        tensor = gather(tensor)
+    # A 0-dim operand gives way to others in the choice of dtype, unless all of them are 0-dim.
+    part = tensor if tensor.dim() == 0 and spec.shape else spec.localize(tensor.expand(spec.shape))
+    return part.to(home)
+
+
+def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = args[0] if args else ()
+    if func is aten._foreach_norm.Scalar and not (kwargs.get("dtype") or len(args) > 2):
+        return _foreach_norm(tensors, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
+    if name == "_foreach_max":
+        return [tensor.max() for tensor in tensors]
+    if name in ("_foreach_norm", "_foreach_powsum", "_foreach_mm"):
+        return _run_gathered(func, args, kwargs)
+    lists = [argument for argument in (*args, *kwargs.values()) if _holds_tensors(argument)]
+    targets = written(func, args, kwargs)
+    refuse_overlapping(func, views_among(targets), {it for it in targets if isinstance(it, ShardTensor)})
+    specs = [_spec_of(operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))]
+    rows = zip(specs, zip(*lists, strict=True), strict=True)
+    homes = [_home(operands) if spec else None for spec, operands in rows]
+
+    def localize(argument: Any) -> Any:
+        if not _holds_tensors(argument):
+            return gather(argument) if isinstance(argument, ShardTensor) else argument
+        return [
+            _operand(item, spec, home) if spec and home else gather(item) if isinstance(item, ShardTensor) else item
+            for item, spec, home in zip(argument, specs, homes, strict=True)
+        ]
+
+    for target, operands in zip(targets, zip(*lists, strict=True), strict=False):
+        if isinstance(target, ShardTensor):
+            _note_write(func, target, operands)
+    results = func(*map(localize, args), **{key: localize(value) for key, value in kwargs.items()})
+    for target in targets:
+        # Below autograd nothing counts versions, of plain targets in the same list neither.
+        mark_written(target.to_local() if isinstance(target, ShardTensor) else target)
+    if targets:
+        return None
+    return [ShardTensor(result, spec) if spec else result for result, spec in zip(results, specs, strict=True)]
+
+
+def _holds_tensors(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument)
+
+
+def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    held = [tensor for tensor in tensors if isinstance(tensor, ShardTensor)]
+    held[0].spec.mesh.attendance.call(f"norms of {held[0].spec.fqn} and {len(held) - 1} more")
+    sharded = iter(norms(held, order))
+    return [
+        next(sharded) if isinstance(tensor, ShardTensor) else torch.linalg.vector_norm(tensor, order)
+        for tensor in tensors
+    ]
+
+
+def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    local, spec = sharded.to_local(), sharded.spec
+    spec.mesh.attendance.call(f"{func.overloadpacket.__name__} of {spec.fqn}")
+    dtype = func(_one_of(local), **kwargs).dtype  # raises what the whole tensor would
+    partial, kind = _REDUCTIONS[func]
+    reduced = reduce_partials(partial(local, dtype), spec, kind)
+    if func is aten.mean.default:
+        reduced = reduced / spec.numel
+    return reduced.to(dtype)
+
+
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    if not (
+        isinstance(first, ShardTensor)
+        and isinstance(second, ShardTensor)
+        and first.spec.intervals == second.spec.intervals
+    ):
+        return torch.equal(
+            *(gather(tensor) if isinstance(tensor, ShardTensor) else tensor for tensor in (first, second))
+        )
+    first.spec.mesh.attendance.call(f"equal of {first.spec.fqn}")
+    differs = torch.tensor(not torch.equal(first.to_local(), second.to_local().to(first.to_local())))
+    return not reduce_partials(differs, first.spec, "max")
+
+
+def _norm_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """The order of a vector norm over all elements; None for anything else."""
+    if func is aten.linalg_vector_norm.default:
+        order, rest = (args[1] if len(args) > 1 else kwargs.get("ord", 2)), args[2:]
+        plain = all(item in (None, False) for item in rest) and not any(
+            kwargs.get(key) for key in ("dim", "keepdim", "dtype")
+        )
+    elif func is aten.norm.Scalar:
+        order, plain = (args[1] if len(args) > 1 else kwargs.get("p", 2)), True
+    else:
+        return None
+    return float(order) if plain else None
+
+
+def _run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found: dict[int, Gathered] = {}
+    operation = f"{func.overloadpacket.__name__} of"
+
+    def to_full(sharded: ShardTensor) -> torch.Tensor:
+        return found.setdefault(id(sharded), found.get(id(sharded)) or Gathered(sharded, operation=operation)).full
+
+    full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
+    known = written(func, args, kwargs)
+    targets = [*{id(target): found[id(target)] for target in known if isinstance(target, ShardTensor)}.values()]
+    refuse_overlapping(func, [*views_among(known), *targets])
+    result = run_on_whole(func, full_args, full_kwargs, [*found.values()], targets)
+    return hand_out(result, found.values(), {id(home.full): home.sharded for home in found.values()})
+
+
+def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is aten.resize_as_.default and not isinstance(args[0], ShardTensor):
+        return args[0].resize_(args[1].shape)
+    if func is aten.detach_.default or not reshapes(func, args, kwargs):
+        return args[0]
+    sharded = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardTensor))
+    raise NotImplementedError(
+        f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded, or lend it: expected "
+        f"operations that do not. Use the one that returns a new tensor, or change it before the model is sharded"
+    )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial results of a dtype are kept, as torch's own kernels do."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _partial_norms(locals_: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of every local tensor; 0 where this rank holds no element."""
+    found = [local.new_zeros((), dtype=_wide(local.dtype.to_real())) for local in locals_]
+    for dtype in {local.dtype for local in locals_}:
+        held = [i for i, local in enumerate(locals_) if local.dtype is dtype and local.numel()]
+        if held:
+            norms_held = aten._foreach_norm.Scalar([locals_[i] for i in held], order, dtype=_wide(dtype))
+            for i, norm in zip(held, norms_held, strict=True):
+                found[i] = norm
+    return found
+
+
+def _one_of(local: torch.Tensor) -> torch.Tensor:
+    """One element of the same kind, to see what an operation makes of it."""
+    return local.new_zeros(1)
+
+
+def _or_limit(local: torch.Tensor, end: int) -> torch.Tensor:
+    return local if local.numel() else local.new_full((1,), _limits(local.dtype)[end])
+
+
+def _limits(dtype: torch.dtype) -> tuple[float, float]:
+    """The neutral elements of a maximum and a minimum."""
+    if dtype.is_floating_point:
+        return -float("inf"), float("inf")
+    return (False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+
+
+handlers.operation = run

@@ -1,0 +1,120 @@
+"""Gradient hooks of a sharded parameter: for each rank's gradient on its way, and for when `.grad` is complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from shardeddp.tensor.unsharded import accumulate_in
+
+GradientHook = Callable[[torch.Tensor], torch.Tensor | None]
+CompletionHook = Callable[[torch.Tensor], None]
+Hooks = tuple["OrderedDict[int, GradientHook] | None", "OrderedDict[int, CompletionHook] | None"]
+"""Of ``register_hook`` and of ``register_post_accumulate_grad_hook``, in the dictionaries that handles refer to."""
+
+
+def take_hooks(parameter: nn.Parameter) -> Hooks:
+    """Take the hooks off a parameter: they belong to the Python object, and would not fire for another body."""
+    found: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if found[0] is not None:
+        parameter._backward_hooks = None
+    if found[1] is not None:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+    return found
+
+
+class GradientHooks:
+    """The hooks on one sharded parameter, which stands for two leaves of autograd's graphs.
+
+    A hook of ``register_hook`` sees what a backward brings from all uses, in the parameter's unit and outside of it:
+    this rank's gradient, whole and before it is averaged, as under DDP. One of ``register_post_accumulate_grad_hook``
+    is called with the sharded parameter when the backward has ended and ``.grad`` is complete, once.
+
+    Args:
+        sharded: The parameter.
+        unsharded: Its unsharded one, if it belongs to a unit.
+        former: Those of the parameter before it was sharded; their handles stay valid.
+    """
+
+    def __init__(self, sharded: torch.Tensor, unsharded: nn.Parameter | None, former: Hooks = (None, None)) -> None:
+        self._on_gradient: OrderedDict[int, GradientHook] = former[0] or OrderedDict()
+        self._when_complete: OrderedDict[int, CompletionHook] = former[1] or OrderedDict()
+        self._sharded = weakref.ref(sharded)
+        self._due = -1  # the backward, by autograd's number, that was told to call the hooks of completion
+        self._unsharded = None if unsharded is None else weakref.ref(unsharded)
+        self.listens = False
+        """Whether what reaches the unsharded parameter passes the hooks."""
+        if self._on_gradient:
+            self.listen()
+
+    def add(self, hook: GradientHook) -> RemovableHandle:
+        """Call a hook with each gradient on its way; what it returns, if anything, takes the gradient's place."""
+        self.listen()
+        handle = RemovableHandle(self._on_gradient)
+        self._on_gradient[handle.id] = hook
+        return handle
+
+    def listen(self) -> None:
+        """Hear of gradients on their way to the unsharded parameter, from now on."""
+        sharded, unsharded = self._sharded(), self._unsharded and self._unsharded()
+        if self.listens or sharded is None or unsharded is None:
+            return
+        self.listens = True
+        with torch._C.DisableTorchFunctionSubclass():
+            trainable = unsharded.requires_grad
+            torch.Tensor.requires_grad_(unsharded, True)  # a frozen parameter takes no hook, and may be unfrozen later
+            # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks know the model.
+            if unsharded.dtype != sharded.dtype:
+                accumulate_in(unsharded, sharded.dtype)  # hooks see gradients in the parameter's own dtype
+            torch.Tensor.register_hook(unsharded, _weakly(self, GradientHooks.run))
+            torch.Tensor.requires_grad_(unsharded, trainable)
+
+    def add_completion(self, hook: CompletionHook) -> RemovableHandle:
+        """Call a hook with the parameter when a backward has completed its gradient."""
+        handle = RemovableHandle(self._when_complete)
+        self._when_complete[handle.id] = hook
+        return handle
+
+    def announce(self) -> None:
+        """The backward that is running changes ``.grad``: call the hooks of completion at its end."""
+        backward = torch._C._current_graph_task_id()
+        if self._due == backward or not self._when_complete:
+            return
+        self._due = backward
+        engine = Variable._execution_engine
+        # One callback behind the other: at the end of the end, when the engine has installed what it has reduced.
+        engine.queue_callback(lambda: engine.queue_callback(self._complete))
+
+    def run(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Call the hooks with a gradient on its way."""
+        plain = type(gradient) is torch.Tensor
+        for hook in list(self._on_gradient.values()):
+            result: Any = hook(gradient)
+            if result is not None:
+                # Whole if the unit's gradient is: a hook may mix it with sharded tensors.
+                gradient = result.full_tensor() if plain and type(result) is not torch.Tensor else result
+        return gradient
+
+    @torch.no_grad()
+    def _complete(self) -> None:
+        sharded = self._sharded()
+        if sharded is not None and sharded.grad is not None:
+            for hook in list(self._when_complete.values()):
+                hook(sharded)
+
+
+def _weakly(hooks: GradientHooks, method: Callable[[GradientHooks, torch.Tensor], Any]) -> Callable[..., Any]:
+    reference = weakref.ref(hooks)
+
+    def run(tensor: torch.Tensor) -> Any:
+        alive = reference()
+        return None if alive is None else method(alive, tensor)
+
+    return run

@@ -1,0 +1,83 @@
+"""Tensors without memory of their own, gradients past their `grad`, and functions that no tracer enters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+# -- Keeps dynamo, the tracer of ``torch.compile``, out of functions that communicate or move memory
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let compiled code end before a function and go on behind it.
+
+    Args:
+        reason: What happens there and what to do about it; torch shows it to users who ask for one whole graph.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        disabled: Any = torch.compiler.disable(function, reason=reason)
+        return disabled
+
+    return decorate
+
+
+# -- What autograd and the engine have as gradients, past the ``grad`` that sharded and unsharded parameters show
+
+_get_gradient: Any = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]  # past the property
+_set_gradient: Any = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
+
+
+def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What autograd and the engine have as a parameter's gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _get_gradient(parameter)
+
+
+def stored_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The same of many."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [_get_gradient(parameter) for parameter in parameters]
+
+
+def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set that, and leave what waits to be reduced alone."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _set_gradient(parameter, gradient)
+
+
+# -- Memoryless: tensors without memory of their own, which say so by name to whoever asks for it
+
+
+class Memoryless:
+    """What a sharded tensor and a view of one refuse, because what is written to raw memory could not be seen."""
+
+    def data_ptr(self) -> int:  # noqa: D102
+        raise self._refusal("data_ptr")
+
+    def untyped_storage(self) -> torch.UntypedStorage:  # noqa: D102
+        raise self._refusal("untyped_storage")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise self._refusal("__dlpack__")
+
+    def apply_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
+        raise self._refusal("apply_")
+
+    def map_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
+        raise self._refusal("map_")
+
+    def map2_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
+        raise self._refusal("map2_")
+
+    def _refusal(self, asked: str) -> RuntimeError:
+        tensor: Any = self  # both have a spec
+        return RuntimeError(
+            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask to_local() for this "
+            f"rank's elements, or full_tensor() for a copy of all of them, and write to it with copy_()"
+        )

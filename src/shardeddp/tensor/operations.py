@@ -1,0 +1,161 @@
+"""Operations by kind: which only ask about a tensor, which write to one, which communicate or draw random numbers."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_NAMES = {
+    "__get__",
+    "__set__",
+    "__delete__",
+    "__hash__",
+    "__len__",
+    "__repr__",
+    "__format__",
+    "__deepcopy__",
+    "__reduce_ex__",
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "stride",
+    "storage_offset",
+    "is_contiguous",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "is_set_to",
+    "is_shared",
+    "_has_compatible_shallow_copy_type",  # asked by Module.to()
+    "grad",  # torch.autograd.grad, which asks about the graph
+    "get_device",
+    "detach",
+    "requires_grad_",
+    "retain_grad",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "has_names",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "new_empty_strided",
+    "new_tensor",
+}
+
+# Answered with truths or places, which have no gradient.
+_TRUTHS = {
+    "equal",
+    "allclose",
+    "isclose",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "any",
+    "all",
+    "count_nonzero",
+    "argmax",
+    "argmin",
+}
+
+_ASKED = _NAMES | _TRUTHS
+
+# Attributes that are operations.
+_COMPUTED_ATTRIBUTES = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+
+
+# Python functions of torch that autograd does not follow: nn.init works under no_grad, collectives have no backward.
+_UNRECORDED = ("torch.nn.init", "torch.distributed.distributed_c10d")
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
+
+# Operations of torch.distributed that write to nothing. All others write to their first argument; no schema says so.
+_COLLECTIVES_THAT_WRITE_NOTHING = {"send", "barrier", "monitored_barrier_", "check_for_nan"}
+
+# Those that write to whatever comes from one other rank, and return before it has come.
+RECEIVES = {"recv_", "recv_any_source_", "irecv", "batch_p2p_ops"}
+
+
+def asks_only_about(func: Any) -> bool:
+    """Whether the function has nothing to record for a backward, whatever grad mode is."""
+    if func.__name__ in _ASKED:
+        return func not in _COMPUTED_ATTRIBUTES
+    return getattr(func, "__module__", None) in _UNRECORDED
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among its arguments that an operation is known to write to."""
+    found: list[Any] = []
+    for position, name in _written_places(func):
+        found += pytree.tree_leaves(args[position] if position < len(args) else kwargs.get(name))
+    return [argument for argument in found if isinstance(argument, torch.Tensor)]
+
+
+def communicates(func: Any) -> bool:
+    """Whether an operation is one of torch.distributed."""
+    return func.namespace in _COLLECTIVES
+
+
+@cache
+def tells_what_it_writes(func: Any) -> bool:
+    """Whether :func:`written` names all that an operation writes to.
+
+    Operations of other libraries may leave out ``mutates_args``, and batch norms do not tell of running statistics.
+    """
+    if func.namespace not in ("aten", "prims", "prim", *_COLLECTIVES):
+        return False
+    tells = "functional" in func.__name__ or "no_training" in func.__name__
+    return tells or not any(it.name == "running_mean" and it.alias_info is None for it in func._schema.arguments)
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def reshapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation that may change the shape, strides or memory of its first argument does so."""
+    if func.overloadpacket.__name__ == "set_":
+        return True
+    before = args[0].shape, args[0].stride()
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _without_elements, (args, kwargs))
+    func(*args, **kwargs)
+    return (args[0].shape, args[0].stride()) != before
+
+
+def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@cache
+def _written_places(func: Any) -> list[tuple[int, str]]:
+    name, arguments = func.overloadpacket.__name__, func._schema.arguments
+    if name == "batch_p2p_ops":
+        return [(place, it.name) for place, it in enumerate(arguments) if it.name == "tensors"]
+    if name in RECEIVES or (func.namespace == "c10d" and name not in _COLLECTIVES_THAT_WRITE_NOTHING):
+        return [(0, arguments[0].name)]
+    return [(place, it.name) for place, it in enumerate(arguments) if it.alias_info and it.alias_info.is_write]

@@ -1,0 +1,632 @@
+"""ShardTensor: what a parameter is outside its unit's compute; the whole parameter to ask, one interval of it to hold.
+
+[Note: the tensors of a parameter]
+One parameter of the user's model is, in the engine, up to five tensors:
+
+- the *sharded parameter*: the user's own object, turned into a ``ShardTensor``. It is what ``parameters()``, optimizers
+  and state dicts see. It holds a view of the main shard.
+- the *unsharded parameter*: a plain ``nn.Parameter``, a view of the unit's gathered flat buffer. The module computes
+  with it, and autograd leaves the unsharded gradient on it. It is usable only while its unit is unsharded.
+- the *local parameter*: a plain 1D view of the main shard, this rank's interval. Element-wise optimizers step on it.
+- the *sharded gradient*: a ``ShardTensor`` over a view of the unit's gradient shard; ``.grad`` of the sharded
+  parameter.
+- the *local gradient*: that view itself; ``.grad`` of the local parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from shardeddp.comm import Mesh
+from shardeddp.plan.layout import Box, Interval, boxes
+from shardeddp.tensor.backward import are_asked
+from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks
+from shardeddp.tensor.memoryless import Memoryless, never_traced, store_gradient, stored_gradient
+from shardeddp.tensor.unsharded import OfSharded, SameParameter, sharded_of
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""A function or an operation of torch, its arguments and its keyword arguments to its result."""
+
+
+@dataclass
+class Handlers:
+    """How calls that meet a ``ShardTensor`` run; ``autograd.py`` and ``dispatch.py`` set it when they are imported."""
+
+    function: Run
+    """Functions of torch's Python API, ``torch.autograd.grad`` among them, before autograd sees them."""
+    operation: Run
+    """ATen operations, below autograd."""
+
+
+def _not_imported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise RuntimeError(f"{func} met a ShardTensor before shardeddp was imported")
+
+
+handlers = Handlers(_not_imported, _not_imported)
+
+outside_of_graphs = never_traced(
+    "a sharded parameter is used here, outside the forward of its unit. Use it inside, or let a parent module be the "
+    "unit (auto_wrap_policy)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardSpec:
+    """What all tensors that are sharded like one parameter have in common; compared by identity.
+
+    Gradients and optimizer states share their parameter's spec, by which operations know that intervals coincide.
+    """
+
+    fqn: str
+    shape: torch.Size
+    intervals: tuple[Interval, ...]
+    """Elements of the flattened parameter that each owner holds, in the order of ``mesh.owners``; they cover it."""
+
+    mesh: Mesh
+    offloaded: bool = False
+    """Whether elements live in host memory and compute elsewhere."""
+
+    warned: list[str] = field(default_factory=list)
+    """Warnings given for this parameter, so that none is given twice."""
+
+    @property
+    def interval(self) -> Interval:
+        """The elements that this rank owns."""
+        return self.intervals[self.mesh.owners.rank]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def device_of(self, local: torch.Tensor) -> torch.device:
+        """The device that a tensor over these elements shows: where it computes."""
+        return self.mesh.device if self.offloaded and local.device.type == "cpu" else local.device
+
+    def localize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's interval of a tensor of the parameter's shape, full or sharded; a view if it can be one."""
+        if isinstance(tensor, ShardTensor) and tensor.spec is self:
+            return tensor.to_local()
+        return tensor.reshape(-1)[self.interval.start : self.interval.stop]
+
+
+class UnitGradients(Protocol):
+    """The gradients of a unit's parameters on their way to ``.grad``."""
+
+    kept_by_others: bool
+    assigned: set[int]
+
+    def add_outside(self, index: int, gradient: torch.Tensor) -> None:
+        """Take a whole gradient of a use outside of the unit, which is not averaged."""
+        ...
+
+    def unreduced(self, index: int) -> torch.Tensor | None:
+        """What there is of a parameter's gradient before it is complete."""
+        ...
+
+    def drop(self, index: int, successor: torch.Tensor | None) -> None:
+        """Forget that."""
+        ...
+
+
+class KeepsWrites(Protocol):
+    """What unsharded parameters are views of."""
+
+    def keep_writes(self) -> None:
+        """Bring what was written to them, or to views of them, to the shards."""
+        ...
+
+    def keep_write_of(self, index: int) -> None:
+        """The same, asked because of one of them."""
+        ...
+
+
+class ShardTensor(Memoryless, torch.Tensor):
+    """A tensor with its global shape, of which this rank holds one interval of the flattened elements.
+
+    With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the gathered full tensor, and
+    the gradient is averaged over all ranks in backward: right wherever a parameter is used, at the cost of a gather per
+    use, which one warning per parameter points out. Without gradients, element-wise operations work on the local
+    interval, reductions over all elements give the global value, and everything else gathers. A view of it
+    (``weight[0]``) is a view of gathered elements; what is written to the view reaches the shard. All of these need
+    every rank to take part, but for the element-wise ones.
+    """
+
+    _local: torch.Tensor  # 1D, spec.interval.numel
+    _spec: ShardSpec
+    _unsharded: nn.Parameter | None  # of a sharded parameter: its unsharded one
+    _hooks: GradientHooks | None  # of a sharded parameter: made with the first of them
+    _unit_gradients: tuple[UnitGradients, int] | None  # of a sharded parameter: its unit's, and its place among them
+    _is_routed: bool  # whether gradients of uses outside of a unit find their way
+    _former_gradient: torch.Tensor | None  # what `.grad` was, while one of those is on its way
+    _source: ShardTensor | None  # of an alias: what it is one of; whoever holds the one holds the other
+    _is_copy: bool  # whether it is what a deep copy has made of a parameter
+    _aliases: list[weakref.ref[ShardTensor]] | None  # of a parameter: what `.data` has handed out
+    _writes: weakref.ref[KeepsWrites] | None  # of a parameter: brings what was written inside of its unit to the shard
+    _place: int  # of the parameter there
+
+    def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, dtype=local.dtype, device=spec.device_of(local), requires_grad=requires_grad
+        )
+        made._local = local
+        made._spec = spec
+        made._unsharded = None
+        made._hooks = None
+        made._unit_gradients = None
+        made._is_routed = False
+        made._former_gradient = None
+        made._source = None
+        made._is_copy = False
+        made._aliases = None
+        made._writes = None
+        made._place = 0
+        torch._C._set_throw_on_mutable_data_ptr(made)  # it has none: kernels that are handed it fail, and do not crash
+        return made
+
+    def __init__(self, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> None:
+        """Wrap this rank's interval.
+
+        Args:
+            local: 1D tensor with this rank's elements.
+            spec: Which elements those are, and of what.
+            requires_grad: Whether operations on it are recorded.
+        """
+
+    @property
+    def spec(self) -> ShardSpec:
+        """What this tensor is a shard of."""
+        return self._spec
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether operations on it are recorded; setting it reaches the unsharded parameter as well."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:  # type: ignore[override]  # noqa: D102
+        with torch._C.DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
+            if self._unsharded is not None:
+                self._unsharded.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The same shard without its history; writing to it changes the parameter.
+
+        Assigning copies values in, and what was handed out before keeps the former ones, as it does where a parameter
+        gets other memory.
+        """
+        alias: Any = self.detach()
+        self._aliases = [each for each in self._aliases or () if each() is not None]
+        self._aliases.append(weakref.ref(alias))
+        return alias
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        if isinstance(data, ShardTensor) and data._local is self._local:
+            return  # module.to() with the dtype and the device that the module has
+        if (data.shape, data.dtype, data.device) != (self.shape, self.dtype, self.device):
+            raise RuntimeError(
+                f"{self._spec.fqn} is sharded and cannot be given other memory (.data = ..., .half(), .to()): expected "
+                f"it to stay {tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, "
+                f"{data.dtype} on {data.device}. Change that before the model is sharded"
+            )
+        for alias in [found for each in self._aliases or () if (found := each()) is not None]:
+            alias.move_to(alias._local.clone())
+        self._aliases = None
+        with torch.no_grad():
+            self.copy_(data)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: D102
+        if isinstance(source, torch.Tensor) and not args and not kwargs and source.shape == self.shape:
+            self.data = source.detach()
+            return self
+        make: Any = super().set_
+        return make(source, *args, **kwargs)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The averaged gradient, sharded; between micro-batches what there is of it by then."""
+        gradient = stored_gradient(self)
+        if gradient is None and self._unit_gradients is not None:
+            unit_gradients, index = self._unit_gradients
+            gradient = unit_gradients.unreduced(index)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if isinstance(gradient, ShardTensor):
+            gradient = self._laid_out(gradient)
+        store_gradient(self, gradient)
+        if self._unit_gradients is not None:
+            unit_gradients, index = self._unit_gradients
+            unit_gradients.drop(index, gradient)
+            if gradient is not None:
+                unit_gradients.assigned.add(index)
+
+    def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
+        """A gradient that may be another parameter's, of which ranks hold other parts."""
+        if gradient.shape != self.shape or gradient._spec.intervals == self._spec.intervals:
+            return gradient
+        whole = gather(gradient, f"assigning to the gradient of {self._spec.fqn} that of")
+        return ShardTensor(self._spec.localize(whole).to(self._local.device, copy=True), self._spec)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def unsharded(self) -> nn.Parameter | None:
+        """Of a sharded parameter of a unit: the one that its module computes with."""
+        return self._unsharded
+
+    def register_hook(self, hook: GradientHook) -> RemovableHandle:  # type: ignore[override]
+        """Call a hook with each gradient on its way to the parameter; see :class:`GradientHooks`."""
+        if not self.is_leaf or not self.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                return super().register_hook(hook)
+        return self._made_hooks().add(hook)
+
+    def listen(self) -> None:
+        """Let gradients of all uses end at one node of autograd's graph, that of the unsharded parameter."""
+        self._made_hooks().listen()
+
+    def _made_hooks(self) -> GradientHooks:
+        self._hooks = self._hooks or GradientHooks(self, self._unsharded)
+        return self._hooks
+
+    def register_post_accumulate_grad_hook(self, hook: CompletionHook) -> RemovableHandle:
+        """Call a hook with the parameter when a backward has completed its gradient; see :class:`GradientHooks`."""
+        if not self.is_leaf or not self.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                return super().register_post_accumulate_grad_hook(hook)
+        return self._made_hooks().add_completion(hook)
+
+    def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
+        """Become a parameter of a unit, which reduces its gradients with those of the others."""
+        self._unit_gradients = unit_gradients, index
+
+    def keep_gradient(self) -> None:
+        """Take note that somebody may have kept the local gradient, as optimizers do in their states."""
+        if self._unit_gradients is not None:
+            self._unit_gradients[0].kept_by_others = True
+
+    def move_to(self, local: torch.Tensor) -> None:
+        """Lie in other memory from now on, which holds the same elements."""
+        self._local = local
+
+    def full_for_autograd(self, operation: str) -> torch.Tensor:
+        """The whole tensor, gathered, with a gradient that is averaged over all ranks."""
+        self.route_gradient()
+        # Hooks see the sum of what all uses bring: the gradient ends where that of the unit's forward does.
+        leaf = self if self._unsharded is None or not (self._hooks and self._hooks.listens) else self._unsharded
+        # Not by way of Function.apply, which hands sharded arguments out as full ones.
+        apply: Any = super(torch.autograd.Function, _FullTensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            return apply.apply(leaf, weakref.ref(self), operation)
+
+    def route_gradient(self) -> None:
+        """Let what autograd brings to the parameter itself, from uses outside of its unit, be averaged over ranks."""
+        if self._is_routed or not (self.requires_grad and self.is_leaf):
+            return
+        self._is_routed = True
+        with torch._C.DisableTorchFunctionSubclass():
+            # Weak: autograd holds hooks where the garbage collector cannot see them.
+            super().register_hook(_weakly(self, ShardTensor._take_gradient))
+            super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
+
+    def warn_outside(self, stacklevel: int = 4) -> None:
+        """Point out, once, what a use outside of the unit's forward costs."""
+        if "outside" in self._spec.warned:
+            return
+        self._spec.warned.append("outside")
+        nbytes = self._spec.numel * self.element_size()
+        warnings.warn(
+            f"parameter {self._spec.fqn} is used outside the forward of the unit that holds it: each such use gathers "
+            f"{nbytes:,} bytes. The result is right. To make it fast, use the parameter inside its module's forward, "
+            f"or let a parent module be the unit (auto_wrap_policy)",
+            stacklevel=stacklevel,
+        )
+
+    def _take_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Pass on what uses outside of a unit have added up to: this rank's gradient, whole and not averaged."""
+        if self._hooks is not None:
+            gradient = self._hooks.run(gradient)
+        if are_asked():
+            return gradient
+        gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient
+        if self._unit_gradients is None:
+            return _Average.apply(gradient, self._spec, self._local.device)
+        with torch.no_grad():
+            self._former_gradient = stored_gradient(self)
+            unit_gradients, index = self._unit_gradients
+            unit_gradients.add_outside(index, gradient.detach())
+            return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
+
+    def _end_accumulation(self, parameter: torch.Tensor) -> None:
+        """Take back that autograd has accumulated nothing in the place of what the unit reduces."""
+        if self._unit_gradients is not None:
+            former, self._former_gradient = self._former_gradient, None
+            store_gradient(self, former)
+        self.gradient_completes()
+
+    def gradient_completes(self) -> None:
+        """Take note that the backward that is running has set ``.grad``."""
+        if self._hooks is not None:
+            self._hooks.announce()
+
+    def adopt_hooks(self, *former: Any) -> None:
+        """Take over the hooks of the parameter that this one was before it was sharded."""
+        self._hooks = GradientHooks(self, self._unsharded, former)  # type: ignore[arg-type]
+
+    def tolist(self) -> Any:  # noqa: D102
+        return gather(self, "tolist of").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
+        array = gather(self, "numpy of").requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False  # what is written to an array could not be seen
+        return array
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, 1D; shares memory, so writing to it changes the shard."""
+        home = None if self._writes is None else self._writes()
+        if home is not None:
+            home.keep_write_of(self._place)
+        return self._local
+
+    @property
+    def raw_local(self) -> torch.Tensor:
+        """The same as they lie, without what may have been written inside of the unit since it was gathered."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, gathered; a collective of all ranks of the shard group. No gradient flows through it."""
+        return gather(self, "full_tensor of")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        spec, interval = self._spec, self._spec.interval
+        return (
+            f"ShardTensor({spec.fqn}, shape={tuple(spec.shape)}, dtype={self._local.dtype}, elements "
+            f"{interval.start}..{interval.stop} of {spec.numel} on rank {spec.mesh.rank}, local={self._local!r})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        if id(self) not in memo:
+            copied = type(self)(self.to_local().detach().clone(), self._spec, self.requires_grad)
+            copied._is_copy = True
+            vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in _ATTRIBUTES})
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __copy__(self) -> ShardTensor:
+        copied = type(self)(self._local, self._spec, self.requires_grad)
+        vars(copied).update({k: v for k, v in vars(self).items() if k not in _ATTRIBUTES})
+        copied._source, copied._writes, copied._place = self, self._writes, self._place
+        return copied
+
+    def user_attributes(self) -> dict[str, Any]:
+        """What users have set on the parameter."""
+        return {name: value for name, value in vars(self).items() if name not in (*_ATTRIBUTES, "_is_param")}
+
+    def alias(self) -> ShardTensor:
+        """The same shard under another object, without history."""
+        made = ShardTensor(self._local, self._spec)
+        made._source, made._writes, made._place = self, self._writes, self._place
+        return made
+
+    def whole(self, operation: str) -> torch.Tensor:
+        """A plain tensor in its place, or a parameter of the class that it had; a collective of all ranks."""
+        whole = gather(self, operation)
+        if not isinstance(self, nn.Parameter):
+            return whole
+        kind = _original_class(type(self))
+        if kind is nn.Parameter:
+            parameter = nn.Parameter(whole, self.requires_grad)
+        else:
+            parameter = torch.Tensor._make_subclass(kind, whole, self.requires_grad)
+        vars(parameter).update(self.user_attributes())
+        return parameter
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is what a deep copy has made of a parameter."""
+        return self._is_copy
+
+    @property
+    def is_of_a_unit(self) -> bool:
+        """False for the copy of a parameter: no unit gathers and reduces it. An alias of a parameter is of its unit."""
+        origin = self
+        while origin._source is not None:
+            origin = origin._source
+        return origin._unit_gradients is not None
+
+    __hash__ = torch.Tensor.__hash__
+
+    @outside_of_graphs
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, OfSharded) and sharded_of(other) is self:
+            return SameParameter.like(self)
+        return super().__eq__(other)
+
+    def note_write(self, operation: str, values: torch.Tensor | None = None) -> None:
+        """Let ranks compare what they write to a parameter of which each keeps a part; see :class:`Written`."""
+        mesh = self._spec.mesh
+        if mesh.owners.size > 1 and self.is_of_a_unit:
+            mesh.written.note(self._spec.fqn, operation, values)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole("pickling").__reduce_ex__(protocol)
+
+    # `torch.distributed.checkpoint` asks for these three, so `dcp.save` and `dcp.load` take the state dict of a sharded
+    # model as it is. Checkpoints of the Trainer do not come this way.
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._spec.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The elements of one of its boxes; loading writes to it."""
+        position = 0
+        for box in self._boxes():
+            if index.offset is None or box.offsets == tuple(index.offset):
+                return self.to_local().detach()[position : position + box.numel].view(box.sizes)
+            position += box.numel
+        raise ValueError(f"rank {self._spec.mesh.rank} has no box of {self._spec.fqn} at {index.offset}")
+
+    def _boxes(self) -> list[Box]:
+        return boxes(self._spec.interval, self._spec.shape)
+
+    @classmethod
+    @outside_of_graphs
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            return handlers.function(func, args, kwargs)
+
+    @classmethod
+    @outside_of_graphs
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            # Recorded with the parameter itself: the __torch_function__ of another class (a nested tensor) came first.
+            for each in pytree.tree_leaves((args, kwargs)):
+                if isinstance(each, ShardTensor):
+                    each.route_gradient()
+        return handlers.operation(func, args, kwargs)
+
+
+def keep_writes(parameters: Iterable[Any]) -> None:
+    """Bring what was written to parameters inside of their units, or to views from there, to their shards."""
+    for home in {each._writes for each in parameters if isinstance(each, ShardTensor)}:
+        found = None if home is None else home()
+        if found is not None:
+            found.keep_writes()
+
+
+def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
+    """The full tensor, plain; a collective of its owners.
+
+    Args:
+        sharded: What is asked for.
+        operation: Why, for the message if not all of them come.
+    """
+    spec, local = sharded.spec, sharded.to_local()
+    spec.mesh.attendance.call(f"{operation} {spec.fqn}")
+    with torch.no_grad():
+        full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
+        pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
+        pieces[spec.mesh.owners.rank].copy_(local)
+        spec.mesh.gather_lane.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
+    return full
+
+
+def mark_written(local: torch.Tensor) -> None:
+    """Note a write to a shard: below autograd, where operations on shards run, nothing else counts versions."""
+    if not local.is_inference():
+        torch.autograd.graph.increment_version(local)
+
+
+def refuse_recorded_write(sharded: ShardTensor, operation: str) -> None:
+    """Raise for a write that autograd would have to record."""
+    raise RuntimeError(
+        f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while gradients are "
+        f"recorded; it is unchanged. Write to it under torch.no_grad(), or to a copy of it (clone())"
+    )
+
+
+class _FullTensor(torch.autograd.Function):
+    """Gather forward; the gradient stays this rank's own. Its leaf is the parameter or its unsharded one."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, sharded: weakref.ref[ShardTensor], operation: str) -> torch.Tensor:
+        ctx.sharded, found = sharded, sharded()
+        assert found is not None
+        return gather(found, operation)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return gradient, None, None
+
+
+def origin_of(tensor: Any) -> ShardTensor | None:
+    """The sharded parameter that autograd knows a plain tensor to be the whole of; None for any other."""
+    node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+    return node.sharded() if isinstance(node, _FullTensor._backward_cls) else None  # type: ignore[attr-defined]
+
+
+class _Average(torch.autograd.Function):
+    """Average whole gradients over all ranks and keep this rank's interval."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device) -> ShardTensor:
+        total = gradient.contiguous().clone()
+        spec.mesh.world.all_reduce_(total).wait()
+        local = spec.localize(total).div(spec.mesh.topology.world_size)
+        return ShardTensor(local.to(home), spec)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        # Whoever used the average took it whole, so what arrives has been averaged over ranks already.
+        return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
+
+
+_ATTRIBUTES = (*ShardTensor.__annotations__,)
+
+
+def _weakly(sharded: ShardTensor, method: Callable[[ShardTensor, torch.Tensor], Any]) -> Callable[..., Any]:
+    reference = weakref.ref(sharded)
+
+    def run(tensor: torch.Tensor) -> Any:
+        alive = reference()
+        return None if alive is None else method(alive, tensor)
+
+    return run
+
+
+@cache
+def sharded_class(kind: type) -> type[ShardTensor]:
+    """The class of a sharded parameter: an instance of the class that the user's parameter has, too."""
+    if kind is nn.Parameter:
+        return ShardTensor
+    return type(f"Sharded{kind.__name__}", (ShardTensor, kind), {"__module__": kind.__module__})
+
+
+def _original_class(kind: type[ShardTensor]) -> type:
+    return nn.Parameter if kind is ShardTensor else kind.__bases__[1]

@@ -1,0 +1,285 @@
+"""Unsharded parameters: their class while the unit is unsharded, their class after it, and their identity."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardeddp.tensor.memoryless import never_traced, store_gradient, stored_gradient
+
+# -- Give a parameter another body and keep its identity, so that references taken before sharding stay valid
+
+_IDENTITY = "shardeddp"  # a key of what torch keeps for its users beside a node
+
+
+def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange class, attributes and implementation of two tensors; ``id()`` of each stays.
+
+    ``torch.utils.swap_tensors`` does the same and refuses objects with weak references, which every ``nn.LSTM`` has on
+    its weights; those references are to the object and stay true. A graph that was recorded before leads to the
+    former body: it refuses to run backward.
+
+    Raises:
+        RuntimeError: Native code holds a weak reference to one of them; nothing has changed.
+    """
+    others = first._use_count() - 1  # type: ignore[attr-defined]  # torch.utils.swap_tensors asks the same
+    recorded = get_gradient_edge(first).node if first.requires_grad and others else None
+    torch._C._swap_tensor_impl(first, second)
+    if recorded is not None:
+        recorded.register_prehook(_refuse_backward)
+        _metadata_of(recorded)[_IDENTITY] = weakref.ref(first)
+    first_class, second_class = type(first), type(second)
+    first_attributes, second_attributes = dict(first.__dict__), dict(second.__dict__)
+    first.__class__, second.__class__ = second_class, first_class
+    vars(first).clear()
+    vars(first).update(second_attributes)
+    vars(second).clear()
+    vars(second).update(first_attributes)
+
+
+def successor_of(node: Node) -> torch.Tensor | None:
+    """The parameter whose node this was in graphs, before it was given another body; None: it is no such node."""
+    identity = _metadata_of(node).get(_IDENTITY)
+    return None if identity is None else identity()
+
+
+def _metadata_of(node: Any) -> dict[str, Any]:
+    return node.metadata  # a property, which torch declares as a method
+
+
+def _refuse_backward(gradients: tuple[Any, ...]) -> None:
+    raise RuntimeError(
+        "this graph was recorded before its model was sharded, and its gradients would reach nobody: expected a "
+        "forward of the model as the Trainer has set it up. Compute what the loss needs anew, inside training_step"
+    )
+
+
+# -- The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded one after that
+
+OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
+"""In the dictionary of an unsharded parameter: its name, its dtype outside, a weak reference to what it is there."""
+
+
+_ALIASES = WeakIdKeyDictionary()
+"""By parameter, weak references to what its `.data` has handed out; beside its dictionary, which is pickled."""
+
+
+class WholeParameter(nn.Parameter):
+    """A plain parameter whose writes can be counted, and that stays in its memory.
+
+    ``data`` of a plain one has a version counter of its own, and assigning to it gives the parameter other memory.
+    """
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The values without history; writing to them in place changes the parameter.
+
+        Assigning copies values in, and what was handed out before keeps the former ones, as it does where a parameter
+        gets other memory.
+        """
+        alias = self.detach()
+        _ALIASES[self] = [*(each for each in _ALIASES.get(self) or () if each() is not None), weakref.ref(alias)]
+        return alias
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        if data.shape != self.shape or data.dtype != self.dtype or data.device != self.device:
+            if self._has_already(data):
+                return
+            raise RuntimeError(
+                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (.data = ...): expected "
+                f"{tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, {data.dtype} on "
+                f"{data.device}. Change values in place, and shape, dtype or device before the model is sharded"
+            )
+        if data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
+            return
+        former: Any = _ALIASES.pop(self, None) or []
+        for alias in [found for each in former if (found := each()) is not None]:
+            alias.data = alias.clone()
+        with torch.no_grad():
+            self.copy_(data)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Take the values of a tensor; the parameter stays in its memory."""
+        if not isinstance(source, torch.Tensor) or args or kwargs:
+            raise RuntimeError(
+                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (set_). Write values into it "
+                f"(copy_), or change its memory before the model is sharded"
+            )
+        self.data = source.detach()
+        return self
+
+    def _has_already(self, data: torch.Tensor) -> bool:
+        """Whether these are its values in the dtype that it has outside of its unit: ``module.to()`` with that dtype.
+
+        Modules that insist on a dtype do so in their forward, where the parameter may be in a lower one.
+        """
+        same_place = data.shape == self.shape and data.device == self.device
+        if not same_place or data.dtype != self.__dict__.get(OURS[1]):
+            return False
+        return torch.equal(data.detach().to(self.dtype), self.detach())
+
+
+class SameParameter(torch.Tensor):
+    """What a parameter is asked for that meets itself: true for every element, and as a whole.
+
+    So it is found where it is a key: in dictionaries, in sets, in the state of an optimizer.
+    """
+
+    @staticmethod
+    def like(parameter: torch.Tensor) -> torch.Tensor:
+        """Of the parameter's shape."""
+        true = torch.ones((), dtype=torch.bool, device=parameter.device)
+        return torch.Tensor._make_subclass(SameParameter, true.expand(parameter.shape))
+
+    def __bool__(self) -> bool:
+        return True
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class OfSharded(nn.Parameter):
+    """What belongs to the sharded parameter, wherever users meet it: gradient, hooks, and attributes of their own."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient of the sharded parameter; autograd's own, of this rank and this unit, is the engine's."""
+        return sharded_of(self).grad
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        sharded_of(self).grad = gradient
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        sharded_of(self).grad = None
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:  # type: ignore[override]
+        """Call a hook with each gradient on its way to the parameter."""
+        return sharded_of(self).register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call a hook with the parameter when a backward has completed its gradient."""
+        return sharded_of(self).register_post_accumulate_grad_hook(hook)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return sharded_of(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(sharded_of(self), memo)
+        return memo[id(self)]
+
+    def __getattr__(self, name: str) -> Any:
+        reference = vars(self).get(OURS[-1])  # none yet while the parameter is being made
+        found = {} if reference is None else sharded_of(self).user_attributes()
+        if name not in found:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
+        return found[name]
+
+    @never_traced("a parameter is looked up in a dictionary or a set")
+    def __hash__(self) -> int:
+        return hash(sharded_of(self))
+
+    @never_traced("a parameter is compared")
+    def __eq__(self, other: object) -> Any:
+        """Element by element; true as a whole where the other is the same parameter, met outside of its unit."""
+        if not isinstance(other, OfSharded) and isinstance(other, nn.Parameter) and sharded_of(self) is other:
+            return SameParameter.like(self)
+        return super().__eq__(other)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(sharded_of(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            delattr(sharded_of(self), name)
+
+
+class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The class of an unsharded parameter while it is usable: its memory is a gathered buffer's."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            kind = next(base for base in type(self).__mro__ if not issubclass(base, OfSharded))
+            copied = torch.Tensor._make_subclass(kind, self.detach().clone(), self.requires_grad)
+            vars(copied).update(copy.deepcopy(sharded_of(self).user_attributes(), memo))
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+class ReleasedParameter(OfSharded):
+    """The class of an unsharded parameter while its memory is released: whatever meets it meets the sharded one.
+
+    Who has kept a reference from inside of the unit's forward computes with the same values, gathered for each use.
+    Changing an object's class is invisible to autograd, which holds the implementation and not the Python object.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        positional, named = pytree.tree_map_only(ReleasedParameter, sharded_of, (args, kwargs or {}))
+        # By name where it is a method or an attribute: the sharded parameter's class may have its own.
+        if args and isinstance(args[0], ReleasedParameter):
+            name = func.__name__
+            if getattr(torch.Tensor, name, None) is func:
+                return getattr(positional[0], name)(*positional[1:], **named)
+            if name == "__get__":
+                return getattr(positional[0], func.__self__.__name__)
+        return func(*positional, **named)
+
+
+def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let autograd add up the gradients of an unsharded parameter in another dtype than its own, from now on."""
+    former = stored_gradient(unsharded)
+    with torch._C.DisableTorchFunctionSubclass():
+        if unsharded.grad_dtype is dtype or (former is not None and former.is_sparse):
+            return
+        store_gradient(unsharded, None)  # torch refuses to change the dtype of one that is there
+        unsharded.grad_dtype = dtype
+    if former is not None:
+        store_gradient(unsharded, former.to(dtype))
+
+
+def sharded_of(unsharded: nn.Parameter) -> Any:
+    """The sharded parameter, a ``ShardTensor``, of an unsharded one."""
+    sharded = unsharded.__dict__[OURS[2]]()
+    if sharded is None:
+        raise RuntimeError(
+            f"parameter {unsharded.__dict__[OURS[0]]} was kept from inside its unit's forward, and its model is gone"
+        )
+    return sharded
+
+
+def outside_of(parameter: Any) -> Any:
+    """What a parameter is outside of its unit, where it was met inside; anything else as it is."""
+    return sharded_of(parameter) if isinstance(parameter, OfSharded) else parameter
+
+
+@cache
+def unsharded_class(kind: type) -> type[UnshardedParameter]:
+    """The class of a usable unsharded parameter: an instance of the class that the user's parameter has, too."""
+    return UnshardedParameter if kind is nn.Parameter else _derive("Unsharded", UnshardedParameter, kind)
+
+
+@cache
+def released_class(kind: type) -> type[ReleasedParameter]:
+    """The class of an unsharded parameter whose memory is released, for one that the user gave a class of its own."""
+    return ReleasedParameter if kind is nn.Parameter else _derive("Released", ReleasedParameter, kind)
+
+
+def _derive(prefix: str, ours: type, theirs: type) -> Any:
+    return type(f"{prefix}{theirs.__name__}", (ours, theirs), {"__module__": theirs.__module__})

@@ -1,0 +1,316 @@
+"""Views of sharded tensors: gathered elements, and writes to them that reach the shard."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils import _pytree as pytree
+
+from shardeddp.comm import agree_on_any_alike
+from shardeddp.tensor.memoryless import Memoryless
+from shardeddp.tensor.operations import RECEIVES, communicates, is_random, reshapes, tells_what_it_writes, written
+from shardeddp.tensor.shard_tensor import (
+    ShardSpec,
+    ShardTensor,
+    gather,
+    mark_written,
+    outside_of_graphs,
+    refuse_recorded_write,
+)
+
+# -- The full elements of a ShardTensor: gathered for one operation, or behind views that write through to the shard
+
+
+class Gathered:
+    """The full elements of a sharded tensor, kept equal to it for as long as a view of them is in use.
+
+    Args:
+        sharded: Where they come from and where writes go.
+        full: The elements; gathered when not given.
+        operation: Why they are gathered.
+    """
+
+    def __init__(self, sharded: ShardTensor, full: torch.Tensor | None = None, operation: str = "reading") -> None:
+        self.sharded = sharded
+        self.full = gather(sharded, operation) if full is None else full
+        self._version = self._shard_version()
+
+    def refresh(self) -> None:
+        """Gather again if the shard has changed, by whatever means; a collective, then."""
+        if self._shard_version() != self._version:
+            self.full.copy_(gather(self.sharded, "reading a view of"))
+            mark_written(self.full)  # a graph that still needs the former values must fail
+            self._version = self._shard_version()
+
+    def write_back(self) -> None:
+        """Bring what was written to the full elements to the shard; every rank keeps its own interval."""
+        local, spec = self.sharded.to_local(), self.sharded.spec
+        if self.full.shape != spec.shape:
+            raise RuntimeError(
+                f"expected a result of shape {tuple(spec.shape)} to write to {spec.fqn}, "
+                f"found {tuple(self.full.shape)}; the parameter is unchanged"
+            )
+        self.sharded.note_write("whole", self.full)
+        local.copy_(spec.localize(self.full))
+        mark_written(local)
+        self._version = self._shard_version()
+
+    def follow_rank_zero(self, func: Any) -> None:
+        """Take the elements that rank 0 has drawn; a collective of all ranks."""
+        mesh = self.sharded.spec.mesh
+        if mesh.world.size > 1 and self.full.numel():
+            self._assemble(func)
+            mesh.world.broadcast_(self.full, 0).wait()
+
+    def digest(self) -> int:
+        """A checksum of the elements, equal bits only being equal."""
+        flat = self.full.detach().contiguous().view(-1).view(torch.uint8)
+        return zlib.crc32(cast("bytes", flat.cpu().numpy()))
+
+    def check_alike(self, func: Any, changed: bool = True) -> bool:
+        """Return whether an operation has written to the elements; a collective of all ranks.
+
+        Args:
+            func: The operation.
+            changed: Whether it has done so on this rank.
+
+        Raises:
+            RuntimeError: The ranks have not got the same.
+        """
+        spec = self.sharded.spec
+        if spec.mesh.world.size == 1:
+            return changed
+        self._assemble(func)
+        operation = f"{func.overloadpacket.__name__} of {spec.fqn}"
+        (written,), same = agree_on_any_alike([changed], self.digest(), spec.mesh.control, operation)
+        if written and not same:
+            raise RuntimeError(
+                f"{func} has left different values of {spec.fqn} on different ranks (this is rank {spec.mesh.rank}): "
+                f"it is sharded and has one value for all of them. Expected what every rank gets alike (all_reduce, "
+                f"broadcast or all_gather over all ranks); the parameter is unchanged. Work on a copy (full_tensor())"
+            )
+        return changed
+
+    def _assemble(self, func: Any) -> None:
+        mesh = self.sharded.spec.mesh
+        if mesh.assembly is not mesh.attendance:  # which has been called to gather the elements
+            mesh.assembly.call(f"{func.overloadpacket.__name__} of {self.sharded.spec.fqn}")
+
+    def aliases(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor shares memory with the full elements."""
+        return tensor.layout is torch.strided and torch._C._is_alias_of(tensor, self.full)  # type: ignore[attr-defined]
+
+    def _shard_version(self) -> int:
+        local = self.sharded.to_local()
+        return 0 if local.is_inference() else local._version
+
+
+class GatheredView(Memoryless, torch.Tensor):
+    """A view of a sharded tensor as a plain one would give it: of its elements now, and what is written reaches them.
+
+    It owns gathered memory for as long as it lives. Reading it gathers again if the shard has changed in between, so
+    every rank has to take part, as everywhere.
+    """
+
+    _plain: torch.Tensor
+    _gathered: Gathered
+
+    def __new__(cls, plain: torch.Tensor, gathered: Gathered) -> GatheredView:  # noqa: D102
+        made = torch.Tensor._make_subclass(cls, plain)
+        made._plain, made._gathered = plain, gathered
+        return made
+
+    def __init__(self, plain: torch.Tensor, gathered: Gathered) -> None:
+        """Wrap a view.
+
+        Args:
+            plain: A view of the gathered elements.
+            gathered: Those elements.
+        """
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The view without its history; it cannot be given other memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        fqn = self._gathered.sharded.spec.fqn
+        raise NotImplementedError(f"a view of {fqn} cannot be given other memory: use copy_()")
+
+    @property
+    def sharded(self) -> ShardTensor:
+        """The sharded tensor that it is a view of."""
+        return self._gathered.sharded
+
+    @property
+    def spec(self) -> ShardSpec:
+        """What it is a view of a part of."""
+        return self._gathered.sharded.spec
+
+    def plain(self) -> torch.Tensor:
+        """The elements now, as a plain tensor that is not to be written to."""
+        self._gathered.refresh()
+        return self._plain
+
+    def tolist(self) -> Any:  # noqa: D102
+        return self.plain().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
+        array = self.plain().numpy(force=force)
+        array.flags.writeable = False  # what is written to an array could not be seen
+        return array
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return repr(self._plain)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.plain().detach(), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.plain().detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().detach().clone().__reduce_ex__(protocol)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    @outside_of_graphs
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        targets = [target for target in written(func, args, kwargs) if isinstance(target, cls)]
+        for view in views:
+            view._gathered.refresh()
+        _check_targets(func, targets, args, kwargs)
+        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda view: view._plain, (args, kwargs))
+        homes = {id(view._gathered): view._gathered for view in views}
+        written_to = {id(target._gathered): target._gathered for target in targets}
+        result = run_on_whole(func, plain_args, plain_kwargs, [*homes.values()], [*written_to.values()])
+        return hand_out(result, [view._gathered for view in views], {id(view._plain): view for view in views})
+
+
+def views_among(tensors: Iterable[torch.Tensor]) -> list[Gathered]:
+    """The whole tensors behind those that are views of sharded ones."""
+    return [tensor._gathered for tensor in tensors if isinstance(tensor, GatheredView)]
+
+
+def _check_targets(func: Any, targets: Sequence[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse the writes that could not be brought back."""
+    for target in targets:
+        sharded = target._gathered.sharded
+        if torch.Tag.inplace_view in func.tags and reshapes(func, args, kwargs):
+            raise NotImplementedError(f"{func} would reshape a view of {sharded.spec.fqn} in place: take another view")
+        if target.requires_grad and torch.is_grad_enabled():
+            refuse_recorded_write(sharded, str(func))
+
+
+def hand_out(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:
+    """The result of an operation on full elements as callers see it: what aliases them comes as a view of the shard.
+
+    Args:
+        result: Plain tensors in any structure.
+        gathered: The full elements that the operation saw.
+        known: By identity of a plain tensor, the object that stands for it.
+    """
+
+    def present(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in known:
+            return known[id(tensor)]
+        home = next((home for home in gathered if home.aliases(tensor)), None)
+        return tensor if home is None else GatheredView(tensor, home)
+
+    return pytree.tree_map_only(torch.Tensor, present, result)
+
+
+# -- What an operation writes to whole tensors, brought back to the shards that they were gathered from
+
+
+def run_on_whole(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gathered: Sequence[Gathered], targets: Sequence[Gathered]
+) -> Any:
+    """Run an operation on whole tensors, and bring what it writes to them back to their shards.
+
+    A sharded tensor has one value for all ranks. So random numbers are those of rank 0, and what a collective writes is
+    refused where it differs between ranks.
+
+    Args:
+        func: The operation.
+        args: Its arguments, plain.
+        kwargs: The same.
+        gathered: Whole tensors among them.
+        targets: Those that it is known to write to.
+
+    Raises:
+        NotImplementedError: Nobody could tell when something has arrived.
+        RuntimeError: What was written differs between ranks; shards are unchanged.
+    """
+    refuse_overlapping(func, targets)
+    talks = communicates(func)
+    if talks and gathered:
+        _refuse_late(func, gathered[0], targets)
+    suspects = [] if tells_what_it_writes(func) else [home for home in gathered if home not in targets]
+    before = [home.digest() for home in suspects]
+    result = func(*args, **kwargs)
+    if talks and targets:
+        _finish(func, result, targets)
+        for home in targets:
+            home.check_alike(func)
+    for home, digest in zip(suspects, before, strict=True):
+        changed = home.digest() != digest
+        if home.check_alike(func, changed=changed):
+            home.write_back()
+    for home in targets:
+        if is_random(func):
+            home.follow_rank_zero(func)
+        home.write_back()
+    return result
+
+
+def refuse_overlapping(func: Any, targets: Sequence[Gathered], also: Iterable[ShardTensor] = ()) -> None:
+    """Refuse to write to one shard by way of several copies of it.
+
+    Args:
+        func: The operation.
+        targets: Whole tensors that it writes to.
+        also: Sharded tensors that it writes to, without gathering them.
+    """
+    sharded = [*(home.sharded for home in targets), *also]
+    if targets and len({id(each.to_local()) for each in sharded}) < len(sharded):
+        fqns = ", ".join(sorted({each.spec.fqn for each in sharded}))
+        raise NotImplementedError(f"{func} would write to several views of {fqns} at once: write to one at a time")
+
+
+def _refuse_late(func: Any, asked: Gathered, targets: Sequence[Gathered]) -> None:
+    """Refuse operations whose result arrives when nothing of ours runs."""
+    if asked.sharded.spec.mesh.world.size == 1:
+        return
+    if distributed_c10d._world.pg_coalesce_state:
+        raise NotImplementedError(
+            f"{func} on {asked.sharded.spec.fqn}, which is sharded, inside of a block that coalesces collectives: "
+            f"expected one that runs by itself. Communicate a copy of it (full_tensor()) or leave the block"
+        )
+    if targets and func.overloadpacket.__name__ in RECEIVES:
+        raise NotImplementedError(
+            f"{func} would receive into {targets[0].sharded.spec.fqn}, which is sharded and has one value for all "
+            f"ranks: expected a collective that leaves the same on all of them. Receive into a tensor of your own, and "
+            f"copy_() to the parameter what all ranks agree on; it is unchanged"
+        )
+
+
+def _finish(func: Any, result: Any, targets: Sequence[Gathered]) -> None:
+    """Wait for what a collective writes, also where its caller wants to wait later: ``wait()`` finds it done."""
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject):
+            dist.Work.unbox(leaf).wait()
+    if func.namespace == "_c10d_functional":
+        for home in targets:
+            torch.ops._c10d_functional.wait_tensor(home.full)

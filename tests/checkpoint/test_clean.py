@@ -1,0 +1,295 @@
+"""Only checkpoints of this package are deleted, and only what a dead process has left is swept."""
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shardeddp.checkpoint import clean, directory, durable
+from shardeddp.checkpoint.clean import Swept, remove, sweep
+from shardeddp.checkpoint.manifest import MANIFEST
+from support.small_checkpoints import fill, put, save, step_of, working_entries
+
+pytestmark = pytest.mark.timeout(30)
+
+ID = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoints"
+    path.mkdir()
+    return path
+
+
+def test_a_checkpoint_is_deleted_with_all_that_is_in_it(root: Path) -> None:
+    path = put(root / "x.ckpt", step=1)
+    (path / "mine.txt").touch()
+    assert remove(path, root)
+    assert os.listdir(root) == []
+    assert not remove(path, root), "it was gone"
+
+
+def test_a_damaged_checkpoint_is_deleted_too(root: Path) -> None:
+    path = put(root / "x.ckpt", step=1)
+    (path / "__0_0.distcp").unlink()
+    assert remove(f"{path}/")
+    assert os.listdir(root) == []
+
+
+def test_of_a_link_only_the_link_is_deleted(root: Path, tmp_path: Path) -> None:
+    put(tmp_path / "outside.ckpt", step=1)
+    (root / "last.ckpt").symlink_to("../outside.ckpt")
+    assert remove(root / "last.ckpt", root)
+    assert os.listdir(root) == []
+    assert step_of(tmp_path / "outside.ckpt") == 1
+
+
+def test_a_plain_checkpoint_is_deleted(root: Path) -> None:
+    (root / "x.ckpt").touch()
+    (root / "x.pt").touch()
+    assert remove(root / "x.ckpt")
+    assert remove(root / "x.pt", root)
+    assert os.listdir(root) == []
+
+
+def foreign_directory(root: Path) -> Path:
+    (root / "x.ckpt" / "photos").mkdir(parents=True)
+    return root / "x.ckpt"
+
+
+def directory_with_another_manifest(root: Path) -> Path:
+    foreign_directory(root)
+    (root / "x.ckpt" / MANIFEST).write_text("{}")
+    return root / "x.ckpt"
+
+
+def directory_with_a_linked_manifest(root: Path) -> Path:
+    put(root / "ours.ckpt", step=1)
+    foreign_directory(root)
+    (root / "x.ckpt" / MANIFEST).symlink_to(root / "ours.ckpt" / MANIFEST)
+    return root / "x.ckpt"
+
+
+def upwards(root: Path) -> Path:
+    put(root.parent / "victim", step=1)
+    return root / ".." / "victim"
+
+
+def through_a_link(root: Path) -> Path:
+    put(root.parent / "other" / "victim", step=1)
+    (root / "link").symlink_to("../other")
+    return root / "link" / "victim"
+
+
+def file_outside(root: Path) -> Path:
+    (root.parent / "x.ckpt").touch()
+    return root.parent / "x.ckpt"
+
+
+def sibling_with_the_same_beginning(root: Path) -> Path:
+    return put(root.with_name("checkpoints2") / "x.ckpt", step=1)
+
+
+def pipe(root: Path) -> Path:
+    os.mkfifo(root / "x.ckpt")
+    return root / "x.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (foreign_directory, r"it is a directory without a manifest\.json of this package"),
+        (directory_with_another_manifest, r"a directory without a manifest\.json of this package"),
+        (directory_with_a_linked_manifest, r"a directory without a manifest\.json of this package"),
+        (upwards, r"it lies outside of .*checkpoints\."),
+        (through_a_link, r"it lies outside of"),
+        (file_outside, r"it lies outside of"),
+        (sibling_with_the_same_beginning, r"it lies outside of"),
+        (pipe, r"it is a pipe"),
+        (lambda root: root, r"it lies outside of"),
+        (lambda root: root / "..", r"does not end in a name"),
+        (lambda root: root / "x\0", r"null"),
+    ],
+)
+def test_anything_else_is_left_and_a_warning_says_why(root: Path, make: Callable[[Path], Path], why: str) -> None:
+    fill(root, step=1)
+    target = make(root)
+    before = sorted(root.parent.rglob("*"))
+    with pytest.warns(UserWarning, match=f"was not deleted: .*{why}"):
+        assert not remove(target, root)
+    assert sorted(root.parent.rglob("*")) == before
+
+
+def test_without_a_root_a_file_has_to_be_named_as_a_checkpoint(root: Path) -> None:
+    (root / "thesis.tex").touch()
+    with pytest.warns(UserWarning, match=r"expected one named \*\.ckpt"):
+        assert not remove(root / "thesis.tex")
+    assert (root / "thesis.tex").exists()
+
+
+def test_the_root_may_be_given_through_a_link(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("checkpoints")
+    for given, path in ((tmp_path / "link", root), (root, tmp_path / "link")):
+        put(root / "x.ckpt", step=1)
+        assert remove(path / "x.ckpt", given)
+    assert os.listdir(root) == []
+
+
+def test_a_deletion_that_the_system_refuses_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(root / "x.ckpt", step=1)
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.warns(UserWarning, match="was not deleted: .*Read-only file system"):
+        assert not remove(root / "x.ckpt", root)
+    assert step_of(root / "x.ckpt") == 1
+
+
+def test_a_sweep_removes_what_was_abandoned_and_nothing_else(root: Path) -> None:
+    put(root / f".tmp-x.ckpt-{ID}", step=2)
+    (root / f".tmp-file.ckpt-{ID}").touch()  # what an exchange has put in the place of a staging directory
+    (root / f".tmp-link.ckpt-{ID}").symlink_to("x.ckpt")
+    put(root / f".del-{ID}", step=3)
+    ours = set(os.listdir(root))
+    put(root / "x.ckpt", step=1)
+    foreign = {".tmp-x", f".tmp-{ID}", f".tmp-x-{ID[:-1]}", f".tmp-x-{ID.upper()}", f"x.tmp-x-{ID}", f".del-x-{ID}"}
+    for name in foreign:
+        (root / name).mkdir()
+    swept = sweep(root)
+    assert set(swept.removed) == ours
+    assert (swept.restored, swept.left) == ((), ())
+    assert set(os.listdir(root)) == {"x.ckpt", *foreign}
+    assert step_of(root / "x.ckpt") == 1
+
+
+def test_a_sweep_gives_a_replaced_checkpoint_its_name_back_if_that_is_free(root: Path) -> None:
+    put(root / f".old-lost.ckpt-{ID}", step=1)
+    put(root / f".tmp-lost.ckpt-{ID}", step=2)
+    put(root / f".old-there.ckpt-{ID}", step=3)
+    put(root / "there.ckpt", step=4)
+    (root / f".old-file.ckpt-{ID}").write_text("a plain checkpoint")
+    (root / f".old-link.ckpt-{ID}").symlink_to("nothing")
+    swept = sweep(root)
+    assert set(swept.restored) == {"lost.ckpt", "file.ckpt", "link.ckpt"}
+    assert set(swept.removed) == {f".tmp-lost.ckpt-{ID}", f".old-there.ckpt-{ID}"}
+    assert step_of(root / "lost.ckpt") == 1
+    assert step_of(root / "there.ckpt") == 4
+    assert set(os.listdir(root)) == {"lost.ckpt", "there.ckpt", "file.ckpt", "link.ckpt"}
+
+
+def test_a_restored_name_is_flushed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(root / f".old-x.ckpt-{ID}", step=1)
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    assert sweep(root).restored == ("x.ckpt",)
+    assert flushed == [root.stat().st_ino]
+
+
+def test_what_vanishes_during_a_sweep_is_not_mentioned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / f".tmp-x.ckpt-{ID}").mkdir()
+    opened = os.open
+
+    def vanish(path: os.PathLike[str], *args: int, **options: int) -> int:
+        if os.fspath(path).endswith(ID):
+            os.rmdir(path)
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", vanish)
+    assert sweep(root) == Swept()
+
+
+@contextlib.contextmanager
+def process_that_is_saving(target: Path) -> Iterator[int]:
+    """Another process that has staged a checkpoint and writes on it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        fill(directory.stage(target).path, step=1)
+        os.write(writer, b"x")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(reader, 1)
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_what_a_living_process_writes_is_left_to_it_and_swept_when_it_is_dead(root: Path) -> None:
+    with process_that_is_saving(root / "x.ckpt"):
+        own = directory.stage(root / "y.ckpt")
+        assert sweep(root) == Swept()
+        assert len(working_entries(root)) == 2
+    (removed,) = sweep(root).removed
+    assert removed.startswith(".tmp-checkpoint-")
+    assert working_entries(root) == [own.path.name]
+    directory.discard(own)
+
+
+def test_only_one_process_sweeps_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / f".del-{ID}").mkdir()
+    with durable.held(root):
+        (why,) = sweep(root).left
+        assert "another process is at it" in why
+    with monkeypatch.context() as patch:
+        patch.setattr(clean, "lock", lambda descriptor: None)
+        (why,) = sweep(root).left
+        assert "its file system has no locks" in why
+    assert sweep(root).removed == (f".del-{ID}",)
+
+
+def test_what_a_sweep_cannot_delete_is_told_and_the_rest_is_swept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / f".tmp-a-{ID}").mkdir()
+    (root / f".tmp-b-{ID}").mkdir()
+    delete = durable.delete_tree
+
+    def refuse_a(path: Path, first: tuple[str, ...]) -> None:
+        if path.name.startswith(".tmp-a"):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        delete(path, first)
+
+    monkeypatch.setattr(clean, "delete_tree", refuse_a)
+    swept = sweep(root)
+    assert swept.removed == (f".tmp-b-{ID}",)
+    assert "Permission denied" in swept.left[0]
+
+
+def test_a_sweep_of_what_does_not_exist_does_nothing(root: Path) -> None:
+    assert sweep(root / "missing") == Swept()
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_sweeps_beside_saves_destroy_none_of_them(root: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+    if not exchanges:
+        monkeypatch.setattr(durable, "_RENAMEAT2", None)
+    ended = threading.Event()
+    sweeps: list[Swept] = []
+
+    def sweep_on() -> None:
+        while not ended.is_set():
+            sweeps.append(sweep(root))
+
+    sweeper = threading.Thread(target=sweep_on)
+    sweeper.start()
+    try:
+        for step in range(1, 61):
+            save(root / "last.ckpt", step, durability="process")
+            assert step_of(root / "last.ckpt") == step
+    finally:
+        ended.set()
+        sweeper.join()
+    assert len(sweeps) > 60
+    sweep(root)
+    assert os.listdir(root) == ["last.ckpt"]

@@ -1,0 +1,224 @@
+"""File operations: exclusive, complete, flushed where asked, and errors that say what to do."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardeddp.checkpoint import durable
+from shardeddp.errors import CheckpointError
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of what is flushed, in order; nothing really is."""
+    paths: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: paths.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    return paths
+
+
+def failing(number: int) -> Any:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_file_is_made_for_its_owner_alone_and_only_once(tmp_path: Path) -> None:
+    previous = os.umask(0o022)
+    try:
+        for permissions, mode in (("private", 0o600), ("umask", 0o644)):
+            path = tmp_path / permissions
+            descriptor = durable.create_exclusively(path, permissions)
+            assert not os.get_inheritable(descriptor)
+            os.close(descriptor)
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+            with pytest.raises(FileExistsError):
+                durable.create_exclusively(path, permissions)
+    finally:
+        os.umask(previous)
+
+
+def test_a_file_is_never_made_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        durable.create_exclusively(tmp_path / "link", "private")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_all_is_written_when_the_system_takes_it_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data[:7])))
+    data = bytes(range(256))
+    descriptor = durable.create_exclusively(tmp_path / "file", "private")
+    durable.write_all(descriptor, memoryview(data).cast("I"))
+    os.close(descriptor)
+    assert (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_what_is_read_must_be_an_ordinary_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    (tmp_path / "real").write_bytes(b"x")
+    {"link": lambda: path.symlink_to("real"), "pipe": lambda: os.mkfifo(path), "directory": path.mkdir}[kind]()
+    with pytest.raises(CheckpointError, match=rf"file is a (symbolic )?{kind}, expected an ordinary file"):
+        durable.open_regular(path)
+
+
+def test_opening_a_file_tells_its_size(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    with durable.opened_directory(tmp_path) as directory:
+        descriptor, nbytes = durable.open_regular("file", directory)
+        assert (os.read(descriptor, 10), nbytes) == (b"12345", 5)
+        os.close(descriptor)
+        with pytest.raises(FileNotFoundError):
+            durable.open_regular("other", directory)
+
+
+def test_directories_are_made_private_and_flushed_into_those_that_hold_them(tmp_path: Path, synced: list[str]) -> None:
+    durable.make_directories(tmp_path / "a" / "b", "private", "disk")
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    durable.make_directories(tmp_path / "a" / "b", "private", "disk")
+    durable.make_directories(tmp_path / "c", "private", "process")
+    assert len(synced) == 2, "what is there, or is to survive the process only, is not flushed"
+
+
+def test_two_processes_may_make_the_same_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = durable.make_directory
+
+    def come_second(path: Any, permissions: Any) -> None:
+        make(path, permissions)
+        make(path, permissions)
+
+    monkeypatch.setattr(durable, "make_directory", come_second)
+    durable.make_directories(tmp_path / "a" / "b", "private", "disk")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_file_system_that_cannot_flush_directories_is_told_from_a_failing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with durable.opened_directory(tmp_path) as directory:
+        assert durable.sync_directory(directory, "disk")
+        for number in (errno.EINVAL, errno.ENOTSUP):
+            monkeypatch.setattr(os, "fsync", failing(number))
+            assert not durable.sync_directory(directory, "disk")
+            assert durable.sync_directory(directory, "process")
+        monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+        with pytest.raises(OSError, match="Input/output"):
+            durable.sync_directory(directory, "disk")
+
+
+def test_files_and_directories_change_places_in_one_step(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").write_text("file")
+    if not durable.exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this system cannot exchange names")
+    assert (tmp_path / "a").read_text() == "file"
+    assert (tmp_path / "b").is_dir()
+    with pytest.raises(FileNotFoundError):
+        durable.exchange(tmp_path / "a", tmp_path / "missing")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get)
+def test_where_names_cannot_be_exchanged_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(durable, "_RENAMEAT2", lambda *arguments: -1)
+    monkeypatch.setattr(durable.ctypes, "get_errno", lambda: number)
+    assert not durable.exchange(tmp_path / "a", tmp_path / "b")
+    monkeypatch.setattr(durable, "_RENAMEAT2", None)
+    assert not durable.exchange(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_lock_belongs_to_one_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with durable.opened_directory(tmp_path) as first:
+        assert durable.lock(first) is True
+        with durable.opened_directory(tmp_path) as second, durable.held(tmp_path) as free:
+            assert durable.lock(second) is False
+            assert not free
+    with durable.held(tmp_path) as free, durable.opened_directory(tmp_path) as second:
+        assert free
+        assert durable.lock(second) is False
+        monkeypatch.setattr(durable.fcntl, "flock", failing(errno.ENOLCK))
+        assert durable.lock(second) is None
+
+
+def test_deleting_starts_with_what_makes_it_look_whole_and_follows_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("x")
+    tree = tmp_path / "tree"
+    (tree / "sub").mkdir(parents=True)
+    for name in ("a", "z", "sub/file"):
+        (tree / name).write_text("x")
+    (tree / "link").symlink_to(tmp_path / "kept")
+    order: list[str] = []
+    unlink = os.unlink
+
+    def noting(path: Any, **options: Any) -> None:
+        order.append(os.path.basename(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", noting)
+    durable.delete_tree(tree, ["z", "sub", "missing"])
+    assert order[0] == "z"
+    assert not tree.exists()
+    assert (tmp_path / "kept" / "file").exists()
+    durable.delete_tree(tree, [])
+
+
+def test_too_little_space_is_refused_with_the_path_and_both_numbers(tmp_path: Path) -> None:
+    durable.preflight(tmp_path / "not" / "yet", 1)
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path}: 1,000,000,000,000,000,000 bytes are needed, [\d,]+ are free"
+    ):
+        durable.preflight(tmp_path, 10**18)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_does_not_tell_its_space_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent:
+        f_blocks = f_bavail = f_frsize = 0
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Silent)
+    durable.preflight(tmp_path, 10**18)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (errno.ENOSPC, r"No space left on device; 1,234 bytes were needed, [\d,]+ are free. Make room there"),
+        (errno.EDQUOT, r"1,234 bytes were needed, [\d,]+ are free"),
+        (errno.EACCES, r"Permission denied. The directory must be writable"),
+        (errno.EIO, r"failed: Input/output error\.$"),
+        (errno.EEXIST, r"Only one writer may make a file"),
+        (errno.ENAMETOOLONG, r"Take a shorter name"),
+    ],
+)
+def test_an_error_of_the_system_names_the_path_and_what_to_do(tmp_path: Path, number: int, text: str) -> None:
+    path = tmp_path / "missing" / "file"
+    with pytest.raises(CheckpointError, match=text) as caught, durable.disk_errors("writing", path, 1234):
+        raise OSError(number, os.strerror(number))
+    assert str(caught.value).startswith(f"writing {path} failed: ")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_path_is_resolved_up_to_its_name(tmp_path: Path) -> None:
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/deep")
+    assert durable.resolve(tmp_path / "link") == (tmp_path, "link")
+    assert durable.resolve(f"{tmp_path}/link/") == (tmp_path, "link")
+    assert durable.resolve(tmp_path / "link" / ".." / "x") == (tmp_path / "real", "x")
+    assert durable.resolve("x") == (Path.cwd(), "x")
+    for nameless in ("/", "", f"{tmp_path}/..", "."):
+        assert durable.resolve(nameless)[1] == ""

@@ -1,0 +1,225 @@
+"""What somebody else may have written is parsed exactly, or refused quickly, cheaply and with one kind of error."""
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardeddp
+from shardeddp.checkpoint.state_codec import MAX_INTEGER, JsonLimits, estimated_memory, parse_json
+from shardeddp.errors import CheckpointError
+
+pytestmark = pytest.mark.timeout(60)
+
+MB = 10**6
+SECONDS = 1.0
+EXTRA_MB = 100
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-MAX_INTEGER, MAX_INTEGER)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
+    max_leaves=20,
+)
+
+
+def refusal(data: bytes, limits: JsonLimits | None = None) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        parse_json(data, "some.json", limits or JsonLimits())
+    assert caught.value.__cause__ is None or not isinstance(caught.value.__cause__, json.JSONDecodeError)
+    assert "some.json" in str(caught.value)
+    assert len(str(caught.value)) < 500
+    return str(caught.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON)
+def test_what_json_writes_is_read_as_it_was(value: Any) -> None:
+    assert repr(parse_json(json.dumps(value).encode(), "some.json")) == repr(value)
+
+
+def test_brackets_quotes_and_backslashes_inside_strings_are_no_structure() -> None:
+    value = {'[{"\\': ["]" * 100, "[" * 100, '\\"[' * 50, "\\\\", '"', "\\[", "\n[\t", "\U0001f600["]}
+    assert parse_json(json.dumps(value).encode(), "some.json") == value
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_nesting_is_allowed_exactly_up_to_the_limit(opening: str) -> None:
+    closing = "]" if opening == "[" else "}"
+    parse_json((opening * 32 + "0" + closing * 32).encode(), "some.json")
+    assert "more than 32 deep" in refusal((opening * 33 + "0" + closing * 33).encode())
+    assert "more than 5 deep" in refusal((opening * 6 + "0" + closing * 6).encode(), JsonLimits(depth=5))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b"[1", "brackets"),
+        (b"[1}", "delimiter"),
+        (b"[1] 2", "Extra data"),
+        (b'"a', "quotes"),
+        (b'"\\q"', "escape"),
+        (b'"\n"', "control character"),
+        (b"[NaN]", "NaN"),
+        (b"[-Infinity]", "-Infinity"),
+        (b"[1e999]", "finite"),
+        (b"[0.%s1]" % (b"0" * 100), "finite"),
+        (b"[9007199254740992]", "2**53"),
+        (b"[-9007199254740992]", "2**53"),
+        (b"[%s]" % (b"1" * 5000), "2**53"),
+        (b'{"a":1,"b":2,"a":3}', "'a' stands 2 times"),
+        (b'{"a":1,"\\u0061":3}', "'a' stands 2 times"),
+        (b'{"%s":1,"%s":3}' % (b"k" * 10000, b"k" * 10000), "stands 2 times"),
+        ('["\u00e9"]'.encode(), "expected ASCII"),
+        (b'["\xff"]', "0xff"),
+        (b"\xef\xbb\xbf[]", "expected ASCII"),
+        (b'["\\ud800"]', "surrogate"),
+        (b'{"\\udfff":[]}', "surrogate"),
+        (b'["\\ude00\\ud83d"]', "surrogate"),
+        (b"\x00", "Expecting value"),
+        (b"['a']", "Expecting value"),
+        (b"[1,]", "Expecting value"),
+        (b"[01]", "delimiter"),
+    ],
+)
+def test_what_is_no_strict_json_is_refused_with_its_reason(data: bytes, reason: str) -> None:
+    assert reason in refusal(data)
+
+
+def test_the_largest_integers_and_escaped_pairs_are_read() -> None:
+    data = b'[9007199254740991,-9007199254740991,"\\ud83d\\ude00","\\\\ud800",-0.0]'
+    assert (
+        repr(parse_json(data, "some.json")) == "[9007199254740991, -9007199254740991, '\U0001f600', '\\\\ud800', -0.0]"
+    )
+
+
+def test_size_and_memory_are_limits_of_the_caller() -> None:
+    data = json.dumps([0] * 1000).encode()
+    assert "expected at most 10" in refusal(data, JsonLimits(nbytes=10))
+    assert "memory_nbytes" in refusal(data, JsonLimits(memory_nbytes=10_000))
+    assert parse_json(data, "some.json", JsonLimits(nbytes=len(data), memory_nbytes=estimated_memory(data)))
+
+
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "opening brackets": lambda: b"[" * (60 * MB),
+    "opening braces": lambda: b'{"a":' * (12 * MB),
+    "nesting that closes": lambda: b"[" * 30_000_000 + b"]" * 30_000_000,
+    "nesting within the memory": lambda: b"[" * 400_000 + b"]" * 400_000,
+    "nesting of 33": lambda: b"[" + (b"[" * 32 + b"]" * 32 + b",") * 20_000 + b"0]",
+    "empty lists": lambda: b"[" + b"[]," * (20 * MB) + b"0]",
+    "empty objects": lambda: b"[" + b"{}," * (20 * MB) + b"0]",
+    "small objects": lambda: b"[" + b'{"a":0},' * (7 * MB) + b"0]",
+    "zeros": lambda: b"[" + b"0," * (30 * MB) + b"0]",
+    "numbers": lambda: b"[" + b"999," * (15 * MB) + b"0]",
+    "floats": lambda: b"[" + b"1e5," * (15 * MB) + b"0]",
+    "strings": lambda: b"[" + b'"ab",' * (12 * MB) + b'""]',
+    "keys": lambda: b"{" + b",".join(b'"%d":0' % key for key in range(3 * MB)) + b"}",
+    "one key again and again": lambda: b"{" + b'"a":0,' * (200_000) + b'"a":0}',
+    "a long integer": lambda: b"[" + b"7" * (40 * MB) + b"]",
+    "a long fraction": lambda: b"[0." + b"7" * (40 * MB) + b"]",
+    "a long exponent": lambda: b"[1e" + b"7" * (40 * MB) + b"]",
+    "a long string with a wide character": lambda: b'["\\ud83d\\ude00' + b"a" * (60 * MB) + b'"]',
+    "escapes": lambda: b'["' + b"\\n" * (30 * MB) + b'"]',
+    "backslashes that never end": lambda: b'["' + b"\\" * (31 * MB),
+    "a string that never ends": lambda: b'["' + b"a" * (60 * MB),
+    "quotes": lambda: b'"' * (60 * MB),
+    "spaces": lambda: b" " * (47 * MB),
+    "bytes that are no text": lambda: b"\xff" * (47 * MB),
+    "more than the size": lambda: b" " * (200 * MB),
+}
+
+
+def as_many_as_fit(unit: bytes, before: bytes = b"[", after: bytes = b"0]") -> bytes:
+    """A document as large as the default limits accept."""
+    one, two = (estimated_memory(before + unit * count + after) for count in (1, 2))
+    return before + unit * ((JsonLimits().memory_nbytes - one) // (two - one)) + after
+
+
+LARGEST: dict[str, Callable[[], bytes]] = {
+    "lists in lists": lambda: as_many_as_fit(b"[" * 31 + b"]" * 31 + b","),
+    "lists of one": lambda: as_many_as_fit(b"[0],"),
+    "objects in objects": lambda: as_many_as_fit(b'{"a":' * 31 + b"0" + b"}" * 31 + b","),
+    "integers": lambda: as_many_as_fit(b"999,"),
+    "floats": lambda: as_many_as_fit(b"1.5,"),
+    "texts": lambda: as_many_as_fit(b'"ab",'),
+    "wide texts": lambda: as_many_as_fit(b'"\\ud83d\\ude00",'),
+    "one text": lambda: as_many_as_fit(b"a", b'["', b'"]'),
+    "one text with an escape": lambda: as_many_as_fit(b"a", b'["\\n', b'"]'),
+    "one wide text": lambda: as_many_as_fit(b"a", b'["\\ud83d\\ude00', b'"]'),
+    "one object": lambda: b"{" + b",".join(b'"%d":0' % key for key in range(280_000)) + b"}",
+}
+
+# A process that has imported the parser and no more: its high-water mark shows every byte (on Linux not by `getrusage`,
+# which starts at the parent's). It has as many objects as one that has imported torch, for the garbage collector to
+# visit. CPU time, since the machine may be busy with other things.
+MEASURE = """
+import json, resource, sys, time, types
+package = types.ModuleType("shardeddp")
+package.__path__ = [sys.argv[1]]
+sys.modules["shardeddp"] = package
+from shardeddp.checkpoint.state_codec import (parse_json)
+from shardeddp.errors import (CheckpointError)
+heap = [[] for _ in range(400_000)]
+with open(sys.argv[2], "rb") as file:
+    data = file.read()
+def peak():
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 10**6
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024 / 10**6
+before, start, refused = peak(), time.process_time(), False
+try:
+    parse_json(data, "some.json")
+except CheckpointError:
+    refused = True
+print(json.dumps([refused, time.process_time() - start, peak() - before]))
+"""
+
+
+def measured(data: bytes, folder: Path) -> tuple[bool, float, float]:
+    """Whether it was refused, the seconds, and the extra megabytes."""
+    document = folder / "some.json"
+    document.write_bytes(data)
+    command = [sys.executable, "-c", MEASURE, str(Path(shardeddp.__file__).parent), str(document)]
+    refused, seconds, extra_mb = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=50).stdout)
+    document.unlink()
+    return refused, seconds, extra_mb
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_before_it_takes_time_or_memory(name: str, tmp_path: Path) -> None:
+    refused, seconds, extra_mb = measured(BOMBS[name](), tmp_path)
+    assert refused
+    assert seconds < SECONDS
+    assert extra_mb < EXTRA_MB
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_document_that_is_read_keeps_to_the_same_bounds(name: str, tmp_path: Path) -> None:
+    refused, seconds, extra_mb = measured(LARGEST[name](), tmp_path)
+    assert not refused
+    assert seconds < SECONDS
+    assert 10 < extra_mb < EXTRA_MB, "less than 10 would be a measurement that does not measure"
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    for enabled in (False, True):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            parse_json(b"[]", "some.json")
+            refusal(b"[}")
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()

@@ -1,0 +1,94 @@
+"""Operations that need all ranks and get only some: they fail with a hint, and soon."""
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardeddp.comm import Mesh, barrier
+from shardeddp.comm.desync import note_that_runs_alone
+from shardeddp.errors import DesyncError
+from shardeddp.plan.topology import Topology
+from support.waiting import until
+from world import on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def make_mesh() -> Mesh:
+    size = dist.get_world_size()
+    return Mesh(Topology(world_size=size, shard_size=size), torch.device("cpu"), timedelta(seconds=20))
+
+
+def for_one_rank(fn: Callable[[], Any]) -> Callable[[], Any]:
+    def wrapped() -> Any:
+        return fn()
+
+    return wrapped
+
+
+@on_ranks(2)
+def test_ranks_that_come_late_are_waited_for() -> None:
+    mesh = make_mesh()
+    for late in range(2):
+        if dist.get_rank() == late:
+            time.sleep(2.5)  # longer than it takes until the other asks
+        mesh.attendance.call("sum of weight")
+        barrier(mesh)
+
+
+@on_ranks(2)
+def test_what_runs_on_one_rank_only_is_refused_at_once_and_does_no_harm() -> None:
+    mesh = make_mesh()
+    note_that_runs_alone(for_one_rank(print), "{name}, which is for one rank")
+
+    def save_weight() -> None:
+        mesh.attendance.call("sum of weight")
+
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            RuntimeError, match=r"sum of weight at .*test_desync.py:\d+ .*save_weight, which is for"
+        ):
+            for_one_rank(save_weight)()
+    mesh.attendance.call("sum of weight")
+
+
+@on_ranks(2)
+def test_ranks_that_come_to_different_operations_are_told_of_both() -> None:
+    mesh = make_mesh()
+    mine, other = ("sum", "max")[:: 1 if dist.get_rank() == 0 else -1]
+    with pytest.raises(
+        RuntimeError, match=rf"{mine} of weight at .*others do something else.* to {other} of weight at"
+    ):
+        mesh.attendance.call(f"{mine} of weight")
+    with pytest.raises(RuntimeError, match="not together before"):
+        mesh.attendance.call("sum of weight")
+
+
+@on_ranks(2)
+def test_a_rank_that_comes_to_a_barrier_and_one_that_reads_a_parameter_are_told_of_both() -> None:
+    mesh = make_mesh()
+    started = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        mesh.attendance.call("sum of weight") if dist.get_rank() == 0 else barrier(mesh)
+    assert time.monotonic() - started < 5
+    for operation in ("sum of weight at ", "barrier() at "):
+        assert operation in str(caught.value)
+    assert str(caught.value).count("test_desync.py:") == 2
+    if dist.get_rank() == 0:
+        assert "strategy.summon_full_params()" in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_mesh_that_nobody_refers_to_is_not_kept_by_its_thread() -> None:
+    mesh = make_mesh()
+    gone = weakref.ref(mesh.lookout)
+    dist.barrier()
+    del mesh
+    assert until(lambda: gc.collect() >= 0 and gone() is None)

@@ -1,0 +1,112 @@
+"""Groups of torch's are made once for the runs of a process that end well."""
+
+import os
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+
+from shardeddp import ShardedDP
+from shardeddp.comm.mesh import Groups
+from support.tasks import Block, EvaluatedGpt, token_loader
+from support.trainers import make_trainer
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def make() -> list[dist.ProcessGroup]:
+    """Of a new mesh: one of all ranks, and one of this rank's half."""
+    groups = Groups(dist.get_rank(), TIMEOUT)
+    size = dist.get_world_size()
+    halves = [range(size // 2), range(size // 2, size)]
+    made = [groups.get("all", [range(size)], TIMEOUT), groups.get("half", halves, TIMEOUT, "gloo")]
+    assert groups.get("all", [range(size)], TIMEOUT) is made[0]
+    assert groups.names() == {group.group_name for group in made}
+    GIVE_BACK.append(groups.give_back)
+    return made
+
+
+GIVE_BACK = []
+
+
+def check_they_work(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total == group.size()
+
+
+@on_ranks(4)
+def test_groups_that_were_given_back_are_used_again() -> None:
+    first = make()
+    GIVE_BACK.pop()()
+    second = make()
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    check_they_work(second)
+
+
+@on_ranks(4)
+def test_groups_that_were_not_are_not() -> None:
+    first, second = make(), make()
+    assert not any(one is other for one, other in zip(first, second, strict=True))
+    check_they_work(second)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@on_ranks(4)
+def test_groups_that_some_ranks_have_not_given_back_are_made_anew_on_all(rank: int) -> None:
+    first = make()
+    give_back = GIVE_BACK.pop()
+    if dist.get_rank() != rank:
+        give_back()
+    second = make()
+    assert not any(one is other for one, other in zip(first, second, strict=True))
+    GIVE_BACK.pop()()
+    assert make()[1] is second[1]
+    check_they_work(second)
+
+
+@on_ranks(2)
+def test_groups_of_another_purpose_timeout_or_backend_are_others() -> None:
+    groups = Groups(dist.get_rank(), TIMEOUT)
+    everyone = [range(2)]
+    made = [
+        groups.get("one", everyone, TIMEOUT),
+        groups.get("other", everyone, TIMEOUT),
+        groups.get("one", everyone, 2 * TIMEOUT),
+        groups.get("one", everyone, TIMEOUT, "gloo"),
+    ]
+    assert len({id(group) for group in made}) == 4
+
+
+class Fails(EvaluatedGpt):
+    def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
+        raise LookupError("all ranks alike")
+
+
+def train(module: LightningModule) -> int:
+    """The descriptors of this process after a run."""
+    trainer = make_trainer(ShardedDP(auto_wrap_policy={Block}), max_steps=2)
+    with suppress(LookupError):
+        trainer.fit(module, token_loader(16))
+    return len(os.listdir("/proc/self/fd"))
+
+
+def train_often() -> tuple[list[int], list[int]]:
+    modules = [EvaluatedGpt() for _ in range(4)]
+    well = [train(module) for module in modules]
+    for module in modules:  # they are still to be asked
+        assert all(parameter.detach().isfinite().all() for parameter in module.parameters())
+    return well, [train(Fails()), train(EvaluatedGpt())]
+
+
+def test_runs_of_one_process_share_descriptors_but_for_those_that_failed(world: Worlds) -> None:
+    for well, (failed, after) in world(2).run(train_often):
+        assert len(set(well[1:])) == 1
+        assert failed == well[-1] and after > failed

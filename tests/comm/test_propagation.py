@@ -1,0 +1,77 @@
+"""The first rank that fails is heard by those whose transfers break because of it."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardeddp.comm import Mesh
+from shardeddp.errors import DesyncError, LostRankError, RankError
+from shardeddp.plan.topology import Topology
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def make_mesh() -> Mesh:
+    size = dist.get_world_size()
+    return Mesh(Topology(world_size=size, shard_size=size), torch.device("cpu"), timedelta(seconds=20))
+
+
+def break_down(mesh: Mesh) -> BaseException | None:
+    """The cause of a transfer that broke."""
+    broken = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
+    mesh.failures.explain(broken)
+    return broken.__cause__
+
+
+@on_ranks(2)
+def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cause_in_this_run_only() -> None:
+    mesh, own = make_mesh(), ValueError("no such token")
+    if dist.get_rank() == 1:
+        mesh.failures.explain(own)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        cause = break_down(mesh)
+        assert isinstance(cause, RankError)
+        assert "training failed on rank 1" in str(cause) and "ValueError: no such token" in str(cause)
+    assert own.__cause__ is None
+    mesh.failures.begin_run()
+    if dist.get_rank() == 0:
+        assert not isinstance(break_down(mesh), RankError)
+    dist.barrier()
+
+
+@on_ranks(3)
+def test_only_a_rank_that_does_not_run_is_lost_and_where_there_is_none_others_are_said_to_run() -> None:
+    mesh = make_mesh()
+    if dist.get_rank() == 1:
+        mesh.lookout.stop()  # as if it were frozen; rank 2 is only late
+    dist.barrier()
+    if dist.get_rank() == 0:
+        cause = break_down(mesh)
+        assert isinstance(cause, LostRankError) and cause.ranks == [1]
+        assert "no word from rank 1:" in str(cause)
+    dist.barrier()
+    mesh = make_mesh()
+    if dist.get_rank() < 2:
+        cause = break_down(mesh)
+        assert isinstance(cause, LostRankError) and cause.ranks == [2]
+        assert "rank 2 (at " in str(cause) and "test_propagation.py:" in str(cause)
+    dist.barrier()
+
+
+def break_without_a_reason() -> tuple[object, float]:
+    """A transfer breaks on all ranks and nobody has left an error."""
+    mesh = make_mesh()
+    began = time.monotonic()
+    return break_down(mesh), time.monotonic() - began
+
+
+def test_a_broken_transfer_without_an_origin_says_where_all_ranks_were(world: Worlds) -> None:
+    assert world(1).run(break_without_a_reason)[0][0] is None
+    for cause, seconds in world(2).run(break_without_a_reason):
+        assert seconds < 0.8, "waited, though all ranks have said that they were not the first"
+        assert isinstance(cause, DesyncError) and "no rank has an error of its own: rank 0 was at " in str(cause)

@@ -1,0 +1,172 @@
+"""Models on the meta device get, when they are sharded, the values that their constructors would have given them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardeddp.engine.deferred_init import Birth, allocate_on_host
+from shardeddp.tensor.shard_tensor import ShardTensor
+from support.deferred import (
+    MODELS,
+    Affine,
+    ScalesItsChildren,
+    Tied,
+    affine,
+    check_equal,
+    layers,
+    on_meta,
+    shard,
+    values,
+)
+from training import Sharding, full
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# -- the values of the eager initialization
+
+
+def check_as_eager(sharding: Sharding, seed_by_rank: bool) -> None:
+    for build in MODELS:
+        seed = 5 + seed_by_rank * dist.get_rank()
+        torch.manual_seed(5)
+        expected = values(build())
+        torch.manual_seed(seed)
+        build()
+        moved = torch.get_rng_state()
+        torch.manual_seed(seed)
+        model = on_meta(build)
+        before = dict(model.named_parameters())
+        sharding.apply(model)
+        assert torch.equal(torch.get_rng_state(), moved), f"{build.__name__} has drawn another number of times"
+        for name, parameter in model.named_parameters():
+            assert parameter is before[name]
+            assert isinstance(parameter, ShardTensor)
+        check_equal(values(model), expected)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+def test_values_and_the_generator_are_those_after_an_eager_initialization(world: Worlds, strategy: str) -> None:
+    world(2).run(check_as_eager, Sharding(strategy=strategy, units=("*",)), False)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_they_are_in_other_worlds(world: Worlds, size: int) -> None:
+    world(size).run(check_as_eager, Sharding(), False)
+
+
+def test_values_are_those_of_rank_zero_where_ranks_are_seeded_apart(world: Worlds) -> None:
+    world(4).run(check_as_eager, Sharding(strategy="hybrid_shard", shard_size=2), True)
+
+
+@on_ranks(2)
+def test_the_creator_of_a_tied_weight_decides_where_it_is_known() -> None:
+    torch.manual_seed(5)
+    expected = values(Tied("head"))
+    for known in (True, False):
+        torch.manual_seed(5)
+        with torch.device("meta"):
+            model = Tied("head")
+        shard(model, Birth(creators={id(model.head.weight): model.head} if known else {}))
+        assert torch.equal(full(model.embed.weight), expected["embed.weight"]) == known
+        assert model.embed.weight is model.head.weight
+
+
+@on_ranks(2)
+def test_a_buffer_keeps_its_identity_and_is_shared_as_before() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    model[1].running_var = model[0].running_var
+    reference = model[0].running_var
+    Sharding().apply(model)
+    assert model[0].running_var is reference
+    assert model[1].running_var is reference
+    assert torch.equal(reference, torch.ones(3))
+
+
+# -- what has values already
+
+
+@on_ranks(2)
+def test_real_parameters_and_buffers_keep_their_values_whatever_their_parents_do() -> None:
+    torch.manual_seed(5)
+    expected = values(ScalesItsChildren())
+    model = on_meta(ScalesItsChildren)
+    model.body[1] = nn.LayerNorm(4)
+    model.body[2] = nn.Linear(4, 5)
+    nn.init.constant_(model.body[2].weight, 7.0)
+    before = values(model.body[2])
+    torch.manual_seed(5)
+    Sharding(units=("body.*",)).apply(model)
+    check_equal(values(model.body[2]), before)
+    assert torch.equal(full(model.body[1].weight), torch.ones(4))
+    assert full(model.embed.weight)[2].abs().sum() == 0  # the padding
+    assert 0.01 < full(model.embed.weight).std() < 0.03
+    assert expected.keys() == values(model).keys()
+
+
+@on_ranks(2)
+def test_a_module_may_be_real_in_part() -> None:
+    model = on_meta(lambda: nn.Sequential(Affine(), nn.Linear(3, 3)))
+    model[0].shift = nn.Parameter(torch.full((3,), 4.0))
+    model[0].mean = torch.full((3,), 5.0)
+    torch.manual_seed(5)
+    expected = affine()
+    torch.manual_seed(5)
+    Sharding().apply(model)
+    assert torch.equal(full(model[0].shift), torch.full((3,), 4.0))
+    assert torch.equal(model[0].mean, torch.full((3,), 5.0))
+    assert torch.equal(full(model[0].scale), expected[0].scale)
+    assert torch.equal(full(model[1].weight), expected[1].weight)
+    assert torch.equal(model[0].table, expected[0].table)
+
+
+@on_ranks(2)
+def test_what_a_checkpoint_provides_is_kept_and_the_rest_initialised() -> None:
+    torch.manual_seed(1)
+    given = {name: torch.randn_like(tensor) for name, tensor in affine().state_dict().items()}
+    del given["0.shift"], given["0.mean"]
+    model = on_meta(affine)
+    shard(model, Birth(load=lambda: model.load_state_dict(given, strict=False) and None))
+    found = values(model)
+    check_equal({name: found[name] for name in given}, given)
+    assert torch.equal(found["0.shift"], torch.ones(3))
+    assert torch.equal(found["0.table"], torch.arange(4.0) ** 2)
+    assert found["0.mean"].abs().sum() > 0
+
+
+@on_ranks(2)
+def test_a_parent_that_is_initialised_keeps_what_was_loaded_into_its_children() -> None:
+    torch.manual_seed(1)
+    given = {name: torch.randn_like(tensor) for name, tensor in ScalesItsChildren().state_dict().items()}
+    del given["body.0.bias"]
+    model = on_meta(ScalesItsChildren)
+    shard(model, Birth(load=lambda: model.load_state_dict(given, strict=False) and None))
+    found = values(model)
+    check_equal({name: found[name] for name in given}, given)
+    assert torch.equal(found["body.0.bias"], torch.zeros(4))
+
+
+@on_ranks(2)
+def test_a_complete_checkpoint_draws_nothing() -> None:
+    given = layers().state_dict()
+    model = on_meta(layers)
+    before = torch.get_rng_state()
+    shard(model, Birth(load=lambda: model.load_state_dict(given) and None))
+    check_equal(values(model), given)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_module_that_is_not_to_be_sharded_can_take_a_state_dict() -> None:
+    model = on_meta(lambda: nn.Sequential(Affine(), nn.LSTM(3, 3)))
+    real = nn.Sequential(Affine(), nn.LSTM(3, 3))
+    before = list(model.parameters())
+    model[1].weight_hh_l0.requires_grad_(False)
+    allocate_on_host(model)
+    model.load_state_dict(real.state_dict())
+    assert all(now is then and type(now) is nn.Parameter for now, then in zip(model.parameters(), before, strict=True))
+    check_equal(dict(model.state_dict()), dict(real.state_dict()))
+    assert [parameter.requires_grad for parameter in model[1].parameters()] == [True, False, True, True]
+    assert torch.equal(model[1](torch.ones(1, 2, 3))[0], real[1](torch.ones(1, 2, 3))[0])
+    assert model[0].table.is_meta

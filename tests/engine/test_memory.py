@@ -1,0 +1,305 @@
+"""What a rank holds is what the cost model says: at rest to a few bytes, and at the worst moment of a step.
+
+Neither is taken from the engine's own accounting. At rest every living tensor's memory is added up; during a step the
+profiler's record of each allocation and release of the CPU allocator is. The models have so few rows that activations
+do not count. Adam steps one parameter at a time (``foreach=False``): stepping all at once takes temporaries of the size
+of the shards, which are the optimizer's and not the engine's.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from shardeddp.engine.runtime import Runtime
+from shardeddp.optim.attach import attach_optimizer
+from shardeddp.plan.memory import MemoryPlan, plan_memory
+from shardeddp.tensor.shard_tensor import ShardTensor
+from support.allocations import ATTEMPTS, all_complete, record_allocations
+from support.waiting import until
+from training import Sharding, batch
+from world import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+WIDTH = 128
+DEPTH = 5
+TOLERANCE = 0.05
+ACTIVATIONS = 0.02
+"""What activations, gradients of activations and small things may add to what is in flight, and at least this much:"""
+ACTIVATIONS_NBYTES = 40_000
+A_NUMBER_NBYTES = 16
+SCRATCH_NBYTES = 100_000
+"""The library that multiplies bfloat16 matrices on CPUs keeps a copy of a weight in its own order meanwhile."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    """Blocks between an input and an output layer that belong to the root unit."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.output = nn.Linear(WIDTH, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x)
+
+
+class Training:
+    """Sharded training of a model, without a reference beside it that would take memory.
+
+    Args:
+        sharding: How it is sharded.
+        outputs: Width of the output layer.
+        frozen: Names of modules whose parameters are not trained.
+        autocast: Dtype of the autocast around every forward.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        outputs: int = 8,
+        frozen: Sequence[str] = (),
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Model(outputs)
+        for name in frozen:
+            self.model.get_submodule(name).requires_grad_(False)
+        self.runtime: Runtime = sharding.apply(self.model, autocast)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = optim.AdamW(trained, lr=1e-3, foreach=False)
+        attach_optimizer(self.optimizer, self.runtime.parameters_changed)
+        self.sharding, self.autocast = sharding, autocast
+
+    def plan(self, micro_batches: int = 1) -> MemoryPlan:
+        """What the cost model predicts."""
+        units = [track.unit.costs() for track in self.runtime.tracks]
+        return plan_memory(
+            units, self.sharding.placement, prefetch=self.sharding.prefetch, accumulates=micro_batches > 1
+        )
+
+    def step(self, micro_batches: int = 1) -> None:
+        """One step of the optimizer."""
+        for micro_batch in range(micro_batches):
+            self.runtime.sync_gradients = micro_batch == micro_batches - 1
+            dtype = self.autocast or torch.bfloat16
+            autocast = torch.autocast("cpu", dtype, enabled=self.autocast is not None, cache_enabled=False)
+            with autocast, self.runtime.step("training_step") as outputs:
+                outputs.append(self.model(batch(dist.get_rank(), micro_batch, 2, 8)).square().mean())
+            outputs.pop().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def added_at_worst(training: Training, micro_batches: int = 1) -> int:
+    """Most bytes that a step holds at a time beside what is there before it."""
+    for _ in range(ATTEMPTS):
+        with record_allocations() as sizes:
+            training.step(micro_batches)
+        if all_complete(sizes):
+            return max(accumulate(sizes))
+    raise AssertionError(f"every step keeps memory: {sum(sizes):,} bytes")
+
+
+def check_held(before: int, expected: int) -> None:
+    """What has been taken since is as expected."""
+
+    def found() -> int:
+        return living_nbytes() - before
+
+    # The transport's threads may still have to let go of the last agreement; a single number may be anywhere.
+    assert until(lambda: abs(found() - expected) <= A_NUMBER_NBYTES), f"found {found():,} bytes, expected {expected:,}"
+
+
+def settled_nbytes() -> int:
+    """Bytes of all tensors, when what former steps have left to other threads is gone."""
+    found = [living_nbytes()]
+    while len(found) < 4 or len(set(found[-4:])) > 1:
+        time.sleep(0.05)
+        found.append(living_nbytes())
+    return found[-1]
+
+
+def living_nbytes() -> int:
+    """Bytes of all tensors that exist, each memory counted once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.Tensor) and not issubclass(type(candidate), ShardTensor):
+                storage = torch.Tensor.untyped_storage(candidate)
+                if storage.device.type != "meta":  # of what a compiler has traced; without memory
+                    storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+# -- the worst moment
+
+
+def check_peak(
+    sharding: Sharding,
+    outputs: int = 8,
+    micro_batches: int = 1,
+    frozen: Sequence[str] = (),
+    autocast: torch.dtype | None = None,
+) -> None:
+    training = Training(sharding, outputs, frozen, autocast)
+    for _ in range(2):
+        training.step(micro_batches)
+    plan, added = training.plan(micro_batches), added_at_worst(training, micro_batches)
+    peak = plan.resting_nbytes + added
+    about = f"{added:,} bytes in flight, {plan.in_flight_nbytes:,} planned, {plan.resting_nbytes:,} at rest"
+    assert abs(peak - plan.peak_nbytes) <= TOLERANCE * plan.peak_nbytes, about
+    allowed = max(ACTIVATIONS * plan.in_flight_nbytes, ACTIVATIONS_NBYTES) + (SCRATCH_NBYTES if autocast else 0)
+    assert abs(added - plan.in_flight_nbytes) <= allowed, about
+
+
+BLOCKS = ("blocks.*",)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_peak_of_a_step_is_what_was_planned(world: Worlds, size: int, micro_batches: int) -> None:
+    world(size).run(check_peak, Sharding(units=BLOCKS), 8, micro_batches)
+
+
+@pytest.mark.parametrize("outputs", [1024, 4096])
+def test_it_is_with_a_large_output_layer_in_the_root_unit(world: Worlds, outputs: int) -> None:
+    world(2).run(check_peak, Sharding(units=BLOCKS), outputs)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_it_is_at_other_depths_of_prefetch(world: Worlds, prefetch: int) -> None:
+    world(2).run(check_peak, Sharding(units=BLOCKS, prefetch=prefetch))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "shard_optimizer", "no_shard"])
+def test_it_is_under_the_other_strategies(world: Worlds, strategy: str, micro_batches: int) -> None:
+    world(2).run(check_peak, Sharding(strategy=strategy, units=BLOCKS), 8, micro_batches)
+
+
+def test_it_is_where_parameters_are_gathered_in_half_the_bytes(world: Worlds) -> None:
+    world(2).run(check_peak, Sharding(units=BLOCKS), 8, 1, (), torch.bfloat16)
+
+
+def test_it_is_in_one_shard_group_of_several(world: Worlds) -> None:
+    world(4).run(check_peak, Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS))
+
+
+@pytest.mark.parametrize("units", [(), ("blocks.1",)])
+def test_it_is_with_hardly_any_units(world: Worlds, units: tuple[str, ...]) -> None:
+    world(2).run(check_peak, Sharding(units=units))
+
+
+def test_it_is_with_frozen_blocks(world: Worlds) -> None:
+    world(2).run(check_peak, Sharding(units=BLOCKS), 8, 1, ("input", *(f"blocks.{index}" for index in range(DEPTH))))
+
+
+@on_ranks(2)
+def test_an_evaluation_holds_the_root_and_the_units_at_work() -> None:
+    training = Training(Sharding(units=BLOCKS))
+    training.step()
+    x = batch(0, 0, 2, 8)
+
+    def evaluate() -> None:
+        with torch.no_grad(), training.runtime.step("validation_step"):
+            training.model(x)
+
+    evaluate()
+    with record_allocations() as sizes:
+        evaluate()
+    added = max(accumulate(sizes))
+    root, *blocks = (sum(cost.full_nbytes for cost in track.unit.costs()) for track in training.runtime.tracks)
+    assert abs(added - (root + 2 * blocks[0])) <= ACTIVATIONS * added
+
+
+# -- at rest
+
+
+def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
+    before = settled_nbytes()
+    training = Training(sharding, frozen=frozen)
+    training.step(2)
+    training.step()
+    plan, trained = training.plan(), training.optimizer.param_groups[0]["params"]
+    # Adam's states are as long as this rank's elements, without the padding; and it counts its steps per parameter.
+    states = sum(2 * (it.to_local() if isinstance(it, ShardTensor) else it).nbytes for it in trained)
+    check_held(before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained))
+    groups = [group for track in training.runtime.tracks for group in track.unit.groups]
+    padding = sum(2 * 4 * group.layout.padding_numel for group in groups)
+    assert 0 <= plan.optimizer_nbytes - states <= padding
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_between_steps_a_rank_holds_its_shards_and_the_states_of_the_optimizer(
+    world: Worlds, size: int, strategy: str
+) -> None:
+    world(size).run(check_rest, Sharding(strategy=strategy, units=BLOCKS), ())
+
+
+def check_split_rest() -> None:
+    before = settled_nbytes()
+    training = Training(Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS, split=True))
+    training.step(2)
+    training.step()
+    plan, trained = training.plan(), training.optimizer.param_groups[0]["params"]
+    states = sum(2 * parameter.to_local().nbytes for parameter in trained)
+    assert abs(states - plan.optimizer_nbytes) < 0.01 * plan.optimizer_nbytes
+    # A quarter of each, and the half of the parameters that the shard group gathers from.
+    assert plan.retained_nbytes == 2 * plan.main_shard_nbytes == 2 * plan.gradient_shard_nbytes
+    shards = plan.main_shard_nbytes + plan.gradient_shard_nbytes + plan.retained_nbytes
+    check_held(before, shards + states + 4 * len(trained))
+
+
+def test_replicas_that_split_the_optimizer_hold_a_part_of_its_share(world: Worlds) -> None:
+    world(4).run(check_split_rest)
+
+
+def test_it_is_where_replicas_split_the_optimizer(world: Worlds) -> None:
+    world(4).run(check_peak, Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS, split=True))
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states(world: Worlds) -> None:
+    world(2).run(check_rest, Sharding(units=BLOCKS), ("blocks.0", "blocks.3.up", "output"))
+
+
+@on_ranks(2)
+def test_evaluation_leaves_nothing_behind() -> None:
+    before = settled_nbytes()
+    training = Training(Sharding(units=BLOCKS))
+    with torch.no_grad(), training.runtime.step("validation_step"):
+        training.model(torch.ones(2, 8))
+    check_held(before, training.plan().main_shard_nbytes)
+
+
+@on_ranks(2)
+def test_retained_parameters_are_held_between_steps() -> None:
+    before = settled_nbytes()
+    training = Training(Sharding(strategy="shard_optimizer", units=BLOCKS))
+    with torch.no_grad(), training.runtime.step("validation_step"):
+        training.model(torch.ones(2, 8))
+    full = sum(cost.full_nbytes for track in training.runtime.tracks for cost in track.unit.costs())
+    check_held(before, training.plan().main_shard_nbytes + full)

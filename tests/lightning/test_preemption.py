@@ -1,0 +1,102 @@
+"""Handlers of signals do no more than set a flag, leave those of others in place, and go with the run."""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from shardeddp.lightning.preemption import EXIT_CODE, Preemption
+from world import on_ranks
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    """A Trainer that is about to fit."""
+    made = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    made.state.fn = TrainerFn.FITTING
+    return made
+
+
+def test_a_signal_while_fitting_interrupts_nothing_and_handlers_go_with_the_run(trainer: Trainer) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, _: heard.append(signum))
+    try:
+        preemption = Preemption()
+        preemption.attach(trainer)
+        trainer._signal_connector.register_signal_handlers()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM] * 2
+        assert not trainer.received_sigterm
+        preemption.detach()
+        trainer._signal_connector.teardown()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert len(heard) == 3
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("stage", [TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
+def test_a_signal_while_nothing_is_trained_ends_the_process_at_once(trainer: Trainer, stage: TrainerFn) -> None:
+    preemption = Preemption()
+    preemption.attach(trainer)
+    trainer.state.fn = stage
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        with pytest.raises(SIGTERMException) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught.value.code == EXIT_CODE == 143
+        assert trainer.received_sigterm
+    finally:
+        trainer._signal_connector.teardown()
+
+
+def say_and_wait(ready: Event) -> None:
+    ready.set()
+    time.sleep(60)
+
+
+def test_a_worker_that_has_inherited_the_handler_ends_as_if_it_had_not(trainer: Trainer) -> None:
+    preemption = Preemption()
+    preemption.attach(trainer)
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        context = multiprocessing.get_context("fork")
+        ready = context.Event()
+        worker = context.Process(target=say_and_wait, args=(ready,), daemon=True)
+        worker.start()
+        assert ready.wait(10)
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == -signal.SIGTERM
+    finally:
+        worker.kill()
+        trainer._signal_connector.teardown()
+
+
+@on_ranks(1)
+def test_sigusr1_is_left_to_whom_it_belongs() -> None:
+    # faulthandler handles it in C, which Python does not know of; a Trainer that ran here before has taken that away.
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, file=Path(os.devnull).open("w"))  # noqa: SIM115 - lives as long as the rank
+    made = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    for owned in (True, False):
+        if not owned:
+            faulthandler.unregister(signal.SIGUSR1)
+        preemption = Preemption()
+        preemption.attach(made)
+        made._signal_connector.register_signal_handlers()
+        preemption.begin(made, torch.distributed.group.WORLD, None)
+        assert (signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL) is owned
+        preemption.detach()
+        made._signal_connector.teardown()
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

@@ -1,0 +1,136 @@
+"""Steps on plain tensors in the place of sharded ones: that they fail, and what hooks and subclasses see of them."""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn, optim
+
+from shardeddp.optim import whole_parameter
+from shardeddp.tensor.shard_tensor import ShardTensor
+from support.optimizers import Closure, Lamb, Lion, owned_step_of
+from training import Sharding, Trial, linears, square
+from world import on_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Refusing(Lamb):
+    """Raises when told to, before it has done anything or after it has added a state."""
+
+    refuses = ""
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:
+        if self.refuses == "late":
+            for parameter in (it for group in self.param_groups for it in group["params"]):
+                self.state[parameter]["more"] = 1
+        if self.refuses:
+            raise ValueError("refused")
+        super().step()
+
+
+@pytest.mark.parametrize("scope", ["element", "parameter", "model"])
+@on_ranks(2)
+def test_a_step_that_fails_gives_the_optimizer_its_parameters_back_at_once(scope: Any) -> None:
+    trial = Trial(linears(2), Sharding(units=("1",)), Refusing, {"Refusing": scope})
+    parameters = list(trial.model.parameters())
+    for failing in ("early", ""):
+        trial.backward(square)
+        for optimizer in (trial.optimizer, trial.reference_optimizer):
+            optimizer.refuses = failing
+            if failing:
+                with pytest.raises(ValueError, match="refused"):
+                    optimizer.step()
+                optimizer.zero_grad()
+        assert trial.optimizer.param_groups[0]["params"] == parameters or scope == "model"
+        assert not failing or all(parameter.grad is None for parameter in parameters)
+    if scope != "element":  # a norm of a part would be another
+        trial.step()
+        trial.check_parameters()
+        trial.train(square, steps=1)
+
+
+@on_ranks(2)
+def test_a_step_on_whole_parameters_that_fails_keeps_no_memory_and_loses_no_states() -> None:
+    trial = Trial(linears(4), Sharding(), Refusing, {"Refusing": "parameter"})
+    trial.train(square, steps=1)
+    names = [state.keys() for state in trial.optimizer.state_dict()["state"].values()]
+    trial.optimizer.load_state_dict(trial.optimizer.state_dict())
+    wholes = list(map(owned_step_of(trial.optimizer)._wholes.of, trial.model.parameters()))
+    held = [whole.tensor for whole in wholes if whole.tensor is not None and not whole.at_home]
+
+    def fails(error: type[Exception]) -> None:
+        trial.backward(square)
+        with pytest.raises(error):
+            trial.optimizer.step()
+        assert [tensor.untyped_storage().nbytes() for tensor in held] == [0] * len(held)
+        assert all(whole.tensor is None or whole.tensor.grad is None for whole in wholes)
+        assert [state.keys() for state in trial.optimizer.state_dict()["state"].values()] == names
+        for each in (trial.optimizer, trial.reference_optimizer):
+            each.zero_grad()
+
+    for calls in ([MemoryError], [mock.DEFAULT, MemoryError]):  # for values, for gradients
+        with mock.patch.object(whole_parameter, "bring", side_effect=calls):
+            fails(MemoryError)
+    trial.optimizer.refuses = "early"
+    fails(ValueError)
+    trial.optimizer.refuses = ""
+    trial.train(square, steps=2)
+    with mock.patch.object(whole_parameter, "take_back", side_effect=MemoryError):
+        fails(MemoryError)
+    for refuses in ("", "late"):
+        trial.backward(square)
+        trial.optimizer.refuses = refuses
+        with pytest.raises(ValueError, match="refused") if refuses else nullcontext():
+            trial.optimizer.step()
+    mine = next(whole.parameter for whole in wholes if whole.tensor is not None)
+    with pytest.raises(RuntimeError, match=r"a step of Refusing has failed and left states of .* Step again"):
+        trial.optimizer.state[mine]
+
+
+@on_ranks(2)
+def test_hooks_of_users_see_sharded_parameters_whenever_they_were_set() -> None:
+    seen: list[bool] = []
+
+    def look(optimizer: optim.Optimizer, *_: Any) -> None:
+        seen.append(all(isinstance(it, ShardTensor) for group in optimizer.param_groups for it in group["params"]))
+
+    def make(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+        optimizer = Lion(parameters)
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+        return optimizer
+
+    for scope in ("element", "parameter"):
+        trial = Trial(linears(2), Sharding(), make, {"Lion": scope})
+        trial.optimizer.register_step_pre_hook(look)
+        trial.optimizer.register_step_post_hook(look)
+        trial.forward(square).backward()
+        seen.clear()
+        trial.optimizer.step()
+        assert seen == [True] * 4
+
+
+class Decaying(Lamb):
+    """Does something before and after its parent's step, whose hooks are called inside its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:
+        for factor in (0.9, 1.1):
+            for parameter in (it for group in self.param_groups for it in group["params"]):
+                parameter.mul_(factor)
+                self.state[parameter].setdefault("factors", []).append(factor)
+            if factor < 1:
+                super().step()
+
+
+@on_ranks(2)
+def test_a_step_inside_of_a_step_is_one_step() -> None:
+    Lamb([nn.Parameter(torch.ones(1))])  # from now on torch calls hooks around the step of this class
+    trial = Trial(linears(2), Sharding(), Decaying, {"Decaying": "parameter"})
+    trial.train(square, steps=2)
+    assert trial.optimizer.state_dict()["state"][0]["factors"] == [0.9, 1.1] * 2
