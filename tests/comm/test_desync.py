@@ -52,9 +52,7 @@ def test_what_runs_on_one_rank_only_is_refused_at_once_and_does_no_harm() -> Non
         mesh.attendance.call("sum of weight")
 
     if dist.get_rank() == 0:
-        with pytest.raises(
-            RuntimeError, match=r"sum of weight at .*test_desync.py:\d+ .*save_weight, which is for"
-        ):
+        with pytest.raises(RuntimeError, match=r"sum of weight at .*test_desync.py:\d+ .*save_weight, which is for"):
             for_one_rank(save_weight)()
     mesh.attendance.call("sum of weight")
 
