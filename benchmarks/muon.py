@@ -37,7 +37,7 @@ from shardeddp.comm import Mesh  # noqa: E402
 from shardeddp.engine.runtime import Prefetch, Runtime  # noqa: E402
 from shardeddp.engine.shard_model import shard_model  # noqa: E402
 from shardeddp.optim.attach import attach_optimizer  # noqa: E402
-from shardeddp.plan.sharding_strategy import find_placement  # noqa: E402
+from shardeddp.plan.sharding_strategy import find_sharding  # noqa: E402
 from shardeddp.plan.topology import Topology  # noqa: E402
 from shardeddp.wrap import build_units, resolve_policy  # noqa: E402
 
@@ -71,7 +71,7 @@ class Contestant:
             size = 1 if strategy == "no_shard" else options.ranks
             mesh = Mesh(Topology(world_size=options.ranks, shard_size=size), torch.device("cpu"), timedelta(minutes=1))
             units = build_units(self.model, resolve_policy("auto"))
-            self.runtime = shard_model(units, mesh, find_placement(strategy), Prefetch())
+            self.runtime = shard_model(units, mesh, find_sharding(strategy), Prefetch())
         self.optimizers = make_optimizers(self.model, name)
         if self.runtime is not None:
             for optimizer in self.optimizers:

@@ -28,7 +28,7 @@ from shardeddp.comm import Mesh
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.sharding_strategy import find_placement
+from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 
@@ -47,7 +47,7 @@ def measure(rank: int, ranks: int, parameters: int, numel: int, steps: int, port
     for name, options in VARIANTS.items():
         model = nn.ParameterList([nn.Parameter(torch.randn(numel)) for _ in range(parameters)])
         mesh = Mesh(Topology(world_size=ranks, shard_size=ranks), torch.device("cpu"), timedelta(minutes=1))
-        runtime = shard_model(build_units(model, resolve_policy(None)), mesh, find_placement("full_shard"), Prefetch())
+        runtime = shard_model(build_units(model, resolve_policy(None)), mesh, find_sharding("full_shard"), Prefetch())
         sharded = list(model.parameters())
         for parameter in sharded:
             parameter.grad = torch.ones_like(parameter)

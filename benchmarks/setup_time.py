@@ -31,7 +31,7 @@ from shardeddp.comm import Mesh
 from shardeddp.engine.deferred_init import Materializer
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.plan.sharding_strategy import find_placement
+from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 
@@ -87,7 +87,7 @@ def ours(setting: Setting) -> tuple[float, float]:
     Materializer.fill = timed  # type: ignore[method-assign]
     dist.barrier()
     start = time.perf_counter()
-    shard_model(build_units(model, resolve_policy([Block])), mesh, find_placement("full_shard"), Prefetch())
+    shard_model(build_units(model, resolve_policy([Block])), mesh, find_sharding("full_shard"), Prefetch())
     usable = time.perf_counter() - start
     return usable - sum(filling), usable
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from shardeddp.comm import Mesh
 from shardeddp.engine.param_group import FlatGroup
 from shardeddp.engine.unit import layout_of
-from shardeddp.plan.sharding_strategy import PLACEMENTS
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -64,7 +64,7 @@ def shard(mesh: Mesh, values: dict[str, torch.Tensor], requires_grad: bool = Tru
     parameters = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
     twins = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
     specs = [ParameterSpec(fqn=name, parameter=parameter, owners=()) for name, parameter in parameters.items()]
-    FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, PLACEMENTS["full_shard"])
+    FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, SHARDING_STRATEGIES["full_shard"])
     pairs: dict[str, Pair] = {}
     for name, parameter in parameters.items():
         assert isinstance(parameter, ShardTensor)

@@ -1,5 +1,6 @@
 """The tree keeps the house rules, and each rule still sees what breaks it."""
 
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -135,6 +136,21 @@ def test_the_map_of_the_architecture_names_every_file_once() -> None:
             found.append(f"{SRC}{folder}{name}")
     files = [file.path for file in project() if file.path.startswith(SRC) and file.path.endswith(".py")]
     assert sorted(found) == [path for path in files if not path.endswith("/__init__.py") or path.count("/") == 2]
+
+
+def test_words_that_the_vocabulary_has_replaced_are_not_used() -> None:
+    table = (ROOT / "docs/vocabulary.md").read_text().partition("## Words that are not used")[2]
+    words = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]
+    assert "lane" in words
+    pattern = re.compile(rf"(?<![a-z])({'|'.join(map(re.escape, words))})s?(?![a-z])", re.IGNORECASE)
+    files = [file for file in project() if file.path.startswith(SRC)]
+    used = [(file.path, found.group()) for file in files for found in pattern.finditer(spaced(file.text))]
+    assert used == []
+
+
+def spaced(text: str) -> str:
+    """The text with the words of names apart: ``HostLane`` and ``host_lane`` have "lane"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", text)
 
 
 def test_the_rules_are_given_the_package_and_its_tests() -> None:

@@ -23,12 +23,12 @@ from shardeddp.engine.shard_model import shard_model
 from shardeddp.engine.unit import Unit
 from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.sharding_strategy import PLACEMENTS, Placement, ShardSize
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, ShardSize
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import NamePolicy, SingleUnitPolicy, build_units
 
-STRATEGIES = tuple(PLACEMENTS)
+STRATEGIES = tuple(SHARDING_STRATEGIES)
 RUNTIMES = ("full_shard", "shard_grad_op", "shard_optimizer", "no_shard")
 """Strategies that differ on one replica: the rest is arithmetic of ranks, which the parity grid covers."""
 
@@ -52,7 +52,7 @@ class Sharding:
     def mesh(self) -> Mesh:
         """The mesh of all ranks; a collective."""
         world_size = dist.get_world_size()
-        given = PLACEMENTS[self.strategy].shard_size
+        given = SHARDING_STRATEGIES[self.strategy].shard_size
         size = self.shard_size or (world_size if isinstance(given, ShardSize) else given)
         topology = Topology(world_size=world_size, shard_size=size, split_replicas=self.split)
         return Mesh(topology, torch.device("cpu"), timedelta(seconds=20), self.regather)
@@ -78,12 +78,12 @@ class Sharding:
         dtypes = resolve_dtypes(options, autocast)
         units = assign_dtypes(model, build_units(model, policy), dtypes)
         cast_at_boundaries(model, units, dtypes)
-        return shard_model(units, self.mesh(), self.placement, prefetch, uneven=self.uneven)
+        return shard_model(units, self.mesh(), self.sharding, prefetch, uneven=self.uneven)
 
     @property
-    def placement(self) -> Placement:
+    def sharding(self) -> ShardingStrategy:
         """What the strategy is to the engine."""
-        given = PLACEMENTS[self.strategy]
+        given = SHARDING_STRATEGIES[self.strategy]
         every = given.reduce_every_backward if self.reduce_every_backward is None else self.reduce_every_backward
         return replace(given, regather_size=self.regather, reduce_every_backward=every, split_replicas=self.split)
 
@@ -166,8 +166,8 @@ class Trial:
 
     def check_rest(self) -> None:
         """The modules hold sharded parameters again."""
-        for track in self.runtime.tracks:
-            assert track.unit.state.value == "sharded", f"{track.unit.label} is {track.unit.state.value}"
+        for progress in self.runtime.progresses:
+            assert progress.unit.state.value == "sharded", f"{progress.unit.label} is {progress.unit.state.value}"
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 
 def unit_of(runtime: Runtime, name: str) -> Unit:
     """The unit of a module by its name."""
-    return next(track.unit for track in runtime.tracks if track.unit.spec.name == name)
+    return next(progress.unit for progress in runtime.progresses if progress.unit.spec.name == name)
 
 
 def batch(rank: int, step: int, *shape: int) -> torch.Tensor:

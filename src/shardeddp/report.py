@@ -225,18 +225,18 @@ def print_units(sharding_strategy: str, runtime: Runtime) -> None:
 
 
 def _rows(runtime: Runtime) -> list[UnitRow]:
-    return [unit_row(track.unit) for track in runtime.tracks]
+    return [unit_row(progress.unit) for progress in runtime.progresses]
 
 
 def _title(sharding_strategy: str, runtime: Runtime) -> str:
-    topology, count = runtime.mesh.topology, len(runtime.tracks)
+    topology, count = runtime.mesh.topology, len(runtime.progresses)
     ranks = f"{topology.replicate_size} x {topology.shard_size} ranks (replicate x shard)"
     return f"{sharding_strategy}: {count} unit{'s' * (count > 1)} on {ranks}"
 
 
 def _describe_dtypes(runtime: Runtime) -> str:
-    units = [track.unit.spec for track in runtime.tracks]
-    specs = [spec for unit in units for spec in (*unit.parameters, *unit.idle)]
+    units = [progress.unit.spec for progress in runtime.progresses]
+    specs = [spec for unit in units for spec in (*unit.parameters, *unit.passthrough)]
     used = {
         "kept in": _named(spec.dtype for spec in specs),
         "computed in": _named(spec.param_dtype for spec in specs),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from shardeddp.comm import agree_on_any, agree_on_layout, exchange, together
+from shardeddp.comm import agree_on_any, agree_on_layout, all_gather_bytes, run_on_all_ranks
 from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError
 from world import Worlds, on_ranks
 
@@ -23,7 +23,7 @@ def control() -> dist.ProcessGroup:
 
 
 def send(payloads: Sequence[bytes]) -> list[bytes]:
-    return exchange(payloads[dist.get_rank()], control())
+    return all_gather_bytes(payloads[dist.get_rank()], control())
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_every_rank_gets_the_bytes_of_every_rank(world: Worlds, payloads: tuple[
 
 @on_ranks(3)
 def test_a_step_that_succeeds_gives_each_rank_its_own_result() -> None:
-    assert together("counting", lambda: [dist.get_rank()], control()) == [dist.get_rank()]
-    assert together("nothing", lambda: None, control()) is None
+    assert run_on_all_ranks("counting", lambda: [dist.get_rank()], control()) == [dist.get_rank()]
+    assert run_on_all_ranks("nothing", lambda: None, control()) is None
 
 
 def fail(*ranks: int) -> None:
@@ -58,7 +58,7 @@ def fail(*ranks: int) -> None:
 @on_ranks(3)
 def test_the_failure_of_one_rank_is_raised_on_every_rank_with_its_traceback() -> None:
     with pytest.raises(RankError) as caught:
-        together("cutting parameters", lambda: fail(1), control())
+        run_on_all_ranks("cutting parameters", lambda: fail(1), control())
     error = caught.value
     assert str(error).startswith("cutting parameters failed on rank 1; every rank stops here.")
     assert error.step == "cutting parameters" and [*error.failures] == [1]
@@ -67,13 +67,13 @@ def test_the_failure_of_one_rank_is_raised_on_every_rank_with_its_traceback() ->
         assert isinstance(error.__cause__, LookupError)
     else:
         assert error.__cause__ is None
-    assert together("going on", lambda: 1, control()) == 1
+    assert run_on_all_ranks("going on", lambda: 1, control()) == 1
 
 
 @on_ranks(3)
 def test_several_failures_are_listed_by_rank() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0, 2;.*--- rank 0 ---.*on rank 0.*--- rank 2 ---.*on rank 2"):
-        together("cutting", lambda: fail(2, 0), control())
+        run_on_all_ranks("cutting", lambda: fail(2, 0), control())
 
 
 def misconfigure(*ranks: int) -> None:
@@ -84,9 +84,9 @@ def misconfigure(*ranks: int) -> None:
 @on_ranks(2)
 def test_a_configuration_that_every_rank_refuses_needs_no_traceback_of_each() -> None:
     with pytest.raises(ConfigurationError, match=r"^expected another model$"):
-        together("cutting", lambda: misconfigure(0, 1), control())
+        run_on_all_ranks("cutting", lambda: misconfigure(0, 1), control())
     with pytest.raises(RankError, match="ConfigurationError: expected another model"):
-        together("cutting", lambda: misconfigure(1), control())
+        run_on_all_ranks("cutting", lambda: misconfigure(1), control())
 
 
 def fail_with(text: str) -> None:
@@ -98,7 +98,7 @@ def fail_with(text: str) -> None:
 def test_a_failure_whose_text_is_empty_long_or_not_ascii_arrives() -> None:
     for text in ("", "x" * 200_000, "Gr\u00f6\u00dfe \U0001f642"):
         with pytest.raises(RankError) as caught:
-            together("cutting", lambda text=text: fail_with(text), control())
+            run_on_all_ranks("cutting", lambda text=text: fail_with(text), control())
         assert f"ValueError: {text}".strip().rstrip(":") in str(caught.value)
 
 
@@ -108,7 +108,7 @@ def test_an_interrupt_is_not_held_back() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        together("cutting", interrupt, control())
+        run_on_all_ranks("cutting", interrupt, control())
 
 
 def test_the_error_of_other_ranks_is_a_runtime_error() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm import Collectives, Pending, Traffic
+from shardeddp.comm import CollectiveHandle, Collectives, Traffic
 from shardeddp.comm.backends import MEAN_BLOCK_NUMEL, GlooCollectives, NativeCollectives, disconnect
 from shardeddp.comm.collectives import ReduceKind, SoloCollectives
 from shardeddp.comm.propagation import is_transfer_error
@@ -236,7 +236,7 @@ class Step:
 
 def test_waiting_waits_for_all_transfers_then_finishes_and_does_so_once() -> None:
     log: list[str] = []
-    pending = Pending([Step("a", log), Step("b", log)], lambda: log.append("finish"))
+    pending = CollectiveHandle([Step("a", log), Step("b", log)], lambda: log.append("finish"))
     assert log == []
     pending.wait()
     pending.wait()
@@ -246,11 +246,11 @@ def test_waiting_waits_for_all_transfers_then_finishes_and_does_so_once() -> Non
 def test_what_follows_a_collective_that_is_complete_is_issued_at_once() -> None:
     log: list[str] = []
 
-    def issue() -> Pending:
+    def issue() -> CollectiveHandle:
         log.append("issued")
-        return Pending([Step("second", log)])
+        return CollectiveHandle([Step("second", log)])
 
-    following = Pending().then(issue)
+    following = CollectiveHandle().then(issue)
     assert log == ["issued"]
     following.wait()
     assert log == ["issued", "second"]
@@ -259,11 +259,15 @@ def test_what_follows_a_collective_that_is_complete_is_issued_at_once() -> None:
 @pytest.mark.parametrize("first", ["transfer", "arithmetic"])
 def test_what_follows_a_collective_in_flight_is_issued_when_its_result_is_there(first: str) -> None:
     log: list[str] = []
-    pending = Pending([Step(first, log)]) if first == "transfer" else Pending(finish=lambda: log.append(first))
+    pending = (
+        CollectiveHandle([Step(first, log)])
+        if first == "transfer"
+        else CollectiveHandle(finish=lambda: log.append(first))
+    )
 
-    def issue() -> Pending:
+    def issue() -> CollectiveHandle:
         log.append("issued")
-        return Pending([Step("second", log)], lambda: log.append("finish"))
+        return CollectiveHandle([Step("second", log)], lambda: log.append("finish"))
 
     following = pending.then(issue)
     assert log == []
@@ -291,7 +295,7 @@ def test_collectives_of_both_kinds_may_be_under_way_at_once_and_be_waited_for_in
     group = make_group()
     inputs = [values(rank, 40) for rank in range(4)]
     buffers, outputs = [torch.zeros(160) for _ in range(6)], [torch.empty(10) for _ in range(6)]
-    pendings: list[Pending] = []
+    pendings: list[CollectiveHandle] = []
     for number, (buffer, output) in enumerate(zip(buffers, outputs, strict=True)):
         buffer.view(4, -1)[group.rank] = inputs[group.rank] + number
         pendings.append(group.all_gather_(buffer))
@@ -327,7 +331,7 @@ def count(issue: Callable[[Collectives], Any]) -> tuple[dict[str, int], dict[str
     return dict(traffic.nbytes), dict(traffic.calls)
 
 
-COUNTED: dict[str, tuple[Callable[[Collectives], Pending], int]] = {
+COUNTED: dict[str, tuple[Callable[[Collectives], CollectiveHandle], int]] = {
     "all_gather": (lambda group: group.all_gather_(torch.zeros(12 * group.size)), 1),
     "all_gather uneven": (lambda group: group.all_gather_uneven_([torch.zeros(12)] * group.size), 1),
     "reduce_scatter": (lambda group: group.reduce_scatter(torch.zeros(12), torch.zeros(12 * group.size)), 1),

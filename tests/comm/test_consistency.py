@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardeddp.comm.consistency import Written, checksum
+from shardeddp.comm.consistency import WriteDigest, checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int64]
 
@@ -61,7 +61,7 @@ def test_writes_are_told_apart_by_parameter_operation_values_and_order() -> None
     ]
     found = []
     for history in histories * 2:
-        written = Written()
+        written = WriteDigest()
         for write in history:
             written.note(*write)
         found.append(written.take())
@@ -71,7 +71,7 @@ def test_writes_are_told_apart_by_parameter_operation_values_and_order() -> None
 
 
 def test_options_are_taken_where_they_have_changed() -> None:
-    written = Written()
+    written = WriteDigest()
     group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [], "foreach": None, "maximize": False}
     written.note_options("AdamW", [group, group])
     assert written.take_changed_options() == {

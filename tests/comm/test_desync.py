@@ -39,7 +39,7 @@ def test_ranks_that_come_late_are_waited_for() -> None:
     for late in range(2):
         if dist.get_rank() == late:
             time.sleep(2.5)  # longer than it takes until the other asks
-        mesh.attendance.call("sum of weight")
+        mesh.fingerprints.call("sum of weight")
         barrier(mesh)
 
 
@@ -49,12 +49,12 @@ def test_what_runs_on_one_rank_only_is_refused_at_once_and_does_no_harm() -> Non
     note_that_runs_alone(for_one_rank(print), "{name}, which is for one rank")
 
     def save_weight() -> None:
-        mesh.attendance.call("sum of weight")
+        mesh.fingerprints.call("sum of weight")
 
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"sum of weight at .*test_desync.py:\d+ .*save_weight, which is for"):
             for_one_rank(save_weight)()
-    mesh.attendance.call("sum of weight")
+    mesh.fingerprints.call("sum of weight")
 
 
 @on_ranks(2)
@@ -64,9 +64,9 @@ def test_ranks_that_come_to_different_operations_are_told_of_both() -> None:
     with pytest.raises(
         RuntimeError, match=rf"{mine} of weight at .*others do something else.* to {other} of weight at"
     ):
-        mesh.attendance.call(f"{mine} of weight")
+        mesh.fingerprints.call(f"{mine} of weight")
     with pytest.raises(RuntimeError, match="not together before"):
-        mesh.attendance.call("sum of weight")
+        mesh.fingerprints.call("sum of weight")
 
 
 @on_ranks(2)
@@ -74,7 +74,7 @@ def test_a_rank_that_comes_to_a_barrier_and_one_that_reads_a_parameter_are_told_
     mesh = make_mesh()
     started = time.monotonic()
     with pytest.raises(DesyncError) as caught:
-        mesh.attendance.call("sum of weight") if dist.get_rank() == 0 else barrier(mesh)
+        mesh.fingerprints.call("sum of weight") if dist.get_rank() == 0 else barrier(mesh)
     assert time.monotonic() - started < 5
     for operation in ("sum of weight at ", "barrier() at "):
         assert operation in str(caught.value)
@@ -86,7 +86,7 @@ def test_a_rank_that_comes_to_a_barrier_and_one_that_reads_a_parameter_are_told_
 @on_ranks(2)
 def test_a_mesh_that_nobody_refers_to_is_not_kept_by_its_thread() -> None:
     mesh = make_mesh()
-    gone = weakref.ref(mesh.lookout)
+    gone = weakref.ref(mesh.liveness_probe)
     dist.barrier()
     del mesh
     assert until(lambda: gc.collect() >= 0 and gone() is None)

@@ -1,4 +1,4 @@
-"""The lookout's looks at other threads."""
+"""The liveness probe's looks at other threads."""
 
 import subprocess
 import sys

@@ -80,9 +80,9 @@ def test_all_groups_count_into_one_record() -> None:
 def test_a_lane_of_a_cpu_run_issues_at_once_and_waits_when_asked() -> None:
     mesh = make_mesh(2)
     tensor = torch.tensor([float(mesh.rank + 1)])
-    ticket = mesh.reduce_lane.issue(lambda: mesh.reduce.all_reduce_(tensor))
-    ticket.wait()
-    ticket.wait()
+    handle = mesh.reduce_stream.issue(lambda: mesh.reduce.all_reduce_(tensor))
+    handle.wait()
+    handle.wait()
     assert tensor.item() == 3.0
 
 

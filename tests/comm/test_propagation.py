@@ -23,7 +23,7 @@ def make_mesh() -> Mesh:
 def break_down(mesh: Mesh) -> BaseException | None:
     """The cause of a transfer that broke."""
     broken = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
-    mesh.failures.explain(broken)
+    mesh.error_propagation.explain(broken)
     return broken.__cause__
 
 
@@ -31,14 +31,14 @@ def break_down(mesh: Mesh) -> BaseException | None:
 def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cause_in_this_run_only() -> None:
     mesh, own = make_mesh(), ValueError("no such token")
     if dist.get_rank() == 1:
-        mesh.failures.explain(own)
+        mesh.error_propagation.explain(own)
     dist.barrier()
     if dist.get_rank() == 0:
         cause = break_down(mesh)
         assert isinstance(cause, RankError)
         assert "training failed on rank 1" in str(cause) and "ValueError: no such token" in str(cause)
     assert own.__cause__ is None
-    mesh.failures.begin_run()
+    mesh.error_propagation.begin_run()
     if dist.get_rank() == 0:
         assert not isinstance(break_down(mesh), RankError)
     dist.barrier()
@@ -48,7 +48,7 @@ def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cau
 def test_only_a_rank_that_does_not_run_is_lost_and_where_there_is_none_others_are_said_to_run() -> None:
     mesh = make_mesh()
     if dist.get_rank() == 1:
-        mesh.lookout.stop()  # as if it were frozen; rank 2 is only late
+        mesh.liveness_probe.stop()  # as if it were frozen; rank 2 is only late
     dist.barrier()
     if dist.get_rank() == 0:
         cause = break_down(mesh)

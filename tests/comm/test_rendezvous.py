@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardeddp.comm.rendezvous import INTERFACE_VARIABLES, leave_loopback, meet, stay_on_loopback
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.topology import Seat
+from shardeddp.plan.topology import RankInfo
 from support.sockets import listening
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,10 +35,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def seat(rank: int, num_nodes: int = 2, ranks_per_node: int = 2) -> Seat:
+def info(rank: int, num_nodes: int = 2, ranks_per_node: int = 2) -> RankInfo:
     size = num_nodes * ranks_per_node
     node, local = divmod(rank, ranks_per_node)
-    return Seat(
+    return RankInfo(
         rank=rank,
         node=node,
         local_rank=local,
@@ -49,23 +49,23 @@ def seat(rank: int, num_nodes: int = 2, ranks_per_node: int = 2) -> Seat:
     )
 
 
-def all_meet(port: int, seats: list[Seat], patience: timedelta = PATIENCE, address: str = "127.0.0.1") -> list[Any]:
+def all_meet(port: int, infos: list[RankInfo], patience: timedelta = PATIENCE, address: str = "127.0.0.1") -> list[Any]:
     """What each rank gets, or the error that it gets."""
 
-    def one(own: Seat) -> Any:
+    def one(own: RankInfo) -> Any:
         try:
             return meet(address, port, own, patience)
         except (ConfigurationError, TimeoutError, RuntimeError) as error:
             return error
 
-    with ThreadPoolExecutor(len(seats)) as pool:
-        return list(pool.map(one, seats))
+    with ThreadPoolExecutor(len(infos)) as pool:
+        return list(pool.map(one, infos))
 
 
 def test_every_rank_learns_where_all_are_and_they_share_a_store() -> None:
-    seats = [seat(rank) for rank in range(4)]
-    met = all_meet(free_port(), seats)
-    assert all(found == seats for _, found in met)
+    infos = [info(rank) for rank in range(4)]
+    met = all_meet(free_port(), infos)
+    assert all(found == infos for _, found in met)
     met[2][0].set("key", "value")
     assert [store.get("key") for store, _ in met] == [b"value"] * 4
 
@@ -78,7 +78,7 @@ def test_a_store_that_outlives_attempts_shows_none_of_them_to_the_next(monkeypat
         left = dist.PrefixStore("shardeddp/rendezvous", agent)
         left.set(f"arrival/{left.add('arrival', 1)}", f"gone-{attempt}")
         left.add("arrival", 1)  # by one who was killed before it could say its name
-        store, other = (store for store, _ in all_meet(agent.port, [seat(0, 2, 1), seat(1, 2, 1)]))
+        store, other = (store for store, _ in all_meet(agent.port, [info(0, 2, 1), info(1, 2, 1)]))
         assert not store.check(["address"]), "what the attempt before has left"
         store.set("address", str(attempt))
         assert other.get("address") == str(attempt).encode()
@@ -86,8 +86,8 @@ def test_a_store_that_outlives_attempts_shows_none_of_them_to_the_next(monkeypat
 
 def test_nodes_with_different_numbers_of_ranks_are_an_error_on_all_ranks_at_once() -> None:
     began = time.monotonic()
-    seats = [seat(0), seat(1), Seat(**{**vars(seat(2)), "world_size": 2, "ranks_per_node": 1})]
-    found = all_meet(free_port(), seats)
+    infos = [info(0), info(1), RankInfo(**{**vars(info(2)), "world_size": 2, "ranks_per_node": 1})]
+    found = all_meet(free_port(), infos)
     assert time.monotonic() - began < 10
     assert {type(each) for each in found} == {ConfigurationError}
     assert {str(each) for each in found} == {str(found[0])}
@@ -96,17 +96,17 @@ def test_nodes_with_different_numbers_of_ranks_are_an_error_on_all_ranks_at_once
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    found = all_meet(free_port(), [seat(0), seat(2)], timedelta(seconds=1))
+    found = all_meet(free_port(), [info(0), info(2)], timedelta(seconds=1))
     assert {type(each) for each in found} == {TimeoutError}
     assert "ranks [1, 3] of 4 have not come within 1 s" in str(found[0])
 
 
 def test_a_rank_0_that_does_not_come_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = all_meet(free_port(), [seat(1)], timedelta(seconds=1))
+    (found,) = all_meet(free_port(), [info(1)], timedelta(seconds=1))
     assert "nobody answers at 127.0.0.1" in str(found)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    (found,) = all_meet(agent.port, [seat(1)], timedelta(seconds=1))
+    (found,) = all_meet(agent.port, [info(1)], timedelta(seconds=1))
     assert "has found the store" in str(found) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(found)
 
 
@@ -114,7 +114,7 @@ def test_a_port_that_somebody_has_is_an_error_that_names_the_variable() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        (found,) = all_meet(taken.getsockname()[1], [seat(0)], timedelta(seconds=1))
+        (found,) = all_meet(taken.getsockname()[1], [info(0)], timedelta(seconds=1))
     assert isinstance(found, RuntimeError) and "MASTER_PORT" in str(found)
 
 
@@ -127,7 +127,7 @@ def listeners(action: Callable[[], object]) -> tuple[object, set[str]]:
 
 def test_on_one_machine_nothing_listens_beyond_loopback() -> None:
     port = free_port()
-    _, found = listeners(lambda: all_meet(port, [seat(0, 1, 2), seat(1, 1, 2)], address=socket.gethostname()))
+    _, found = listeners(lambda: all_meet(port, [info(0, 1, 2), info(1, 1, 2)], address=socket.gethostname()))
     assert found == {"127.0.0.1"}
 
 
@@ -141,7 +141,7 @@ def test_interfaces_are_those_of_loopback_for_a_run_and_as_they_were_after_it() 
 
 def test_across_machines_the_store_listens_on_the_address_that_was_given() -> None:
     port = free_port()
-    _, found = listeners(lambda: all_meet(port, [seat(0, 2, 1), seat(1, 2, 1)], address="127.0.0.2"))
+    _, found = listeners(lambda: all_meet(port, [info(0, 2, 1), info(1, 2, 1)], address="127.0.0.2"))
     assert found == {"127.0.0.2"}
     assert [variable for variable in INTERFACE_VARIABLES if variable in os.environ] == []
 

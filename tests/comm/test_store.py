@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardeddp.comm.liveness import Lookout
-from shardeddp.comm.propagation import Failures, is_transfer_error
-from shardeddp.comm.store import ANSWER_S, LostStoreError, Muster, Notes, SilentStoreError
+from shardeddp.comm.liveness import LivenessProbe
+from shardeddp.comm.propagation import ErrorPropagation, is_transfer_error
+from shardeddp.comm.store import ANSWER_S, LostStoreError, SilentStoreError, StoreBarrier, StoreClient
 from shardeddp.errors import LostRankError
 from support.stores import MemoryStore
 
@@ -32,90 +32,93 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
 
 
 def test_those_made_by_ranks_alike_share_names_and_no_others(store: MemoryStore) -> None:
-    mine, others = [Notes("topic", 0), Notes("topic", 0)], [Notes("topic", 1), Notes("topic", 1)]
+    mine, others = (
+        [StoreClient("topic", 0), StoreClient("topic", 0)],
+        [StoreClient("topic", 1), StoreClient("topic", 1)],
+    )
     mine[0].write("word", "first")
     assert others[0].read("word") == "first" and others[1].read("word") is None
-    assert [notes.claim("claim", text) for notes, text in ((mine[1], "a"), (others[1], "b"))] == ["a", "a"]
-    assert [notes.count("number") for notes in (mine[1], others[1], mine[0])] == [1, 2, 1]
+    assert [client.claim("claim", text) for client, text in ((mine[1], "a"), (others[1], "b"))] == ["a", "a"]
+    assert [client.count("number") for client in (mine[1], others[1], mine[0])] == [1, 2, 1]
     assert mine[1].has(["claim"]) and not mine[1].has(["claim", "word"])
 
 
 def test_a_store_whose_host_is_frozen_is_waited_for_once_and_for_as_long_as_it_is_frozen(store: MemoryStore) -> None:
-    notes = Notes("topic", 0)
+    client = StoreClient("topic", 0)
     store.runs.clear()
     began = time.monotonic()
     with pytest.raises(SilentStoreError):
-        notes.count("number")
+        client.count("number")
     assert time.monotonic() - began < ANSWER_S + 0.5
     began = time.monotonic()
     with pytest.raises(SilentStoreError):
-        notes.count("number")
+        client.count("number")
     assert time.monotonic() - began < 0.2
     store.runs.set()
     time.sleep(0.1)
-    assert notes.count("number") == 2
+    assert client.count("number") == 2
 
 
 def test_a_hiccup_of_the_store_does_not_keep_notes_from_being_made(store: MemoryStore) -> None:
     store.delay_s = ANSWER_S + 0.1
-    notes = Notes("topic", 0)
+    client = StoreClient("topic", 0)
     store.delay_s = 0.0
-    assert notes.count("number") == 1
+    assert client.count("number") == 1
 
 
 def test_a_store_that_another_thread_keeps_busy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: busy)
-    notes, others = Notes("topic", 0), Notes("topic", 1)
+    client, others = StoreClient("topic", 0), StoreClient("topic", 1)
     waits = threading.Thread(target=busy.wait, args=(["missing"], timedelta(seconds=20)))
     waits.start()
     time.sleep(0.1)
-    assert notes.count("number") == 1 and others.read_all(["number", "no"]) == {"number": "1"}
+    assert client.count("number") == 1 and others.read_all(["number", "no"]) == {"number": "1"}
     dist.TCPStore("127.0.0.1", busy.port, is_master=False).set("missing", "")
     waits.join()
 
 
 def test_all_questions_of_a_process_are_asked_by_one_thread(store: MemoryStore) -> None:
-    first, second = Notes("topic", 0), Notes("other topic", 0)
-    for notes in (first, second, first):
-        notes.count("number")
+    first, second = StoreClient("topic", 0), StoreClient("other topic", 0)
+    for client in (first, second, first):
+        client.count("number")
     assert len(store.asked_by) == 1
 
 
 def test_an_explanation_does_not_wait_for_a_frozen_host_and_a_muster_not_much_longer_than_for_ranks(
     store: MemoryStore,
 ) -> None:
-    muster, failures = Muster(1, 2), Failures(1, 2, Lookout(1))
+    barrier, error_propagation = StoreBarrier(1, 2), ErrorPropagation(1, 2, LivenessProbe(1))
     store.runs.clear()
     began = time.monotonic()
     broken = RuntimeError(BROKEN)
-    failures.explain(broken)
+    error_propagation.explain(broken)
     assert isinstance(broken.__cause__, LostRankError) and broken.__cause__.ranks == [0]
     assert not broken.__cause__.ended
     assert time.monotonic() - began < ANSWER_S + 0.5
-    assert not muster.all_here("batch 1", patience_s=0.3)
+    assert not barrier.wait_for_all("batch 1", patience_s=0.3)
     assert time.monotonic() - began < 2 * ANSWER_S + 0.8
 
 
 def test_a_muster_of_a_rank_that_finds_the_store_silent_for_a_while_is_that_of_the_others(store: MemoryStore) -> None:
-    muster = Muster(0, 2)
-    store.values["shardeddp/muster/1/1/here/1"] = b"1"
-    store.values["shardeddp/muster/1/1/decision"] = b"all"
+    barrier = StoreBarrier(0, 2)
+    store.values["shardeddp/barrier/1/1/here/1"] = b"1"
+    store.values["shardeddp/barrier/1/1/decision"] = b"all"
     store.runs.clear()
     threading.Timer(ANSWER_S + 0.2, store.runs.set).start()
-    assert muster.all_here("batch 1")
+    assert barrier.wait_for_all("batch 1")
 
 
 def test_a_host_that_has_ended_is_said_to_have_ended(store: MemoryStore) -> None:
-    muster, failures = Muster(1, 2), Failures(1, 2, Lookout(1))
+    barrier, error_propagation = StoreBarrier(1, 2), ErrorPropagation(1, 2, LivenessProbe(1))
     store.gone = True
     broken = LostStoreError("the store of the process group is gone")
     assert is_transfer_error(broken)
-    failures.explain(broken)
+    error_propagation.explain(broken)
     assert isinstance(broken.__cause__, LostRankError)
     text = str(pickle.loads(pickle.dumps(broken.__cause__)))
     assert "no word from rank 0" in text and "has ended or was killed. The output of rank 0 says why" in text
-    assert not muster.all_here("batch 1")
+    assert not barrier.wait_for_all("batch 1")
 
 
 @pytest.fixture
@@ -134,7 +137,7 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
 def test_rank_0_stays_with_its_store_until_the_others_have_read_why_it_ends(
     store: MemoryStore, at_exit: dict[str, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = Failures(0, 2, Lookout(0)), Failures(1, 2, Lookout(1))
+    first, second = ErrorPropagation(0, 2, LivenessProbe(0)), ErrorPropagation(1, 2, LivenessProbe(1))
     first.explain(ValueError("no such token"))
     assert list(at_exit) == ["_leave"]
     threading.Timer(0.3, second.explain, [RuntimeError(BROKEN)]).start()
@@ -154,12 +157,12 @@ def test_a_rank_that_ends_because_of_others_lets_them_read_why_and_one_that_is_a
     store: MemoryStore, at_exit: dict[str, Callable[[], None]]
 ) -> None:
     for size, expected in ((1, []), (2, ["_leave"])):
-        failures = Failures(size - 1, size, Lookout(size - 1))
+        error_propagation = ErrorPropagation(size - 1, size, LivenessProbe(size - 1))
         store.gone = True
-        failures.explain(RuntimeError(BROKEN))
+        error_propagation.explain(RuntimeError(BROKEN))
         assert list(at_exit) == expected
         store.gone = False
-        failures.begin_run()
+        error_propagation.begin_run()
         assert not at_exit
 
 
@@ -167,13 +170,13 @@ def test_a_rank_that_ends_because_of_others_lets_them_read_why_and_one_that_is_a
 def test_what_is_asked_does_not_grow_with_the_ranks_and_a_slow_store_is_no_lost_rank(
     store: MemoryStore, size: int
 ) -> None:
-    failures = Failures(1, size, Lookout(1))
+    error_propagation = ErrorPropagation(1, size, LivenessProbe(1))
     for rank in range(size):
         if rank not in (1, 5):
             store.values[f"shardeddp/failures/1/interrupted/{rank}"] = b"1"
     store.calls, store.delay_s = 0, 0.05
     broken = RuntimeError(BROKEN)
-    failures.explain(broken)
+    error_propagation.explain(broken)
     assert isinstance(broken.__cause__, LostRankError) and broken.__cause__.ranks == [5]
     assert store.calls < 45
 
@@ -181,14 +184,14 @@ def test_what_is_asked_does_not_grow_with_the_ranks_and_a_slow_store_is_no_lost_
 def test_a_question_counts_as_answered_when_the_answer_is_written(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lookout = Lookout(0)
-    question = lookout.ask()
+    liveness_probe = LivenessProbe(0)
+    question = liveness_probe.ask()
     with monkeypatch.context() as patch:
         patch.setattr(MemoryStore, "set", refuse)
         with pytest.raises(LostStoreError):
-            lookout.look_out()
-    lookout.look_out()
-    assert list(lookout.answers([0], question)) == [0]
+            liveness_probe.look_out()
+    liveness_probe.look_out()
+    assert list(liveness_probe.answers([0], question)) == [0]
 
 
 def refuse(store: MemoryStore, key: str, value: bytes | str) -> None:
@@ -197,12 +200,12 @@ def refuse(store: MemoryStore, key: str, value: bytes | str) -> None:
 
 
 def test_answers_of_all_ranks_are_read_at_once(store: MemoryStore) -> None:
-    lookout = Lookout(0)
+    liveness_probe = LivenessProbe(0)
     for rank in range(512):
         answer = {"question": rank % 2, "where": f"line {rank}", "reports": {}}
-        store.values[f"shardeddp/lookout/1/answer/{rank}"] = json.dumps(answer).encode()
+        store.values[f"shardeddp/liveness/1/answer/{rank}"] = json.dumps(answer).encode()
     store.calls = 0
-    answers = lookout.answers(range(512))
+    answers = liveness_probe.answers(range(512))
     assert len(answers) == 256 and answers[511]["where"] == "line 511"
     assert store.calls == 2
 

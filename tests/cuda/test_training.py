@@ -46,8 +46,8 @@ def states_of(training: Training) -> list[torch.Tensor]:
 def test_offloaded_parameters_live_in_pinned_memory_of_the_host() -> None:
     training = Training(Setting(offload=OFFLOADS["params"]), stack())
     training.train(2)
-    shards = [group.main_shard for track in training.runtime.tracks for group in track.unit.groups]
-    gradients = [group.gradients.shard for track in training.runtime.tracks for group in track.unit.groups]
+    shards = [group.main_shard for progress in training.runtime.progresses for group in progress.unit.groups]
+    gradients = [group.gradients.shard for progress in training.runtime.progresses for group in progress.unit.groups]
     flat = [*shards, *(gradient for gradient in gradients if gradient is not None)]
     assert len(flat) == 2 * len(shards)
     assert all(each.is_cpu and each.is_pinned() for each in flat)

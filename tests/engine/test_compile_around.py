@@ -116,7 +116,7 @@ def test_a_model_of_one_unit_is_one_graph() -> None:
 
 
 def gathered_bytes(run: Trial) -> list[int]:
-    flats = [[group.buffer.flat for group in track.unit.groups] for track in run.runtime.tracks]
+    flats = [[group.buffer.flat for group in progress.unit.groups] for progress in run.runtime.progresses]
     return [sum(0 if flat is None else flat.nbytes for flat in each) for each in flats]
 
 

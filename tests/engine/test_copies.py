@@ -70,7 +70,7 @@ def watch(model: nn.Module, runtime: Runtime | None, micro_batches: int) -> Ledg
     writes = Writes()
     for micro_batch in range(micro_batches):
         if runtime is not None:
-            runtime.sync_gradients = micro_batch == micro_batches - 1 or runtime.placement.reduce_every_backward
+            runtime.sync_gradients = micro_batch == micro_batches - 1 or runtime.sharding.reduce_every_backward
         with writes, nullcontext([]) if runtime is None else runtime.step("training_step") as outputs:
             outputs.append(square(model, dist.get_rank(), micro_batch))
         with writes:
@@ -84,8 +84,10 @@ class Engine:
     def __init__(self, strategy: str) -> None:
         self.trial = Trial(make_model(), Sharding(strategy=strategy, units=UNITS), make_optimizer=optim.AdamW)
         self.trial.train(square, steps=2)
-        tracks = self.trial.runtime.tracks
-        self.layouts = [layout for track in tracks for layout in (group.layout for group in track.unit.groups)]
+        progresses = self.trial.runtime.progresses
+        self.layouts = [
+            layout for progress in progresses for layout in (group.layout for group in progress.unit.groups)
+        ]
         self.numel = sum(layout.numel for layout in self.layouts)
         self.padding = sum(layout.padding_numel for layout in self.layouts)
         self.shard = sum(layout.shard_numel for layout in self.layouts)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardeddp.engine.deferred_init import Birth, allocate_on_host
+from shardeddp.engine.deferred_init import DeferredRecord, allocate_on_host
 from shardeddp.tensor.shard_tensor import ShardTensor
 from support.deferred import (
     MODELS,
@@ -69,7 +69,7 @@ def test_the_creator_of_a_tied_weight_decides_where_it_is_known() -> None:
         torch.manual_seed(5)
         with torch.device("meta"):
             model = Tied("head")
-        shard(model, Birth(creators={id(model.head.weight): model.head} if known else {}))
+        shard(model, DeferredRecord(creators={id(model.head.weight): model.head} if known else {}))
         assert torch.equal(full(model.embed.weight), expected["embed.weight"]) == known
         assert model.embed.weight is model.head.weight
 
@@ -128,7 +128,7 @@ def test_what_a_checkpoint_provides_is_kept_and_the_rest_initialised() -> None:
     given = {name: torch.randn_like(tensor) for name, tensor in affine().state_dict().items()}
     del given["0.shift"], given["0.mean"]
     model = on_meta(affine)
-    shard(model, Birth(load=lambda: model.load_state_dict(given, strict=False) and None))
+    shard(model, DeferredRecord(load=lambda: model.load_state_dict(given, strict=False) and None))
     found = values(model)
     check_equal({name: found[name] for name in given}, given)
     assert torch.equal(found["0.shift"], torch.ones(3))
@@ -142,7 +142,7 @@ def test_a_parent_that_is_initialised_keeps_what_was_loaded_into_its_children() 
     given = {name: torch.randn_like(tensor) for name, tensor in ScalesItsChildren().state_dict().items()}
     del given["body.0.bias"]
     model = on_meta(ScalesItsChildren)
-    shard(model, Birth(load=lambda: model.load_state_dict(given, strict=False) and None))
+    shard(model, DeferredRecord(load=lambda: model.load_state_dict(given, strict=False) and None))
     found = values(model)
     check_equal({name: found[name] for name in given}, given)
     assert torch.equal(found["body.0.bias"], torch.zeros(4))
@@ -153,7 +153,7 @@ def test_a_complete_checkpoint_draws_nothing() -> None:
     given = layers().state_dict()
     model = on_meta(layers)
     before = torch.get_rng_state()
-    shard(model, Birth(load=lambda: model.load_state_dict(given) and None))
+    shard(model, DeferredRecord(load=lambda: model.load_state_dict(given) and None))
     check_equal(values(model), given)
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -6,12 +6,12 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from shardeddp.comm import Pending
+from shardeddp.comm import CollectiveHandle
 from shardeddp.comm.backends import GlooCollectives
-from shardeddp.engine.deferred_init import Birth
+from shardeddp.engine.deferred_init import DeferredRecord
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.plan.sharding_strategy import PLACEMENTS
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.wrap import NamePolicy, build_units
 from support.allocations import ATTEMPTS, all_complete, record_allocations
 from support.deferred import Build, on_meta
@@ -63,11 +63,11 @@ def record_setup(sharding: Sharding, build: Build, load: bool) -> tuple[list[int
     model = on_meta(build)
     units = build_units(model, NamePolicy(sharding.units))
     mesh = sharding.mesh()
-    birth = Birth(load=lambda: model.load_state_dict(state) and None) if load else Birth()
+    record = DeferredRecord(load=lambda: model.load_state_dict(state) and None) if load else DeferredRecord()
     # What the transport's threads let go of is freed where the profiler does not look; here all ranks draw alike.
-    silent = mock.patch.object(GlooCollectives, "broadcast_", new=lambda *arguments: Pending())
+    silent = mock.patch.object(GlooCollectives, "broadcast_", new=lambda *arguments: CollectiveHandle())
     with silent, record_allocations() as sizes:
-        shard_model(units, mesh, PLACEMENTS[sharding.strategy], Prefetch(), birth)
+        shard_model(units, mesh, SHARDING_STRATEGIES[sharding.strategy], Prefetch(), record)
     return sizes, sum(parameter.nbytes for parameter in build().parameters()) / mesh.topology.shard_size
 
 

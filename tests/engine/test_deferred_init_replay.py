@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shardeddp.engine.deferred_init import Origin, origin_of, replay
+from shardeddp.engine.deferred_init import ConstructionRecord, origin_of, replay
 
 
 @pytest.fixture(autouse=True)
@@ -16,15 +16,15 @@ def _generator() -> Iterator[None]:
     torch.set_rng_state(before)
 
 
-def drawn(*origins: Origin) -> list[float]:
+def drawn(*origins: ConstructionRecord) -> list[float]:
     """One number from each origin."""
     numbers: list[float] = []
     replay(origins, lambda index: numbers.append(torch.rand(()).item()))
     return numbers
 
 
-def now() -> Origin:
-    return Origin(state=torch.get_rng_state())
+def now() -> ConstructionRecord:
+    return ConstructionRecord(state=torch.get_rng_state())
 
 
 def stream(count: int, seed: int = 3) -> list[float]:
@@ -51,7 +51,7 @@ def test_one_that_has_moved_stays_where_it_is() -> None:
 
 
 def test_one_that_was_seeded_anew_stays_where_it_is() -> None:
-    origin = Origin(state=torch.get_rng_state(), reseeded=True)
+    origin = ConstructionRecord(state=torch.get_rng_state(), reseeded=True)
     numbers = [*drawn(origin), torch.rand(()).item()]
     assert numbers == stream(1) * 2
 
@@ -70,7 +70,7 @@ def test_origins_at_two_places_draw_from_either() -> None:
 
 def test_a_tensor_belongs_to_the_last_origin_that_did_not_find_it() -> None:
     first, second, third = (torch.zeros(1) for _ in range(3))
-    origins = [now(), Origin(state=torch.get_rng_state(), earlier=[first, third])]
+    origins = [now(), ConstructionRecord(state=torch.get_rng_state(), earlier=[first, third])]
     assert [origin_of(tensor, origins) for tensor in (first, second, third)] == [0, 1, 0]
     assert origin_of(first, origins[1:]) == 0
     assert origin_of(first, ()) == 0

@@ -50,7 +50,7 @@ def test_each_unit_is_reduced_once_in_a_backward(strategy: str, order: tuple[int
     for step in range(3):
         trial.runtime.mesh.traffic.reset()
         trial.forward(square, step).backward()
-        assert trial.runtime.mesh.traffic.calls["reduce_scatter"] == len(trial.runtime.tracks)
+        assert trial.runtime.mesh.traffic.calls["reduce_scatter"] == len(trial.runtime.progresses)
 
 
 def train_with_prefetch(strategy: str, prefetch: int) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def test_units_are_unsharded_one_at_a_time_when_nothing_is_prefetched() -> None:
     seen: list[list[str]] = []
 
     def watch(*_: object) -> None:
-        seen.append([t.unit.label for t in trial.runtime.tracks[1:] if t.unit.state.value != "sharded"])
+        seen.append([t.unit.label for t in trial.runtime.progresses[1:] if t.unit.state.value != "sharded"])
 
     for block in trial.model.blocks:
         block[1].register_forward_hook(watch)
@@ -92,7 +92,7 @@ def test_prefetch_gathers_what_comes_next_in_both_directions() -> None:
     seen: list[str] = []
 
     def watch(*_: object) -> None:
-        seen.append("".join(t.unit.label[-1] for t in trial.runtime.tracks[1:] if t.unit.state.value != "sharded"))
+        seen.append("".join(t.unit.label[-1] for t in trial.runtime.progresses[1:] if t.unit.state.value != "sharded"))
 
     for block in trial.model.blocks:
         block[1].register_forward_hook(watch)
@@ -109,7 +109,7 @@ def test_units_are_reduced_while_the_backward_goes_on(strategy: str, order: tupl
     seen: list[set[str]] = []
 
     def watch(*_: object) -> None:
-        seen.append({track.unit.label[-1] for track in trial.runtime.tracks if track.issued})
+        seen.append({progress.unit.label[-1] for progress in trial.runtime.progresses if progress.issued})
 
     trial.train(square, steps=2)
     for index in order:
@@ -117,7 +117,7 @@ def test_units_are_reduced_while_the_backward_goes_on(strategy: str, order: tupl
     trial.forward(square).backward()
     _, second, third = (str(index) for index in order)
     assert seen == [set(), {third}, {second, third}]
-    assert all(track.issued for track in trial.runtime.tracks)
+    assert all(progress.issued for progress in trial.runtime.progresses)
 
 
 @every_strategy

@@ -39,8 +39,8 @@ def test_frozen_and_trainable_parameters_share_a_unit(strategy: str, adapter_fir
     model = nn.Sequential(*(Adapted(adapter_first) for _ in range(3)))
     trial = Trial(model, Sharding(strategy=strategy, units=("0", "1", "2")))
     trial.train(square)
-    for track in trial.runtime.tracks[1:]:
-        for group in track.unit.groups:
+    for progress in trial.runtime.progresses[1:]:
+        for group in progress.unit.groups:
             assert (group.gradients.shard is not None) == group.trainable
 
 

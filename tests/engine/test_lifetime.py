@@ -12,7 +12,7 @@ from shardeddp.comm import Mesh
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.sharding_strategy import find_placement
+from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 from world import Worlds
@@ -26,7 +26,7 @@ def train_and_let_go(strategy: str, ranks: int) -> list[bool]:
     mesh = Mesh(Topology(world_size=ranks, shard_size=shard_size), torch.device("cpu"), timedelta(seconds=30))
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
     specs = build_units(model, resolve_policy({nn.Sequential}))
-    runtime = shard_model(specs, mesh, find_placement(strategy), Prefetch())
+    runtime = shard_model(specs, mesh, find_sharding(strategy), Prefetch())
     optimizer = torch.optim.AdamW(model.parameters())
     attach_optimizer(optimizer, runtime.parameters_changed)
     with runtime.step() as outputs:

@@ -94,9 +94,9 @@ class Training:
 
     def plan(self, micro_batches: int = 1) -> MemoryPlan:
         """What the cost model predicts."""
-        units = [track.unit.costs() for track in self.runtime.tracks]
+        units = [progress.unit.costs() for progress in self.runtime.progresses]
         return plan_memory(
-            units, self.sharding.placement, prefetch=self.sharding.prefetch, accumulates=micro_batches > 1
+            units, self.sharding.sharding, prefetch=self.sharding.prefetch, accumulates=micro_batches > 1
         )
 
     def step(self, micro_batches: int = 1) -> None:
@@ -231,7 +231,9 @@ def test_an_evaluation_holds_the_root_and_the_units_at_work() -> None:
     with record_allocations() as sizes:
         evaluate()
     added = max(accumulate(sizes))
-    root, *blocks = (sum(cost.full_nbytes for cost in track.unit.costs()) for track in training.runtime.tracks)
+    root, *blocks = (
+        sum(cost.full_nbytes for cost in progress.unit.costs()) for progress in training.runtime.progresses
+    )
     assert abs(added - (root + 2 * blocks[0])) <= ACTIVATIONS * added
 
 
@@ -247,7 +249,7 @@ def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
     # Adam's states are as long as this rank's elements, without the padding; and it counts its steps per parameter.
     states = sum(2 * (it.to_local() if isinstance(it, ShardTensor) else it).nbytes for it in trained)
     check_held(before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained))
-    groups = [group for track in training.runtime.tracks for group in track.unit.groups]
+    groups = [group for progress in training.runtime.progresses for group in progress.unit.groups]
     padding = sum(2 * 4 * group.layout.padding_numel for group in groups)
     assert 0 <= plan.optimizer_nbytes - states <= padding
 
@@ -301,5 +303,5 @@ def test_retained_parameters_are_held_between_steps() -> None:
     training = Training(Sharding(strategy="shard_optimizer", units=BLOCKS))
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))
-    full = sum(cost.full_nbytes for track in training.runtime.tracks for cost in track.unit.costs())
+    full = sum(cost.full_nbytes for progress in training.runtime.progresses for cost in progress.unit.costs())
     check_held(before, training.plan().main_shard_nbytes + full)

@@ -125,13 +125,13 @@ def test_backwards_of_one_step_are_known_apart_and_agree_on_nothing_once_they_ar
     trial = Trial(Experts(), Sharding(units=("experts.*",)))
     runtime = trial.runtime
     calls: list[str] = []
-    call = runtime.mesh.assembly.call
-    runtime.mesh.assembly.call = lambda what: (calls.append(what), call(what))[1]  # type: ignore[method-assign]
+    call = runtime.mesh.world_fingerprints.call
+    runtime.mesh.world_fingerprints.call = lambda what: (calls.append(what), call(what))[1]  # type: ignore[method-assign]
     for step in range(4):
         with runtime.step("training_step"):
             for order in ([0, 1], [2, 3, 1]):  # as a discriminator's backward and a generator's
                 routed(trial.model, 0, 0, [[order]]).backward()
-        asked = [runtime.visits.agrees(kind) for kind in ("training_step", "backward 0", "backward 1")]
+        asked = [runtime.agreement.agrees(kind) for kind in ("training_step", "backward 0", "backward 1")]
         assert asked == [False] * 3 and calls == [], step
 
 
@@ -139,8 +139,8 @@ def test_backwards_of_one_step_are_known_apart_and_agree_on_nothing_once_they_ar
 def test_what_all_ranks_change_for_good_is_asked_about_in_one_step_only() -> None:
     trial = Trial(Experts(), Sharding(units=("experts.*",)))
     calls: list[str] = []
-    call = trial.runtime.mesh.assembly.call
-    trial.runtime.mesh.assembly.call = lambda what, *advice: (calls.append(what), call(what, *advice))[1]  # type: ignore[method-assign]
+    call = trial.runtime.mesh.world_fingerprints.call
+    trial.runtime.mesh.world_fingerprints.call = lambda what, *advice: (calls.append(what), call(what, *advice))[1]  # type: ignore[method-assign]
     for step in range(6):
         with another_order() if step == 2 else nullcontext(), trial.runtime.step("training_step") as outputs:
             outputs.append(routed(trial.model, 0, 0, [[[0, 1] if step < 2 else [2, 1, 3]]]))

@@ -97,7 +97,7 @@ def test_blocks_are_recomputed_one_at_a_time() -> None:
     seen: list[str] = []
 
     def watch(*_: object) -> None:
-        unsharded = (t.unit.label[-1] for t in trial.runtime.tracks[1:] if t.unit.state.value != "sharded")
+        unsharded = (t.unit.label[-1] for t in trial.runtime.progresses[1:] if t.unit.state.value != "sharded")
         seen.append("".join(unsharded))
 
     for block in trial.model.blocks:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.sharding_strategy import choose_placement
+from shardeddp.plan.sharding_strategy import choose_sharding
 from training import Sharding, Trial, batch
 from world import Worlds, on_ranks
 
@@ -155,7 +155,7 @@ def test_training_on_parts_that_were_kept_equals_one_process(regather: int) -> N
 @on_ranks(4)
 def test_a_part_is_held_from_forward_to_backward_and_not_longer() -> None:
     trial = Trial(Model(), Sharding(units=("blocks.*",), regather=2))
-    groups = [track.unit.groups[0] for track in trial.runtime.tracks[1:]]
+    groups = [progress.unit.groups[0] for progress in trial.runtime.progresses[1:]]
     trial.train(mean_square, steps=1)
     loss = trial.forward(mean_square)
     kept = [group._kept_part for group in groups]
@@ -174,11 +174,11 @@ def test_a_part_is_held_from_forward_to_backward_and_not_longer() -> None:
 )
 def test_a_resharding_that_cannot_be_is_refused(strategy: str, value: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        choose_placement(strategy, reshard_after_forward=value).topology(num_nodes=1, ranks_per_node=4)
+        choose_sharding(strategy, reshard_after_forward=value).topology(num_nodes=1, ranks_per_node=4)
 
 
 def test_resharding_by_hand_turns_one_strategy_into_another() -> None:
-    zero_3, zero_2 = choose_placement("full_shard"), choose_placement("shard_grad_op")
-    assert choose_placement("full_shard", reshard_after_forward=False) == zero_2
-    assert choose_placement("shard_grad_op", reshard_after_forward=True) == zero_3
-    assert choose_placement("full_shard", reshard_after_forward=2) == replace(zero_3, regather_size=2)
+    zero_3, zero_2 = choose_sharding("full_shard"), choose_sharding("shard_grad_op")
+    assert choose_sharding("full_shard", reshard_after_forward=False) == zero_2
+    assert choose_sharding("shard_grad_op", reshard_after_forward=True) == zero_3
+    assert choose_sharding("full_shard", reshard_after_forward=2) == replace(zero_3, regather_size=2)

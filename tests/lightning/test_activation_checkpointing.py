@@ -138,7 +138,7 @@ def test_a_unit_is_neither_released_before_its_recomputation_nor_kept_behind_it(
 
     def watch(*_: object) -> None:
         # Prefetch is one unit ahead; what is already through its backward must be sharded again.
-        states = (track.unit.state.value for track in trial.runtime.tracks[1:])
+        states = (progress.unit.state.value for progress in trial.runtime.progresses[1:])
         seen.append("".join("." if state == "sharded" else "u" for state in states))
 
     for block in trial.model.stack.blocks:

@@ -16,7 +16,7 @@ from shardeddp import (
     NamePolicy,
     SizePolicy,
 )
-from shardeddp.plan.sharding_strategy import PLACEMENTS, choose_placement, find_placement
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, choose_sharding, find_sharding
 from shardeddp.wrap.policy import PredicatePolicy, SingleUnitPolicy
 from support.command_line import STRATEGY, strategy_of, write
 from support.tasks import Block, TinyGpt
@@ -33,12 +33,12 @@ def is_block(name: str, module: nn.Module) -> bool:
 
 @pytest.mark.parametrize("name", ["shardeddp.ShardedDP", "ShardedDP", "sharded_dp", "SHARDED_DP"])
 def test_the_bare_name_is_enough(name: str) -> None:
-    assert strategy_of(f"{STRATEGY}={name}").placement == find_placement("full_shard")
+    assert strategy_of(f"{STRATEGY}={name}").sharding == find_sharding("full_shard")
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", SHARDING_STRATEGIES)
 def test_each_sharding_strategy_has_a_name_on_the_command_line(name: str) -> None:
-    assert strategy_of(f"{STRATEGY}=sharded_dp_{name}").placement == find_placement(name)
+    assert strategy_of(f"{STRATEGY}=sharded_dp_{name}").sharding == find_sharding(name)
 
 
 def test_options_follow_the_class_on_the_command_line() -> None:
@@ -49,7 +49,7 @@ def test_options_follow_the_class_on_the_command_line() -> None:
         f"{STRATEGY}.forward_prefetch=3",
         f"{STRATEGY}.auto_wrap_policy=null",
     )
-    assert strategy.placement.shard_size == 2
+    assert strategy.sharding.shard_size == 2
     assert strategy.prefetch.forward == 3
     assert isinstance(strategy.policy, SingleUnitPolicy)
 
@@ -71,7 +71,7 @@ def test_every_plain_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
             },
         )
     )
-    assert (strategy.placement.shard_size, strategy.placement.reduce_every_backward) == (1, False)
+    assert (strategy.sharding.shard_size, strategy.sharding.reduce_every_backward) == (1, False)
     assert (strategy.prefetch.forward, strategy.prefetch.backward) == (0, 2)
     assert strategy.timeout == timedelta(minutes=2)
 
@@ -171,13 +171,13 @@ def test_activation_checkpointing_can_be_written_in_yaml(tmp_path: Path, value: 
 def test_offload_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: CPUOffload) -> None:
     strategy = strategy_of(write(tmp_path, {"cpu_offload": value}))
     assert strategy.offload == expected
-    assert strategy.placement.offload_params == expected.params
+    assert strategy.sharding.offload_params == expected.params
 
 
 @pytest.mark.parametrize("value", [True, False, 2, None])
 def test_resharding_is_a_choice_or_a_number_of_ranks(tmp_path: Path, value: Any) -> None:
-    found = strategy_of(write(tmp_path, {"reshard_after_forward": value})).placement
-    assert found == choose_placement("full_shard", reshard_after_forward=value)
+    found = strategy_of(write(tmp_path, {"reshard_after_forward": value})).sharding
+    assert found == choose_sharding("full_shard", reshard_after_forward=value)
     assert found.regather_size == (2 if value == 2 else None)
 
 

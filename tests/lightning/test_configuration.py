@@ -11,7 +11,7 @@ import yaml
 
 import shardeddp
 from shardeddp import ActivationCheckpointing, CheckpointOptions, CPUOffload, MixedPrecision, ShardedDP
-from shardeddp.plan.sharding_strategy import PLACEMENTS
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from support.command_line import STRATEGY, printed, refusal, strategy_of, write
 from support.tasks import TinyGpt
 
@@ -175,7 +175,7 @@ def test_every_option_and_every_field_was_among_them() -> None:
 # -- errors
 
 WRONG: list[tuple[str, Any, list[str]]] = [
-    ("sharding_strategy", "ful_shard", [*PLACEMENTS, "did you mean 'full_shard'"]),
+    ("sharding_strategy", "ful_shard", [*SHARDING_STRATEGIES, "did you mean 'full_shard'"]),
     ("shard_size", "two", ["int", "two"]),
     ("auto_wrap_policy", "bloks.*", ["NamePolicy"]),
     ("auto_wrap_policy", 3, ["Policy", "str"]),
@@ -259,7 +259,7 @@ def choices(annotation: Any) -> set[str]:
 def test_the_document_lists_the_choices_of_every_option() -> None:
     table, hints = rows("All options"), get_type_hints(ShardedDP.__init__)
     expected = {name: choices(hints[name]) for name in table}
-    assert expected["sharding_strategy"] == set(PLACEMENTS)
+    assert expected["sharding_strategy"] == set(SHARDING_STRATEGIES)
     assert sum(map(len, expected.values())) > 10
     for name, wanted in expected.items():
         assert wanted <= set(re.findall(r"`(\w+)`", table[name][0])), name

@@ -361,7 +361,7 @@ def fail(module: LightningModule) -> None:
     raise LookupError("no such token")
 
 
-class Notes(Callback):
+class StoreClient(Callback):
     """Hears of exceptions, as those that send messages do."""
 
     heard = ""
@@ -373,8 +373,8 @@ class Notes(Callback):
 
 def fail_and_live(linger_s: float) -> Ended:
     """The rank that fails does not end: a notebook, or a script that catches errors."""
-    model, notes = Odd(fail, 1, 2), Notes()
-    trainer = make_trainer(make_strategy("full_shard"), max_steps=6, callbacks=[notes])
+    model, client = Odd(fail, 1, 2), StoreClient()
+    trainer = make_trainer(make_strategy("full_shard"), max_steps=6, callbacks=[client])
 
     def run() -> None:
         try:
@@ -382,7 +382,7 @@ def fail_and_live(linger_s: float) -> Ended:
         except LookupError:
             time.sleep(linger_s)
         except RuntimeError as error:
-            assert notes.heard == str(error)
+            assert client.heard == str(error)
             raise
 
     return ended_with(run, lambda: model.began)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardeddp import ShardedDP
 from shardeddp.checkpoint.contents import open_checkpoint
-from shardeddp.plan.sharding_strategy import PLACEMENTS, Placement
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
 from world import Worlds
@@ -172,21 +172,26 @@ def test_an_exception_on_one_rank_ends_the_script_on_all(tmp_path: Path, rank: i
 # -- names
 
 
-def placements_by_name() -> dict[str, Placement]:
+def strategies_by_name() -> dict[str, ShardingStrategy]:
     found = {}
-    for name in ("sharded_dp", "shardeddp", "shardeddp.shardeddp", *(f"sharded_dp_{each}" for each in PLACEMENTS)):
+    for name in (
+        "sharded_dp",
+        "shardeddp",
+        "shardeddp.shardeddp",
+        *(f"sharded_dp_{each}" for each in SHARDING_STRATEGIES),
+    ):
         trainer = make_trainer(name, max_steps=1)
         trainer.fit(TinyGpt(), token_loader(8))
         assert isinstance(trainer.strategy, ShardedDP)
-        found[name] = trainer.strategy.runtime.placement
+        found[name] = trainer.strategy.runtime.sharding
     return found
 
 
 def test_every_sharding_strategy_has_a_name_that_a_trainer_takes(world: Worlds) -> None:
-    full = dict.fromkeys(("sharded_dp", "shardeddp", "shardeddp.shardeddp"), PLACEMENTS["full_shard"])
+    full = dict.fromkeys(("sharded_dp", "shardeddp", "shardeddp.shardeddp"), SHARDING_STRATEGIES["full_shard"])
     assert (
-        world(2).run(placements_by_name)
-        == [full | {f"sharded_dp_{name}": placement for name, placement in PLACEMENTS.items()}] * 2
+        world(2).run(strategies_by_name)
+        == [full | {f"sharded_dp_{name}": sharding for name, sharding in SHARDING_STRATEGIES.items()}] * 2
     )
 
 

@@ -209,10 +209,10 @@ def test_bytes_on_the_wire_are_those_of_the_dtypes(reduce_dtype: str | None, rto
     sizes = {"gather": 2, "reduce": 4 if reduce_dtype is None else 2}
     trial = trial_of(MixedPrecision(param_dtype="bf16", reduce_dtype=reduce_dtype), "hybrid_shard", 2)
     trial.forward(loss).backward()
-    layouts = [group.layout for track in trial.runtime.tracks for group in track.unit.groups]
+    layouts = [group.layout for progress in trial.runtime.progresses for group in progress.unit.groups]
     padded = sum(layout.padded_numel for layout in layouts)
     nbytes = trial.runtime.mesh.traffic.nbytes
-    root = sum(cost.layout.padded_numel for cost in trial.runtime.tracks[0].unit.costs())  # gathered once
+    root = sum(cost.layout.padded_numel for cost in trial.runtime.progresses[0].unit.costs())  # gathered once
     assert nbytes["all_gather"] == sizes["gather"] * (2 * padded - root) // 2
     assert nbytes["reduce_scatter"] == sizes["reduce"] * padded // 2
     assert nbytes["all_reduce"] == 2 * sizes["reduce"] * (padded // 2) // 2

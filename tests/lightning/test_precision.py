@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardeddp import ConfigurationError, ShardedDP, ShardTensor
 from shardeddp.lightning.precision import ShardedMixedPrecision, ShardedPrecision, shard_precision
-from shardeddp.plan.sharding_strategy import PLACEMENTS
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from support.parity import Run, assert_same_training
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -28,7 +28,7 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(60)
 
 UNITS = {"auto_wrap_policy": {Block}}
-STRATEGIES = [{"sharding_strategy": name, **UNITS} for name in PLACEMENTS]
+STRATEGIES = [{"sharding_strategy": name, **UNITS} for name in SHARDING_STRATEGIES]
 
 
 def trainer_of(**options: Any) -> Trainer:

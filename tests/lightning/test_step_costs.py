@@ -92,7 +92,7 @@ def waits_of_ranks(name: str) -> int:
 def test_a_step_waits_for_its_device_no_more_often_than_one_process(world: Worlds, name: str, size: int) -> None:
     expected = world(1).run(waits_of_one_process)[0]
     assert expected > 0, "the optimizer's step counts were looked at: the watch does its work"
-    # The vote on signals looks at a number in the host's memory, wherever the model is.
+    # The agreement on signals looks at a number in the host's memory, wherever the model is.
     assert max(world(size).run(waits_of_ranks, name)) <= expected + STEPS
 
 

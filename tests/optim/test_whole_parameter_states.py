@@ -52,10 +52,10 @@ def test_numbers_among_states_travel_when_all_ranks_ask_and_are_never_shown_wron
     parameters = list(trial.model.parameters())
     whole_of = owned_step_of(trial.optimizer)._wholes.of
     exchanges = [mock.patch.object(whole_parameter, name, wraps=vars(whole_parameter)[name]) for name in TRAVELS]
-    with exchanges[0] as agree, exchanges[1] as gather, exchanges[2] as exchange:
+    with exchanges[0] as agree, exchanges[1] as gather, exchanges[2] as all_gather_bytes:
         trial.train(square, steps=2)
         assert [agree.call_args.args[0], agree.call_count] == [[False], 2]  # one byte a step
-        assert not (gather.called or exchange.called)
+        assert not (gather.called or all_gather_bytes.called)
         shown = [trial.optimizer.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, shown, strict=True):
             if whole_of(parameter).tensor is None:
@@ -69,7 +69,7 @@ def test_numbers_among_states_travel_when_all_ranks_ask_and_are_never_shown_wron
             saved = trial.optimizer.state_dict()["state"]
             assert [saved[index]["count"] for index in range(len(parameters))] == [4] * len(parameters)
             assert [state["count"] for state in shown] == [4] * len(parameters)
-        assert exchange.call_count == 1  # the second finds them known
+        assert all_gather_bytes.call_count == 1  # the second finds them known
     for each in (trial.optimizer, trial.reference_optimizer):
         for state in each.state.values():
             state["count"] = 1
@@ -77,7 +77,7 @@ def test_numbers_among_states_travel_when_all_ranks_ask_and_are_never_shown_wron
     assert {state["count"] for state in trial.optimizer.state_dict()["state"].values()} == {2}
 
 
-TRAVELS = ("agree_on_any", "gather_results", "exchange")
+TRAVELS = ("agree_on_any", "gather_results", "all_gather_bytes")
 
 
 class KeepsObjects(Lion):

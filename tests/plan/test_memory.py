@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost, MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import PLACEMENTS
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 
 pytestmark = pytest.mark.timeout(30)
 bounded = settings(deadline=None, max_examples=200, derandomize=True)
@@ -40,7 +40,7 @@ def plan(
     units: Sequence[Sequence[GroupCost]], strategy: str = "full_shard", prefetch: int = 1, **options: Any
 ) -> MemoryPlan:
     """The plan under one of the strategies."""
-    return plan_memory(units, PLACEMENTS[strategy], prefetch=prefetch, **options)
+    return plan_memory(units, SHARDING_STRATEGIES[strategy], prefetch=prefetch, **options)
 
 
 @st.composite
@@ -153,7 +153,7 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_device() -> None:
     states = plan(units, offload_optimizer=True)
     assert (states.optimizer_nbytes, states.host_nbytes) == (0, on_device.optimizer_nbytes + 2 * 96)
     assert states.peak_nbytes == on_device.peak_nbytes - on_device.optimizer_nbytes
-    everything = plan_memory(units, replace(PLACEMENTS["full_shard"], offload_params=True), prefetch=1)
+    everything = plan_memory(units, replace(SHARDING_STRATEGIES["full_shard"], offload_params=True), prefetch=1)
     assert (everything.resting_nbytes, everything.host_nbytes) == (0, on_device.resting_nbytes)
 
 

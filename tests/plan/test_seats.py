@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.sharding_strategy import choose_placement
-from shardeddp.plan.topology import Seat, Topology, check_seats, node_order
+from shardeddp.plan.sharding_strategy import choose_sharding
+from shardeddp.plan.topology import RankInfo, Topology, check_infos, node_order
 
 pytestmark = pytest.mark.timeout(30)
 
 
-def seats(nodes: Sequence[int], **believed: Any) -> list[Seat]:
+def infos(nodes: Sequence[int], **believed: Any) -> list[RankInfo]:
     """Ranks by the node that each is on."""
     common = {"world_size": len(nodes), "num_nodes": 2, "ranks_per_node": 2, **believed}
-    return [Seat(rank=rank, node=node, local_rank=0, host=f"h{node}", **common) for rank, node in enumerate(nodes)]
+    return [RankInfo(rank=rank, node=node, local_rank=0, host=f"h{node}", **common) for rank, node in enumerate(nodes)]
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]])
 def test_as_many_ranks_on_each_node_as_expected_are_right_in_any_order(nodes: list[int]) -> None:
-    check_seats(seats(nodes))
+    check_infos(infos(nodes))
 
 
 @pytest.mark.parametrize(
@@ -35,27 +35,27 @@ def test_as_many_ranks_on_each_node_as_expected_are_right_in_any_order(nodes: li
 )
 def test_nodes_that_differ_are_listed(nodes: list[int], believed: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(found)):
-        check_seats(seats(nodes, **believed))
+        check_infos(infos(nodes, **believed))
 
 
 def test_nodes_that_were_told_otherwise_say_so() -> None:
-    mixed = [*seats([0, 0, 1], world_size=4)[:2], *seats([0, 0, 1], world_size=2, ranks_per_node=1)[2:]]
+    mixed = [*infos([0, 0, 1], world_size=4)[:2], *infos([0, 0, 1], world_size=2, ranks_per_node=1)[2:]]
     with pytest.raises(ConfigurationError, match=r"num_nodes=2, devices=2; node 1 .* num_nodes=2, devices=1"):
-        check_seats(mixed)
+        check_infos(mixed)
 
 
 def test_a_rank_that_is_there_twice_is_not_taken_for_two() -> None:
-    twice = seats([0, 0, 1, 1])
+    twice = infos([0, 0, 1, 1])
     with pytest.raises(ConfigurationError, match=r"node 0 \(h0\) with 3 ranks \(0, 1, 1\)"):
-        check_seats([*twice[:3], seats([0, 0])[1]])
+        check_infos([*twice[:3], infos([0, 0])[1]])
 
 
 # -- groups
 
 
 def hybrid(num_nodes: int, ranks_per_node: int, nodes: Sequence[int], shard_size: int | None = None) -> Topology:
-    order = node_order(seats(nodes, num_nodes=num_nodes, ranks_per_node=ranks_per_node))
-    return choose_placement("hybrid_shard", shard_size).topology(num_nodes, ranks_per_node, order)
+    order = node_order(infos(nodes, num_nodes=num_nodes, ranks_per_node=ranks_per_node))
+    return choose_sharding("hybrid_shard", shard_size).topology(num_nodes, ranks_per_node, order)
 
 
 @pytest.mark.parametrize("shard_size", [None, 2, 1])
@@ -77,7 +77,7 @@ def test_asked_for_it_a_shard_group_spans_whole_nodes() -> None:
 
 def test_ranks_that_count_node_by_node_need_no_order() -> None:
     assert hybrid(2, 2, [0, 0, 1, 1]).order is None
-    full = choose_placement("full_shard").topology(2, 2, (0, 2, 1, 3))
+    full = choose_sharding("full_shard").topology(2, 2, (0, 2, 1, 3))
     assert full.order is None, "a group of all ranks lists them as they count"
 
 

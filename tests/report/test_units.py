@@ -34,7 +34,7 @@ def run(arguments: dict[str, Any], frozen: bool, **options: Any) -> dict[str, An
     with contextlib.redirect_stdout(out):
         strategy.print_units()
     told = [str(each.message) for each in caught if str(each.message).startswith("unit")]
-    rows = [unit_row(track.unit) for track in strategy.runtime.tracks]
+    rows = [unit_row(progress.unit) for progress in strategy.runtime.progresses]
     return {"lines": said.lines, "silent": silent, "table": out.getvalue(), "told": told, "rows": rows}
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shardeddp.engine.deferred_init import Birth
+from shardeddp.engine.deferred_init import DeferredRecord
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.plan.sharding_strategy import PLACEMENTS
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.wrap import SingleUnitPolicy, build_units
 from training import Sharding, full
 
@@ -156,7 +156,7 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), f"{name}: {found[name]} is not {tensor}"
 
 
-def shard(model: nn.Module, birth: Birth) -> None:
+def shard(model: nn.Module, record: DeferredRecord) -> None:
     """Shard as one unit, with what is known of the model's making."""
     units = build_units(model, SingleUnitPolicy())
-    shard_model(units, Sharding().mesh(), PLACEMENTS["full_shard"], Prefetch(), birth)
+    shard_model(units, Sharding().mesh(), SHARDING_STRATEGIES["full_shard"], Prefetch(), record)

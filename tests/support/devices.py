@@ -19,7 +19,7 @@ from shardeddp.engine.shard_model import shard_model
 from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import Placement, find_placement
+from shardeddp.plan.sharding_strategy import ShardingStrategy, find_sharding
 from shardeddp.wrap import NamePolicy, build_units
 
 DEVICE = torch.device("cuda", 0)
@@ -84,13 +84,13 @@ class Setting:
     offload: CPUOffload = field(default_factory=CPUOffload)
 
     @property
-    def placement(self) -> Placement:
+    def sharding(self) -> ShardingStrategy:
         """What the strategy is to the engine."""
-        return replace(find_placement(self.strategy), offload_params=self.offload.params)
+        return replace(find_sharding(self.strategy), offload_params=self.offload.params)
 
     def mesh(self) -> Mesh:
         """The mesh of all ranks; for it a machine has all of them."""
-        return Mesh(self.placement.topology(1, dist.get_world_size()), DEVICE, timedelta(seconds=60))
+        return Mesh(self.sharding.topology(1, dist.get_world_size()), DEVICE, timedelta(seconds=60))
 
 
 class Training:
@@ -99,7 +99,7 @@ class Training:
     Args:
         setting: How it is sharded.
         model: Made by :func:`stack`, or on the meta device.
-        mesh: Whose lanes and collectives may be stand-ins; None: the setting's.
+        mesh: Whose streams and collectives may be local parameters; None: the setting's.
     """
 
     def __init__(self, setting: Setting, model: Stack, mesh: Mesh | None = None) -> None:
@@ -107,7 +107,7 @@ class Training:
         dtypes = resolve_dtypes(setting.options, setting.autocast)
         units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), dtypes)
         cast_at_boundaries(model, units, dtypes)
-        self.runtime: Runtime = shard_model(units, mesh or setting.mesh(), setting.placement, Prefetch())
+        self.runtime: Runtime = shard_model(units, mesh or setting.mesh(), setting.sharding, Prefetch())
         self.optimizer = adamw(model)
         offload = setting.offload.optimizer and not setting.offload.params
         attach_optimizer(self.optimizer, self.runtime.parameters_changed, offload=offload)
@@ -130,9 +130,9 @@ class Training:
 
     def plan(self) -> MemoryPlan:
         """What the cost model predicts for a device whose transport needs no room of its own."""
-        costs = [track.unit.costs() for track in self.runtime.tracks]
+        costs = [progress.unit.costs() for progress in self.runtime.progresses]
         offloads = self.setting.offload.optimizer
-        return plan_memory(costs, self.setting.placement, prefetch=1, staged=False, offload_optimizer=offloads)
+        return plan_memory(costs, self.setting.sharding, prefetch=1, staged=False, offload_optimizer=offloads)
 
 
 def train_plain(steps: int, autocast: torch.dtype | None = None, micro_batches: int = 1) -> list[float]:

@@ -22,7 +22,7 @@ from shardeddp.checkpoint.durable import make_directories, preflight
 from shardeddp.checkpoint.manifest import INDEX, Run, index_to_bytes
 from shardeddp.checkpoint.read import LazyTensor, Progress, chunks, silent
 from shardeddp.checkpoint.snapshot import ParameterNames, Share, compare_shares, describe, memory_of_shards
-from shardeddp.comm import Mesh, together
+from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.config import CheckpointOptions
 from shardeddp.tensor.shard_tensor import ShardTensor
 
@@ -74,7 +74,7 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
     if mesh is None:
         write(full)
     else:
-        together(f"writing {name}", lambda: write(full) if keep else None, mesh.control)
+        run_on_all_ranks(f"writing {name}", lambda: write(full) if keep else None, mesh.control)
 
 
 def stream_full(
@@ -105,7 +105,7 @@ def stream_full(
         tensors = [(at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor)) for tensor, at in strided]
         return file, index_to_bytes(run, tensors, objects), shares
 
-    file, index, shares = together(f"pickling {path}", prepare, mesh.saving)
+    file, index, shares = run_on_all_ranks(f"pickling {path}", prepare, mesh.saving)
     compare_shares(shares, mesh)
     gathered = (it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor))
 
@@ -125,7 +125,7 @@ def stream_full(
         finally:
             deque(gathered, maxlen=0)  # the others gather all of it, whatever has become of the file
 
-    together(f"writing {path}", write, mesh.saving)
+    run_on_all_ranks(f"writing {path}", write, mesh.saving)
 
 
 def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

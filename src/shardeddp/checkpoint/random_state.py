@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from shardeddp.comm.agreement import exchange
+from shardeddp.comm.agreement import all_gather_bytes
 from shardeddp.errors import CheckpointError
 
 RandomState = dict[str, torch.Tensor]
@@ -77,7 +77,7 @@ def gather_random_states(state: RandomState, group: dist.ProcessGroup) -> list[R
     """
     header = json.dumps({name: tensor.numel() for name, tensor in state.items()}).encode()
     payload = struct.pack("<I", len(header)) + header + b"".join(_bytes(tensor) for tensor in state.values())
-    return [_unpack(each) for each in exchange(payload, group)]
+    return [_unpack(each) for each in all_gather_bytes(payload, group)]
 
 
 def _unpack(payload: bytes) -> RandomState:

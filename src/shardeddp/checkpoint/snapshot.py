@@ -362,7 +362,9 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
         found += [(path, _without_shards(value)) for path, value in values if not isinstance(value, torch.Tensor)]
         groups = [
             {**group, "params": [fqns[index] for index in group["params"]]}
-            for group in optimizer.get("param_groups", ())  # none: Lightning's stand-in for a module without optimizers
+            for group in optimizer.get(
+                "param_groups", ()
+            )  # none: Lightning's placeholder for a module without optimizers
         ]
         found.append(((f"optimizer_{number}", "param_groups"), groups))
     return found

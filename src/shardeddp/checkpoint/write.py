@@ -35,7 +35,7 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.snapshot import BoxKey, Described, HostMemory, Snapshot, compare_replicas, plain_elements
-from shardeddp.comm import together
+from shardeddp.comm import run_on_all_ranks
 from shardeddp.comm.agreement import gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.layout import Box
@@ -272,7 +272,7 @@ class Saver:
                 make_directories(target.parent, self._permissions, self._options.durability)
             return snapshot.copied(self._memory)
 
-        own = together("copying the checkpoint", copied, group)
+        own = run_on_all_ranks("copying the checkpoint", copied, group)
         self._thread = threading.Thread(target=self._write, args=(own, target, run, group), name="shardeddp-checkpoint")
         self._thread.start()
 

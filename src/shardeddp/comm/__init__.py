@@ -1,33 +1,33 @@
-"""The only place that issues collectives: groups of ranks, collectives per backend, lanes, agreement."""
+"""The only place that issues collectives: groups of ranks, collectives per backend, streams, agreement."""
 
 from shardeddp.comm.agreement import (
     agree_on_any,
     agree_on_any_alike,
     agree_on_highest,
     agree_on_layout,
-    exchange,
+    all_gather_bytes,
     gather_results,
-    together,
+    run_on_all_ranks,
 )
-from shardeddp.comm.collectives import Collectives, Pending, Traffic
+from shardeddp.comm.collectives import CollectiveHandle, Collectives, Traffic
 from shardeddp.comm.mesh import Mesh, barrier, broadcast_object, reduce_tensor
-from shardeddp.comm.streams import Lane, Ticket
+from shardeddp.comm.streams import CommStream, StreamHandle
 
 __all__ = [
+    "CollectiveHandle",
     "Collectives",
-    "Lane",
+    "CommStream",
     "Mesh",
-    "Pending",
-    "Ticket",
+    "StreamHandle",
     "Traffic",
     "agree_on_any",
     "agree_on_any_alike",
     "agree_on_highest",
     "agree_on_layout",
+    "all_gather_bytes",
     "barrier",
     "broadcast_object",
-    "exchange",
     "gather_results",
     "reduce_tensor",
-    "together",
+    "run_on_all_ranks",
 ]

@@ -174,7 +174,7 @@ class Reduction:
 T = TypeVar("T")
 
 
-def exchange(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def all_gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Give every rank's bytes to every rank, by rank. Bytes, so that nothing that arrives is ever unpickled."""
     begin(group, "exchange")
     size = dist.get_world_size(group)
@@ -188,7 +188,7 @@ def exchange(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [tensor[: int(length)].numpy().tobytes() for tensor, length in zip(arrived, lengths, strict=True)]
 
 
-def together(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
+def run_on_all_ranks(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Run a step that every rank takes, and raise on every rank if it fails on any.
 
     Args:
@@ -218,7 +218,7 @@ def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGr
         result = action()
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
         failure, cause = _Failure(type(error).__name__, str(error), traceback.format_exc()), error
-    sent = exchange(b"+" + result if failure is None else b"-" + json.dumps(failure).encode(), group)
+    sent = all_gather_bytes(b"+" + result if failure is None else b"-" + json.dumps(failure).encode(), group)
     failures = {rank: _Failure(*json.loads(text[1:])) for rank, text in enumerate(sent) if text[:1] == b"-"}
     if not failures:
         return [text[1:] for text in sent]
@@ -251,7 +251,7 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     Raises:
         LayoutMismatchError: Some rank has other lines; names the first difference and the ranks on either side.
     """
-    everyones = [json.loads(text) for text in exchange(json.dumps(list(lines)).encode(), group)]
+    everyones = [json.loads(text) for text in all_gather_bytes(json.dumps(list(lines)).encode(), group)]
     reference = everyones[0]
     odd = [rank for rank, other in enumerate(everyones) if other != reference]
     if not odd:
@@ -287,9 +287,9 @@ def agree_on_any_alike(
         return list(flags), True
     said = checksum.to_bytes(4, "big")
     # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte are equal.
-    ballot = torch.tensor([*said, *(255 - octet for octet in said), *flags], dtype=torch.uint8)
-    agree_on_highest(ballot, group, operation)
-    numbers = ballot.tolist()
+    message = torch.tensor([*said, *(255 - octet for octet in said), *flags], dtype=torch.uint8)
+    agree_on_highest(message, group, operation)
+    numbers = message.tolist()
     same = all(high + low == 255 for high, low in zip(numbers[:4], numbers[4:8], strict=True))
     return [bool(flag) for flag in numbers[8:]], same
 
@@ -303,12 +303,12 @@ def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     return [bool(flag) for flag in tensor.tolist()]
 
 
-# -- Vote: the highest of a number that every rank casts, asked for in one batch and known in the next
+# -- AsyncMaximum: the highest of a number that every rank contributes, asked for in one batch and known in the next
 
 _LET_GO_S = 1.0
 
 
-class Vote:
+class AsyncMaximum:
     """One small maximum over all ranks in flight at a time, on the host, so that nobody waits for it.
 
     Every rank has to call the methods in the same order.
@@ -320,36 +320,36 @@ class Vote:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._alone = group.size() == 1
-        self._ballot = torch.zeros(1, dtype=torch.uint8)
-        self._cast: Callable[[], int] | None = None  # gives the highest number of those that are under way
+        self._message = torch.zeros(1, dtype=torch.uint8)
+        self._under_way: Callable[[], int] | None = None  # gives the highest number of those that are under way
 
-    def cast(self, number: int) -> None:
+    def contribute(self, number: int) -> None:
         """Send this rank's number on its way; what was under way is dropped.
 
         Args:
             number: From 0 to 255.
         """
-        self.count()
+        self.result()
         if self._alone:
-            self._cast = lambda: number
+            self._under_way = lambda: number
             return
-        reduction = reduce_highest(torch.tensor([number], dtype=torch.uint8), "vote on signals", self._group)
-        self._ballot = reduction.message
-        self._cast = lambda: int(reduction.wait())
+        reduction = reduce_highest(torch.tensor([number], dtype=torch.uint8), "agreement on signals", self._group)
+        self._message = reduction.message
+        self._under_way = lambda: int(reduction.wait())
 
-    def count(self) -> int:
-        """The highest number of those cast; 0 if none were since the last count. Waits for what is not there yet."""
-        cast, self._cast = self._cast, None
-        return 0 if cast is None else cast()
+    def result(self) -> int:
+        """The highest number contributed; 0 if none was since the last result. Waits for what is not there yet."""
+        under_way, self._under_way = self._under_way, None
+        return 0 if under_way is None else under_way()
 
     def close(self) -> int:
-        """The last count, after which nothing is on its way.
+        """The last result, after which nothing is on its way.
 
-        A process may end right after it, so this also waits until gloo's thread has let go of the ballot: to do that it
+        A process may end right after it, so this also waits until gloo's thread has let go of the message: for that it
         needs the interpreter, and a thread that asks for one that is ending aborts the process.
         """
-        highest = self.count()
+        highest = self.result()
         deadline = time.monotonic() + _LET_GO_S
-        while self._ballot._use_count() > 1 and time.monotonic() < deadline:  # pyright: ignore[reportAttributeAccessIssue]
+        while self._message._use_count() > 1 and time.monotonic() < deadline:  # pyright: ignore[reportAttributeAccessIssue]
             time.sleep(0.0005)
         return highest

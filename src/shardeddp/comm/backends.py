@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm.collectives import REDUCE_OPS, Collectives, Pending, ReduceKind, Traffic, Work
+from shardeddp.comm.collectives import REDUCE_OPS, CollectiveHandle, Collectives, ReduceKind, Traffic, Work
 
 # -- Collectives for gloo, composed of the transfers that it does fastest
 #
@@ -34,15 +34,15 @@ class GlooCollectives(Collectives):
         super().__init__(ranks, dist.get_rank(group), traffic)
         self._group = group
 
-    def all_gather_(self, buffer: torch.Tensor) -> Pending:  # noqa: D102
+    def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", buffer.nbytes)
-        return Pending(self._exchange_own(self._slices(buffer)), keep=(buffer,))
+        return CollectiveHandle(self._exchange_own(self._slices(buffer)), keep=(buffer,))
 
-    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", sum(piece.nbytes for piece in pieces))
-        return Pending(self._exchange_own(pieces), keep=pieces)
+        return CollectiveHandle(self._exchange_own(pieces), keep=pieces)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:  # noqa: D102
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
         slices = self._slices(buffer)
         own = slices[self.rank]
@@ -50,9 +50,9 @@ class GlooCollectives(Collectives):
         works: list[Work] = []
         for row, (target, source) in zip(arrived.unbind(), self._peers(), strict=True):
             works += self._transfer(slices[target], target, row, source)
-        return Pending(works, lambda: _mean(output, own, arrived), keep=(*slices, arrived))
+        return CollectiveHandle(works, lambda: _mean(output, own, arrived), keep=(*slices, arrived))
 
-    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
         # gloo has no average.
         op = REDUCE_OPS["sum" if kind == "mean" else kind]
@@ -61,19 +61,19 @@ class GlooCollectives(Collectives):
         def divide() -> None:
             tensor.mul_(1.0 / self.size)
 
-        return Pending(_works(work), divide if kind == "mean" else None, keep=(tensor,))
+        return CollectiveHandle(_works(work), divide if kind == "mean" else None, keep=(tensor,))
 
-    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count_leaving(leaving)
         works: list[Work] = []
         for target, source in self._peers():
             works += self._transfer(leaving[target], target, arriving[source], source)
-        return Pending(works, keep=(*arriving, *leaving))
+        return CollectiveHandle(works, keep=(*arriving, *leaving))
 
-    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:  # noqa: D102
         self.count("broadcast", tensor.nbytes)
         work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
-        return Pending(_works(work), keep=(tensor,))
+        return CollectiveHandle(_works(work), keep=(tensor,))
 
     def _slices(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return buffer.view(self.size, -1).unbind()
@@ -154,30 +154,30 @@ class NativeCollectives(Collectives):
         super().__init__(ranks, dist.get_rank(group), traffic)
         self._group = group
 
-    def all_gather_(self, buffer: torch.Tensor) -> Pending:  # noqa: D102
+    def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", buffer.nbytes)
         own = buffer.view(self.size, -1)[self.rank]
         _all_gather(buffer, own, group=self._group)
-        return Pending(keep=(buffer,))
+        return CollectiveHandle(keep=(buffer,))
 
-    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", sum(piece.nbytes for piece in pieces))
         for source, piece in enumerate(pieces):
             if piece.numel():
                 dist.broadcast(piece, src=self.ranks[source], group=self._group)
-        return Pending(keep=pieces)
+        return CollectiveHandle(keep=pieces)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:  # noqa: D102
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
         _reduce_scatter(output, buffer, op=REDUCE_OPS["mean"], group=self._group)
-        return Pending(keep=(buffer,))
+        return CollectiveHandle(keep=(buffer,))
 
-    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
         dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group)
-        return Pending(keep=(tensor,))
+        return CollectiveHandle(keep=(tensor,))
 
-    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count_leaving(leaving)
         transfers: list[dist.P2POp] = []
         for rank, (here, there) in enumerate(zip(arriving, leaving, strict=True)):
@@ -189,9 +189,9 @@ class NativeCollectives(Collectives):
                 transfers.append(dist.P2POp(dist.isend, there, group=self._group, group_peer=rank))
         for work in dist.batch_isend_irecv(transfers) if transfers else ():
             work.wait()  # on the stream, not on the host
-        return Pending(keep=(*arriving, *leaving))
+        return CollectiveHandle(keep=(*arriving, *leaving))
 
-    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:  # noqa: D102
         self.count("broadcast", tensor.nbytes)
         dist.broadcast(tensor, src=self.ranks[source], group=self._group)
-        return Pending(keep=(tensor,))
+        return CollectiveHandle(keep=(tensor,))

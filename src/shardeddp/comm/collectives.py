@@ -59,7 +59,7 @@ class Work(Protocol):
         ...
 
 
-class Pending:
+class CollectiveHandle:
     """A collective that has been issued.
 
     Args:
@@ -77,9 +77,9 @@ class Pending:
         self._works = tuple(works)
         self._finish = finish
         self._keep = tuple(keep)
-        self._following: list[Callable[[], Pending]] = []
+        self._following: list[Callable[[], CollectiveHandle]] = []
 
-    def then(self, issue: Callable[[], "Pending"]) -> "Pending":
+    def then(self, issue: Callable[[], "CollectiveHandle"]) -> "CollectiveHandle":
         """Let something follow on this one's result: at once where streams keep the order, else when it has arrived."""
         if self._is_complete():
             return issue()
@@ -135,33 +135,33 @@ class Collectives(ABC):
         return len(self.ranks)
 
     @abstractmethod
-    def all_gather_(self, buffer: torch.Tensor) -> Pending:
+    def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:
         """Fill ``buffer`` (1D, ``size`` equal slices) with every rank's slice; this rank's own is already in place."""
 
     @abstractmethod
-    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:
         """Fill ``pieces`` (1D, any lengths, one per rank) with every rank's piece; this rank's own is in place."""
 
     @abstractmethod
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:
         """Average slice ``rank`` of every rank's ``buffer`` (1D, ``size`` equal slices) into ``output`` (one slice).
 
         ``buffer`` must not be touched before the collective is complete. ``output`` may be slice ``rank`` of it.
         """
 
     @abstractmethod
-    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:
         """Reduce ``tensor`` over the group, in place."""
 
     @abstractmethod
-    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> CollectiveHandle:
         """Send ``leaving[r]`` to every other group rank ``r``, and fill ``arriving[r]`` with what that one sends here.
 
         Pieces are 1D and of any lengths; this rank's own are not looked at.
         """
 
     @abstractmethod
-    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:
         """Overwrite ``tensor`` with that of group rank ``source``, in place."""
 
     def count_leaving(self, leaving: Sequence[torch.Tensor]) -> None:
@@ -176,22 +176,22 @@ class Collectives(ABC):
 class SoloCollectives(Collectives):
     """The collectives of a group of one rank: everything is already where it should be."""
 
-    def all_gather_(self, buffer: torch.Tensor) -> Pending:  # noqa: D102
-        return Pending()
+    def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
+        return CollectiveHandle()
 
-    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
-        return Pending()
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
+        return CollectiveHandle()
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:  # noqa: D102
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         if output.data_ptr() != buffer.data_ptr():
             output.copy_(buffer)
-        return Pending()
+        return CollectiveHandle()
 
-    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:  # noqa: D102
-        return Pending()
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
+        return CollectiveHandle()
 
-    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> Pending:  # noqa: D102
-        return Pending()
+    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
+        return CollectiveHandle()
 
-    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:  # noqa: D102
-        return Pending()
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:  # noqa: D102
+        return CollectiveHandle()

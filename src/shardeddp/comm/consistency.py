@@ -15,7 +15,7 @@ _FACTOR = 6_364_136_223_846_793_005
 """Between chunks; from Knuth's generator MMIX, any large odd number would do."""
 
 
-class Written:
+class WriteDigest:
     """Checksums of what has been written to parameters since the ranks last compared them.
 
     A sharded parameter has one value for all ranks, and each keeps its part of what it has written itself. Where ranks

@@ -17,11 +17,11 @@ from torch.distributed import distributed_c10d
 
 from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, Reduction, reduce_highest
 from shardeddp.comm.backends import disconnect
-from shardeddp.comm.liveness import LIGHTNING, Lookout, place_of
-from shardeddp.comm.propagation import Failures
+from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
+from shardeddp.comm.propagation import ErrorPropagation
 from shardeddp.errors import DesyncError
 
-# -- Attendance: before an operation that needs all ranks and that a user may call anywhere, see that they all come
+# -- CallFingerprints: before an operation that needs all ranks, and that a user may call anywhere, see that all come
 
 WARNING_S = 10.0
 """After how long a rank tells its user that it waits."""
@@ -39,8 +39,8 @@ def note_that_runs_alone(function: Callable[..., Any], explanation: str) -> None
     _ALONE[function.__code__] = explanation
 
 
-class Attendance:
-    """A roll call of a small host message before operations that are no part of a step.
+class CallFingerprints:
+    """Fingerprints of calls, compared in a small host message before operations that are no part of a step.
 
     Ranks that come together and to different operations raise; those that do not come at all are found by
     :class:`~shardeddp.comm.desync.DesyncCheck`.
@@ -49,8 +49,8 @@ class Attendance:
         group: The ranks that have to come, on the host; None: no others.
         ranks: Their global ranks.
         rank: This rank.
-        failures: Says why a rank that has come waits in vain.
-        name: Of this roll call, where there are several.
+        error_propagation: Says why a rank that has come waits in vain.
+        name: Of this desync check, where there are several.
         advice: What to do about ranks that do not come.
     """
 
@@ -60,7 +60,7 @@ class Attendance:
         *,
         ranks: Sequence[int],
         rank: int,
-        failures: Failures,
+        error_propagation: ErrorPropagation,
         name: str,
         advice: str,
     ) -> None:
@@ -68,7 +68,7 @@ class Attendance:
         self.group = group
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
-        self._failures, self._kind = failures, f"roll call of {name}"
+        self._error_propagation, self._kind = error_propagation, f"desync check of {name}"
         self._failure = ""  # what a former call has ended with; the ranks are not together any more
 
     def call(self, operation: str, advice: str = "") -> None:
@@ -107,7 +107,7 @@ class Attendance:
             self._failure = str(error)
             raise
         except RuntimeError as error:
-            self._failures.explain(error)
+            self._error_propagation.explain(error)
             if isinstance(error.__cause__, DesyncError):
                 self._failure = str(error.__cause__)
                 raise
@@ -135,7 +135,7 @@ def _decorated_caller() -> str:
 #
 # Every rank counts what it begins: agreements and calls on the host by group and kind
 # (:mod:`shardeddp.comm.agreement`),
-# gathers and reductions by lane. All ranks begin them in one order, so of two ranks that are in step none is ahead of
+# gathers and reductions by stream. All ranks begin them in one order, so of two ranks that are in step none is ahead of
 # the
 # other in one thing and behind it in another. Where that is so and both stand still, neither can ever go on: it is an
 # error on both, however long the timeout is. A rank that is merely late is behind in everything, and waited for.
@@ -165,21 +165,21 @@ _OF_TORCH = {
 """Collectives that block; a rank that sends or receives waits for one other rank alone."""
 
 Progress = dict[str, dict[str, int]]
-"""What a rank has begun: by group the operations of each kind. The group ``LANES`` comes in no order with itself."""
+"""What a rank has begun: by group the operations of each kind. The group ``STREAMS`` comes in no order with itself."""
 
-LANES = "lanes"
+STREAMS = "streams"
 
 
 class DesyncCheck:
-    """Watches over one rank, on the thread of its lookout.
+    """Watches over one rank, on the thread of its liveness probe.
 
     Args:
         rank: This rank.
         neighbours: Whom to ask.
         progress: What this rank has begun.
         own: The names of groups that ``progress`` counts.
-        lookout: Asks and answers.
-        failures: Where the error is left for the other ranks.
+        liveness_probe: Asks and answers.
+        error_propagation: Where the error is left for the other ranks.
     """
 
     def __init__(
@@ -188,19 +188,19 @@ class DesyncCheck:
         neighbours: Sequence[int],
         progress: Callable[[], Progress],
         own: set[str],
-        lookout: Lookout,
-        failures: Failures,
+        liveness_probe: LivenessProbe,
+        error_propagation: ErrorPropagation,
     ) -> None:
         self._rank, self._neighbours = rank, [other for other in neighbours if other != rank]
         self._progress, self._own = progress, own
-        self._lookout, self._failures = lookout, failures
+        self._liveness_probe, self._error_propagation = liveness_probe, error_propagation
         self._seen: tuple[int, int, Progress] | None = None
         self._since = time.monotonic()
         self._report: dict[str, Any] = {}
         self._asked = 0  # the question that answers are expected to; 0: none
         self._over = False
-        lookout.add_report("desync", self.report)
-        lookout.watch(self.look, self.judge)
+        liveness_probe.add_report("desync", self.report)
+        liveness_probe.watch(self.look, self.judge)
 
     def report(self) -> dict[str, Any]:
         """What this rank was doing when it was looked at last."""
@@ -232,23 +232,23 @@ class DesyncCheck:
         if self._over or not self._report["waits"] or self._report["still_s"] < ALARM_S:
             self._asked = 0
             return
-        if self._failures.is_known():
+        if self._error_propagation.is_known():
             self._break_off()
             return
         if self._asked:
-            answers = self._lookout.answers(self._neighbours, self._asked)
+            answers = self._liveness_probe.answers(self._neighbours, self._asked)
             reports = {rank: answer["reports"].get("desync") for rank, answer in answers.items()}
             odd = {rank: report for rank, report in reports.items() if report and _crossed(self._report, report)}
             if odd:
                 self._fail(odd)
                 return
-        self._asked = self._lookout.ask()
+        self._asked = self._liveness_probe.ask()
 
     def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
         reports = dict(sorted((odd | {self._rank: self._report}).items()))
         places = "; ".join(f"rank {rank} waits in {report['what']}" for rank, report in reports.items())
         advice = max((report["advice"] for report in reports.values()), key=ADVICE.index)
-        self._failures.report_desync(
+        self._error_propagation.report_desync(
             f"ranks have come to different operations, each of which needs the other ranks, and none of them can go "
             f"on: {places}. {advice}"
         )
@@ -271,7 +271,7 @@ def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:
         return False
     here, there = _ahead(mine, other), _ahead(other, mine)
     # Gathers and reductions alone prove nothing: they need not be begun in one order.
-    return bool(here and there and here | there != {LANES})
+    return bool(here and there and here | there != {STREAMS})
 
 
 def _ahead(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
@@ -314,7 +314,7 @@ def _describe(frame: FrameType | None) -> tuple[str, str]:
     """What a thread waits for, in the words of who has asked, and the advice that goes with it."""
     innermost, place, callee, within = frame, place_of(frame), None, None
     while frame is not None and f"{_file(frame)}:{frame.f_lineno}" != place:
-        if frame.f_code is Attendance.call.__code__:
+        if frame.f_code is CallFingerprints.call.__code__:
             return frame.f_locals["operation"], frame.f_locals["advice"] or frame.f_locals["self"].advice
         if within is None and _package(frame) in LIGHTNING:
             within = frame

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-from shardeddp.comm.store import LostStoreError, Notes, SilentStoreError
+from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 
 PERIOD_S = 0.5
 """How often it looks whether somebody asks."""
@@ -31,7 +31,7 @@ _ENGINE = ("shardeddp", "torch", *LIGHTNING)
 Look = Callable[[FrameType | None], None]
 
 
-class Lookout:
+class LivenessProbe:
     """Asks where other ranks are, and answers for this one; the thread ends with what it answers for.
 
     Args:
@@ -40,7 +40,7 @@ class Lookout:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._notes = Notes("lookout", rank)
+        self._client = StoreClient("liveness", rank)
         self._reports: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
         self._watchers: list[tuple[weakref.WeakMethod[Look], weakref.WeakMethod[Callable[[], None]]]] = []
         self._trains = threading.get_ident()
@@ -54,7 +54,9 @@ class Lookout:
             over = self._over
             # A put, unlike an event's set, takes no lock: garbage may be collected on any thread, at any time.
             alive = weakref.ref(self, lambda _: over.put(None))
-            self._thread = threading.Thread(target=_look_out, args=(alive, over), name="shardeddp-lookout", daemon=True)
+            self._thread = threading.Thread(
+                target=_answer_probes, args=(alive, over), name="shardeddp-liveness", daemon=True
+            )
             self._thread.start()
             _STARTED.add(self)
 
@@ -93,7 +95,7 @@ class Lookout:
 
     def ask(self) -> int:
         """Ask all ranks; the number of the question. Who runs answers within the period."""
-        return self._notes.count("question")
+        return self._client.count("question")
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
         """Which of these ranks have come to the end of their program."""
@@ -102,7 +104,7 @@ class Lookout:
     def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:
         """What ranks have answered last, to this question or a later one: ``where`` each is, and what it reports."""
         names = {f"answer/{rank}": rank for rank in ranks}
-        found = {names[name]: json.loads(text) for name, text in self._notes.read_all(list(names)).items()}
+        found = {names[name]: json.loads(text) for name, text in self._client.read_all(list(names)).items()}
         return {rank: answer for rank, answer in found.items() if answer["question"] >= question}
 
     def ask_now(self, ranks: Iterable[int], within_s: float) -> dict[int, dict[str, Any]]:
@@ -120,7 +122,7 @@ class Lookout:
         """Answer, if somebody has asked since the last time."""
         watchers = [(look(), judge()) for look, judge in self._watchers]
         where = self._see([look for look, _ in watchers if look is not None])
-        question = self._notes.count("question", 0)
+        question = self._client.count("question", 0)
         if question > self._answered:
             reports = {name: report() for name, method in self._reports.items() if (report := method()) is not None}
             self._write_answer({"question": question, "where": where, "reports": reports})
@@ -137,7 +139,7 @@ class Lookout:
         return place_of(frame)
 
     def _write_answer(self, answer: dict[str, Any]) -> None:
-        self._notes.write(f"answer/{self._rank}", json.dumps(answer))
+        self._client.write(f"answer/{self._rank}", json.dumps(answer))
 
 
 def innermost_frame(thread: int) -> FrameType | None:
@@ -179,18 +181,18 @@ def lightning_calls() -> bool:
     return False
 
 
-def _look_out(alive: weakref.ref[Lookout], over: SimpleQueue[None]) -> None:
+def _answer_probes(alive: weakref.ref[LivenessProbe], over: SimpleQueue[None]) -> None:
     while not _ends_within(PERIOD_S, over):
-        lookout = alive()
-        if lookout is None:
+        liveness_probe = alive()
+        if liveness_probe is None:
             return
         try:
-            lookout.look_out()
+            liveness_probe.look_out()
         except SilentStoreError:
             pass  # its host may go on
         except LostStoreError:
             return
-        del lookout
+        del liveness_probe
 
 
 def _ends_within(seconds: float, over: SimpleQueue[None]) -> bool:
@@ -200,11 +202,11 @@ def _ends_within(seconds: float, over: SimpleQueue[None]) -> bool:
     return False
 
 
-_STARTED: weakref.WeakSet[Lookout] = weakref.WeakSet()
+_STARTED: weakref.WeakSet[LivenessProbe] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
-    for lookout in list(_STARTED):
-        lookout.stop()
-        lookout.end()
+    for liveness_probe in list(_STARTED):
+        liveness_probe.stop()
+        liveness_probe.end()

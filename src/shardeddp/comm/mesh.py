@@ -17,12 +17,12 @@ import torch.distributed as dist
 from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, begin, begun, describe_mismatches
 from shardeddp.comm.backends import GlooCollectives, NativeCollectives
 from shardeddp.comm.collectives import Collectives, ReduceKind, SoloCollectives, Traffic
-from shardeddp.comm.consistency import Written
-from shardeddp.comm.desync import LANES, Attendance, DesyncCheck, Progress
-from shardeddp.comm.liveness import Lookout, place_of
-from shardeddp.comm.propagation import Failures, end_quietly
-from shardeddp.comm.store import LostStoreError, Notes
-from shardeddp.comm.streams import Lane, make_lane
+from shardeddp.comm.consistency import WriteDigest
+from shardeddp.comm.desync import STREAMS, CallFingerprints, DesyncCheck, Progress
+from shardeddp.comm.liveness import LivenessProbe, place_of
+from shardeddp.comm.propagation import ErrorPropagation, end_quietly
+from shardeddp.comm.store import LostStoreError, StoreClient
+from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
 
 # -- Groups: torch's process groups by what they are for and who is in them; one run of a process uses them after
@@ -87,13 +87,13 @@ class Groups:
 
     def _all_have_the_same(self, timeout: timedelta) -> bool:
         """Whether the same groups have been returned on all ranks; after a failure they may not."""
-        notes = Notes("groups", self._rank)
+        client = StoreClient("groups", self._rank)
         mine = str(zlib.crc32(repr(sorted(map(repr, self._returned))).encode()))
-        if notes.claim("returned", mine) != mine:
-            notes.count("others")
-        if notes.count("arrived") == dist.get_world_size():
-            notes.write("verdict", "differ" if notes.count("others", 0) else "same")
-        return notes.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
+        if client.claim("returned", mine) != mine:
+            client.count("others")
+        if client.count("arrived") == dist.get_world_size():
+            client.write("verdict", "differ" if client.count("others", 0) else "same")
+        return client.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
 
 
 # -- Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks
@@ -105,8 +105,8 @@ _OTHERS_S = 3.0
 class Mesh:
     """Everything through which the engine of this rank talks to other ranks.
 
-    Gathers and reductions have communicators and lanes of their own, so neither waits behind the other. Building a mesh
-    is a collective of all ranks of the default process group.
+    Gathers and reductions have communicators and streams of their own, so neither waits behind the other. Building a
+    mesh is a collective of all ranks of the default process group.
 
     Args:
         topology: Which ranks share a model.
@@ -150,7 +150,7 @@ class Mesh:
             self._collectives(self._groups.get("owners", owner_groups, timeout), owner_groups) if split else self.gather
         )
         """Among the ranks that own all of the model together: what is asked of a parameter outside its unit. Used on
-        both lanes, which is safe because each use is waited for before the next is issued."""
+        both streams, which is safe because each use is waited for before the next is issued."""
         self.collect = (
             self._collectives(self._groups.get("collect", replicate_groups, timeout), replicate_groups)
             if split
@@ -166,23 +166,25 @@ class Mesh:
         """All ranks, on the host: agreement, never tensors of the model."""
         self.saving = self._groups.get("saving", everyone, saving_timeout or timeout, backend)
         """The same for the saving of checkpoints, which may go on behind the back of training."""
-        self.written = Written()
+        self.written = WriteDigest()
         """What users write to sharded parameters; compared when the ranks agree at the end of a backward."""
-        self.lookout = Lookout(self.rank)
+        self.liveness_probe = LivenessProbe(self.rank)
         """Says where ranks are that others wait for."""
-        self.failures = Failures(self.rank, topology.world_size, self.lookout)
+        self.error_propagation = ErrorPropagation(self.rank, topology.world_size, self.liveness_probe)
         """Where errors are left for the other ranks."""
-        self.gather_lane: Lane = make_lane(device)
-        self.reduce_lane: Lane = make_lane(device)
-        self._meetings = Notes("meetings", self.rank)
+        self.gather_stream: CommStream = make_stream(device)
+        self.reduce_stream: CommStream = make_stream(device)
+        self._meetings = StoreClient("meetings", self.rank)
         self._describe_mismatches(self.control, everyone[0])
-        self.users = self._attendance("users", everyone, timeout, ABOUT_COLLECTIVES)
+        self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
         """Of all ranks, before what their users communicate."""
         self.compares = debug
         """Whether everything is compared that users communicate, and not only what would hang."""
-        self.attendance = self._attendance("owners", owner_groups, timeout)
+        self.fingerprints = self._fingerprints("owners", owner_groups, timeout)
         """Of the ranks that own all of the model together."""
-        self.assembly = self.attendance if len(owner_groups) == 1 else self._attendance("everyone", everyone, timeout)
+        self.world_fingerprints = (
+            self.fingerprints if len(owner_groups) == 1 else self._fingerprints("everyone", everyone, timeout)
+        )
         """Of all ranks."""
         neighbours = {
             ranks[(place + step) % len(ranks)]
@@ -197,12 +199,12 @@ class Mesh:
             sorted(neighbours),
             self._progress(),
             self._groups.names(),
-            self.lookout,
-            self.failures,
+            self.liveness_probe,
+            self.error_propagation,
         )
         """Ends waits that cannot be over."""
         if topology.world_size > 1 and backend != "fake":
-            self.lookout.start()
+            self.liveness_probe.start()
 
     @property
     def shard_rank(self) -> int:
@@ -215,9 +217,9 @@ class Mesh:
         return self.topology.slice_rank(self.rank)
 
     def drain(self) -> None:
-        """Block the host until both lanes have done what they were given, for what they copied to host memory."""
-        self.gather_lane.drain()
-        self.reduce_lane.drain()
+        """Block the host until both streams have done what they were given, for what they copied to host memory."""
+        self.gather_stream.drain()
+        self.reduce_stream.drain()
 
     def give_back(self) -> None:
         """A run has ended well: later ones of this process may communicate by the same groups."""
@@ -225,26 +227,26 @@ class Mesh:
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
-        self.lookout.begin_run()
-        self.failures.begin_run()
+        self.liveness_probe.begin_run()
+        self.error_propagation.begin_run()
 
     def _progress(self) -> Callable[[], Progress]:
         """What tells how much this rank has begun."""
-        lanes = {"gathers": self.gather_lane, "reductions": self.reduce_lane}
+        streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
         hosts = {"everyone": self.control, "world": cast(dist.ProcessGroup, dist.group.WORLD)}
-        if self.attendance.group is not None:
-            hosts[f"owners {self.owners.ranks}"] = self.attendance.group
+        if self.fingerprints.group is not None:
+            hosts[f"owners {self.owners.ranks}"] = self.fingerprints.group
 
         def progress() -> Progress:
-            return {LANES: {name: lane.issued for name, lane in lanes.items()}} | {
+            return {STREAMS: {name: stream.issued for name, stream in streams.items()}} | {
                 name: begun(group) for name, group in hosts.items()
             }
 
         return progress
 
-    def _attendance(
+    def _fingerprints(
         self, name: str, groups: Sequence[Sequence[int]], timeout: timedelta, advice: str = ABOUT_PARAMETERS
-    ) -> Attendance:
+    ) -> CallFingerprints:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         alone = len(ranks) == 1 or dist.get_backend() == "fake"
         if alone:
@@ -252,15 +254,17 @@ class Mesh:
         elif len(groups) == 1:
             group = self.control
         else:
-            group = self._groups.get(f"roll call of {name}", groups, timeout, "gloo")
+            group = self._groups.get(f"desync check of {name}", groups, timeout, "gloo")
         if group is not None:
             self._describe_mismatches(group, ranks)
-        return Attendance(group, ranks=ranks, rank=self.rank, failures=self.failures, name=name, advice=advice)
+        return CallFingerprints(
+            group, ranks=ranks, rank=self.rank, error_propagation=self.error_propagation, name=name, advice=advice
+        )
 
     def _describe_mismatches(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        # Torch knows a group for longer than anybody needs the lookout.
-        lookout = weakref.ref(self.lookout)
-        describe_mismatches(group, partial(_describe, self._meetings, lookout, ranks, self.rank))
+        # Torch knows a group for longer than anybody needs the liveness probe.
+        liveness_probe = weakref.ref(self.liveness_probe)
+        describe_mismatches(group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank))
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)
@@ -276,19 +280,24 @@ class Mesh:
 
 
 def _describe(
-    notes: Notes, alive: weakref.ref[Lookout], ranks: Sequence[int], rank: int, meeting: str, operation: str
+    client: StoreClient,
+    alive: weakref.ref[LivenessProbe],
+    ranks: Sequence[int],
+    rank: int,
+    meeting: str,
+    operation: str,
 ) -> str:
     """Who has come to what, where that is not the same; all ranks that have come to a meeting call it."""
     place = f"{operation} at {place_of(sys._getframe())}"
     others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
     listed: dict[int, str] = {}
     with suppress(LostStoreError):
-        notes.write(f"{meeting}/{rank}", place)
-        texts = notes.wait_for([*others.values()], _OTHERS_S)
+        client.write(f"{meeting}/{rank}", place)
+        texts = client.wait_for([*others.values()], _OTHERS_S)
         listed = {other: f"rank {other} has come to {texts[name]}" for other, name in others.items() if name in texts}
         # Who has only begun it, and waits for something else, does not know of the meeting.
-        lookout = alive()
-        answers = lookout.ask_now(others.keys() - listed.keys(), _OTHERS_S) if lookout is not None else {}
+        liveness_probe = alive()
+        answers = liveness_probe.ask_now(others.keys() - listed.keys(), _OTHERS_S) if liveness_probe is not None else {}
         for other, answer in answers.items():
             listed[other] = f"rank {other} is in {answer['reports'].get('desync', {}).get('what', answer['where'])}"
     elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"

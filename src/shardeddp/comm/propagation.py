@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardeddp.comm.backends import disconnect
-from shardeddp.comm.liveness import Lookout, place_of
+from shardeddp.comm.liveness import LivenessProbe, place_of
 from shardeddp.comm.rendezvous import has_agent_store
-from shardeddp.comm.store import LostStoreError, Notes, SilentStoreError
+from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 from shardeddp.errors import DesyncError, LostRankError, RankError
 
 # -- Failures: the first rank that fails leaves its traceback where the others find it when their transfers break
@@ -36,35 +36,35 @@ _POLL_S, _SLOWEST_POLL_S = 0.02, 0.2
 _NOBODY = json.dumps(None)
 
 
-class Failures:
+class ErrorPropagation:
     """A note board for errors, in the store of the process group: no collective, so it works when those don't.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        lookout: Tells which of the others run.
+        liveness_probe: Tells which of the others run.
     """
 
-    def __init__(self, rank: int, world_size: int, lookout: Lookout) -> None:
+    def __init__(self, rank: int, world_size: int, liveness_probe: LivenessProbe) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._lookout = lookout
-        self._notes = Notes("failures", rank)
+        self._liveness_probe = liveness_probe
+        self._client = StoreClient("failures", rank)
         self._explained = False
 
     def begin_run(self) -> None:
         """Forget what ranks have left in an earlier run; all ranks call it when one begins."""
-        self._notes = Notes("failures", self._rank)
+        self._client = StoreClient("failures", self._rank)
         self._explained = False
         atexit.unregister(_leave)
 
     def is_known(self) -> bool:
         """Whether a rank has left an error in this run, while this one has none of its own."""
-        return not self._explained and self._notes.has([_FIRST])
+        return not self._explained and self._client.has([_FIRST])
 
     def report_desync(self, text: str) -> None:
         """Leave for all ranks, this one too, that they are in different places and wait for each other."""
-        self._notes.claim(_FIRST, json.dumps({"desync": text}))
+        self._client.claim(_FIRST, json.dumps({"desync": text}))
 
     def explain(self, error: BaseException) -> None:
         """Make known what happened: a rank's own error is left for the others; a broken transfer gets its origin.
@@ -87,7 +87,7 @@ class Failures:
                 self._report(error)
             elif not _is_explained(error):
                 _explain_by(error, self._origin(error))
-            self._notes.count(_EXPLAINED)
+            self._client.count(_EXPLAINED)
         except LostStoreError as lost:
             # Rank 0 hosts the store, or it is on the machine of who does.
             if broken and self._rank and not _is_explained(error):
@@ -96,34 +96,34 @@ class Failures:
         atexit.unregister(_leave)
         lost_ranks = error.__cause__.ranks if isinstance(error.__cause__, LostRankError) else []
         hosts = self._rank == 0 and not has_agent_store()
-        atexit.register(_leave, self._notes, self._world_size - len(lost_ranks) if hosts else 0)
+        atexit.register(_leave, self._client, self._world_size - len(lost_ranks) if hosts else 0)
 
     def leave(self) -> None:
         """Do now what :meth:`explain` has planned for the end, in a process that ends without coming to it."""
         atexit.unregister(_leave)
-        _leave(self._notes, self._world_size if self._rank == 0 and not has_agent_store() else 0)
+        _leave(self._client, self._world_size if self._rank == 0 and not has_agent_store() else 0)
 
     def _report(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         said = "".join(traceback.format_exception_only(type(error), error)).strip()
-        self._notes.claim(_FIRST, json.dumps({"rank": self._rank, "error": said, "traceback": text}))
+        self._client.claim(_FIRST, json.dumps({"rank": self._rank, "error": said, "traceback": text}))
 
     def _find_places(self, error: BaseException) -> str:
         """Where each rank has asked for what differs between them."""
         names = [f"mismatch/{rank}" for rank in range(self._world_size)]
-        self._notes.write(names[self._rank], _place_of_error(error))
-        places = self._notes.wait_for(names, LOOKUP_S)
+        self._client.write(names[self._rank], _place_of_error(error))
+        places = self._client.wait_for(names, LOOKUP_S)
         found = [places.get(name, "an unknown line") for name in names]
         return ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(found))
 
     def _origin(self, error: BaseException) -> Exception | None:
-        self._notes.write(f"{_INTERRUPTED}/{self._rank}", _place_of_error(error))
-        if self._notes.count(_INTERRUPTED) == self._world_size:
-            self._notes.claim(_FIRST, _NOBODY)
-        question = self._lookout.ask()
+        self._client.write(f"{_INTERRUPTED}/{self._rank}", _place_of_error(error))
+        if self._client.count(_INTERRUPTED) == self._world_size:
+            self._client.claim(_FIRST, _NOBODY)
+        question = self._liveness_probe.ask()
         if not self._is_known_soon():
             return self._find_lost(question)
-        note = json.loads(self._notes.read(_FIRST) or _NOBODY)
+        note = json.loads(self._client.read(_FIRST) or _NOBODY)
         if note is None:
             return self._compare_places()
         if "desync" in note:
@@ -135,7 +135,7 @@ class Failures:
     def _compare_places(self) -> DesyncError:
         """Where some ranks were when transfers of all of them broke and none had an error of its own."""
         ranks = sorted({self._rank, *range(min(self._world_size, _LISTED))})
-        places = self._notes.read_all([f"{_INTERRUPTED}/{rank}" for rank in ranks])
+        places = self._client.read_all([f"{_INTERRUPTED}/{rank}" for rank in ranks])
         listed = ", ".join(f"rank {rank} was at {places.get(f'{_INTERRUPTED}/{rank}', '?')}" for rank in ranks)
         return DesyncError(
             f"what ranks sent each other did not fit together or did not arrive, and no rank has an error of its own: "
@@ -146,7 +146,7 @@ class Failures:
     def _is_known_soon(self) -> bool:
         """Whether anybody says who was first, or all ranks say that they were not. One call per look for all ranks."""
         deadline, pause = time.monotonic() + LOOKUP_S, _POLL_S
-        while not self._notes.has([_FIRST]):
+        while not self._client.has([_FIRST]):
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause)
@@ -156,10 +156,10 @@ class Failures:
     def _find_lost(self, question: int) -> LostRankError | DesyncError | None:
         """Who neither was interrupted nor runs; where there is nobody, those that run and were not interrupted."""
         names = {f"{_INTERRUPTED}/{rank}": rank for rank in range(self._world_size)}
-        silent = [names[name] for name in self._notes.missing(list(names))]
-        running = {rank: answer["where"] for rank, answer in self._lookout.answers(silent, question).items()}
+        silent = [names[name] for name in self._client.missing(list(names))]
+        running = {rank: answer["where"] for rank, answer in self._liveness_probe.answers(silent, question).items()}
         lost = [rank for rank in silent if rank not in running]
-        ended = self._lookout.ended(silent)
+        ended = self._liveness_probe.ended(silent)
         if not silent:
             return None
         if ended and not lost:
@@ -196,7 +196,7 @@ def _place_of_error(error: BaseException) -> str:
     return place_of(frames[-1] if frames else None)
 
 
-def _leave(notes: Notes, readers: int) -> None:
+def _leave(client: StoreClient, readers: int) -> None:
     """Let the others see that this rank ends, and this many of them read why."""
     # The end of the process closes connections only after all other exit handlers (a logger's upload may take minutes).
     # Ranks that look for the reason must also break their wait while the store is there, which ends with its host.
@@ -204,7 +204,7 @@ def _leave(notes: Notes, readers: int) -> None:
         disconnect(group)
     deadline = time.monotonic() + LOOKUP_S
     with contextlib.suppress(LostStoreError):
-        while readers and notes.count(_EXPLAINED, 0) < readers and time.monotonic() < deadline:
+        while readers and client.count(_EXPLAINED, 0) < readers and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 

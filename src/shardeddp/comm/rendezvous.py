@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.topology import Seat, check_seats
+from shardeddp.plan.topology import RankInfo, check_infos
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -36,17 +36,17 @@ _LATE_S = 2.0
 """How long rank 0 waits for more ranks, to list them, once it knows that they do not fit together."""
 
 
-def meet(address: str, port: int, seat: Seat, timeout: timedelta) -> tuple[dist.Store, list[Seat]]:
+def meet(address: str, port: int, info: RankInfo, timeout: timedelta) -> tuple[dist.Store, list[RankInfo]]:
     """Find the other ranks; every rank calls it, once per attempt.
 
     Args:
         address: Where rank 0 is.
         port: Where it hosts the store.
-        seat: Of this rank.
+        info: Of this rank.
         timeout: How long to wait for the others.
 
     Returns:
-        A store whose names are new, and the seats of all ranks by rank.
+        A store whose names are new, and the infos of all ranks by rank.
 
     Raises:
         ConfigurationError: The ranks do not fit together, on every rank.
@@ -55,15 +55,15 @@ def meet(address: str, port: int, seat: Seat, timeout: timedelta) -> tuple[dist.
     if has_agent_store():
         store = _join(address, port, min(timeout, _AGENT_TIMEOUT))  # it was there before any rank was started
     else:
-        address = LOOPBACK if seat.num_nodes == 1 else address
-        store = _host(address, port, timeout) if seat.rank == 0 else _join(address, port, timeout)
+        address = LOOPBACK if info.num_nodes == 1 else address
+        store = _host(address, port, timeout) if info.rank == 0 else _join(address, port, timeout)
     store = dist.PrefixStore("shardeddp/rendezvous", store)
     store.set_timeout(timeout)
     try:
-        return _take_seats(store, seat, timeout)
+        return _exchange_infos(store, info, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
-            f"rank {seat.rank} has found the store at {address}:{port} but not rank 0 within "
+            f"rank {info.rank} has found the store at {address}:{port} but not rank 0 within "
             f"{timeout.total_seconds():g} s ({error}). Rank 0 has not started or has ended: look at its output"
             f"{_advice()}"
         ) from error
@@ -158,21 +158,21 @@ def _bind(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _take_seats(store: dist.Store, seat: Seat, timeout: timedelta) -> tuple[dist.Store, list[Seat]]:
-    """A store under names of this attempt, and all seats."""
-    if seat.rank == 0:
+def _exchange_infos(store: dist.Store, info: RankInfo, timeout: timedelta) -> tuple[dist.Store, list[RankInfo]]:
+    """A store under names of this attempt, and the infos of all ranks."""
+    if info.rank == 0:
         name = uuid.uuid4().hex
         names = dist.PrefixStore(name, store)
-        verdict = _judge(*_gather(store, name, seat, timeout), seat, timeout)
+        verdict = _judge(*_gather(store, name, info, timeout), info, timeout)
         names.set("verdict", json.dumps(verdict))
     else:
         names = dist.PrefixStore(_ask_for_name(store), store)
-        _Inbox(names, "seat").put(json.dumps(asdict(seat)))
+        _Inbox(names, "info").put(json.dumps(asdict(info)))
         verdict = json.loads(names.get("verdict"))
-    if "seats" not in verdict:
-        _leave(names, seat.rank)
+    if "infos" not in verdict:
+        _leave(names, info.rank)
         raise TimeoutError(verdict["late"]) if "late" in verdict else ConfigurationError(verdict["wrong"])
-    return dist.PrefixStore("group", names), [Seat(**each) for each in verdict["seats"]]
+    return dist.PrefixStore("group", names), [RankInfo(**each) for each in verdict["infos"]]
 
 
 def _ask_for_name(store: dist.Store) -> str:
@@ -181,21 +181,21 @@ def _ask_for_name(store: dist.Store) -> str:
     return store.get(f"answer/{own}").decode()
 
 
-def _gather(store: dist.Store, name: str, own: Seat, timeout: timedelta) -> tuple[list[Seat], bool]:
+def _gather(store: dist.Store, name: str, own: RankInfo, timeout: timedelta) -> tuple[list[RankInfo], bool]:
     """Answer everybody, those of earlier attempts too, until all ranks sit; who does, and whether some do not agree."""
-    arrivals, sitting = _Inbox(store, "arrival"), _Inbox(dist.PrefixStore(name, store), "seat")
+    arrivals, sitting = _Inbox(store, "arrival"), _Inbox(dist.PrefixStore(name, store), "info")
     deadline = time.monotonic() + timeout.total_seconds()
-    seats, odd = [own], False
-    while len(seats) < own.world_size and time.monotonic() < deadline:
-        arrived, seated = arrivals.collect(), [Seat(**json.loads(text)) for text in sitting.collect()]
+    infos, odd = [own], False
+    while len(infos) < own.world_size and time.monotonic() < deadline:
+        arrived, known = arrivals.collect(), [RankInfo(**json.loads(text)) for text in sitting.collect()]
         for each in arrived:
             store.set(f"answer/{each}", name)
-        seats += seated
-        if not odd and not all(seat.agrees_with(own) for seat in seated):
+        infos += known
+        if not odd and not all(info.agrees_with(own) for info in known):
             odd, deadline = True, time.monotonic() + _LATE_S
-        if not arrived and not seated:
+        if not arrived and not known:
             time.sleep(_POLL_S)
-    return seats, odd
+    return infos, odd
 
 
 class _Inbox:
@@ -219,19 +219,19 @@ class _Inbox:
         return [self._store.get(f"{self._name}/{number}").decode() for number in here]
 
 
-def _judge(seats: list[Seat], odd: bool, own: Seat, timeout: timedelta) -> dict[str, Any]:
-    """The seats of all ranks by rank, or what is wrong with them."""
-    if len(seats) < own.world_size and not odd:
-        missing = sorted(set(range(own.world_size)) - {seat.rank for seat in seats})
+def _judge(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) -> dict[str, Any]:
+    """The infos of all ranks by rank, or what is wrong with them."""
+    if len(infos) < own.world_size and not odd:
+        missing = sorted(set(range(own.world_size)) - {info.rank for info in infos})
         return {
             "late": f"ranks {missing} of {own.world_size} have not come within {timeout.total_seconds():g} s. They "
             f"have not started, or cannot reach rank 0 ({own.host}): look at their output"
         }
     try:
-        check_seats(seats)
+        check_infos(infos)
     except ConfigurationError as error:
         return {"wrong": str(error)}
-    return {"seats": [asdict(seat) for seat in sorted(seats, key=lambda seat: seat.rank)]}
+    return {"infos": [asdict(info) for info in sorted(infos, key=lambda info: info.rank)]}
 
 
 def _leave(names: dist.Store, rank: int) -> None:
@@ -240,5 +240,5 @@ def _leave(names: dist.Store, rank: int) -> None:
         names.add("left", 1)
         return
     deadline = time.monotonic() + _LATE_S
-    while names.add("left", 0) < names.add("seat", 0) and time.monotonic() < deadline:
+    while names.add("left", 0) < names.add("info", 0) and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -44,7 +44,7 @@ class SilentStoreError(LostStoreError):
     """The store does not answer: the process that hosts it is frozen."""
 
 
-class Notes:
+class StoreClient:
     """Texts under names that are new; every call ends soon, whatever has become of the store.
 
     All ranks make those of a topic equally often: what one makes as its third are the third of every rank. Making them
@@ -181,7 +181,7 @@ def _end_all() -> None:
         desk.end()
 
 
-# -- Muster: find out without a collective whether all ranks have come to one point, so that nobody enters one alone
+# -- StoreBarrier: whether all ranks have come to one point, without a collective, so that nobody enters one alone
 
 PATIENCE_S = 5.0
 """How long a rank waits for the others."""
@@ -190,7 +190,7 @@ _BARRIER_POLL_S = 0.05
 _ALL, _SOME = "all", "some"
 
 
-class Muster:
+class StoreBarrier:
     """Names in the store of the process group; whatever is decided first holds for all ranks.
 
     Args:
@@ -201,9 +201,9 @@ class Muster:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._calls = 0
-        self._notes = Notes("muster", rank)
+        self._client = StoreClient("barrier", rank)
 
-    def all_here(self, place: str, patience_s: float = PATIENCE_S) -> bool:
+    def wait_for_all(self, place: str, patience_s: float = PATIENCE_S) -> bool:
         """Whether every rank calls this within the time, from one place; the answer is the same on all that do.
 
         A rank that comes later, or finds the store gone, gets False; one that finds it silent asks on, since others may
@@ -228,11 +228,11 @@ class Muster:
     def _decide(self, place: str, deadline: float) -> str:
         """What is decided; it may be asked again, which changes nothing."""
         decision, here = f"{self._calls}/decision", f"{self._calls}/here/{{}}".format
-        if self._notes.claim(f"{self._calls}/place", place) != place:
-            return self._notes.claim(decision, _SOME)
-        self._notes.write(here(self._rank), "1")
-        if self._notes.has([here(rank) for rank in range(self._world_size)]):
-            return self._notes.claim(decision, _ALL)
-        while not self._notes.has([decision]) and time.monotonic() < deadline:
+        if self._client.claim(f"{self._calls}/place", place) != place:
+            return self._client.claim(decision, _SOME)
+        self._client.write(here(self._rank), "1")
+        if self._client.has([here(rank) for rank in range(self._world_size)]):
+            return self._client.claim(decision, _ALL)
+        while not self._client.has([decision]) and time.monotonic() < deadline:
             time.sleep(_BARRIER_POLL_S)
-        return self._notes.claim(decision, _SOME)
+        return self._client.claim(decision, _SOME)

@@ -5,18 +5,18 @@ from collections.abc import Callable
 
 import torch
 
-from shardeddp.comm.collectives import Pending
+from shardeddp.comm.collectives import CollectiveHandle
 
 
-class Ticket:
-    """Something that was issued on a lane and that compute can wait for.
+class StreamHandle:
+    """Something that was issued on a stream and that compute can wait for.
 
     Args:
         pending: The collective at its end.
-        done: Recorded on the lane after the collective -> waited for by the compute stream. None on CPU.
+        done: Recorded on the stream after the collective -> waited for by the compute stream. None on CPU.
     """
 
-    def __init__(self, pending: Pending, done: torch.cuda.Event | None) -> None:
+    def __init__(self, pending: CollectiveHandle, done: torch.cuda.Event | None) -> None:
         self._pending = pending
         self._done = done
 
@@ -37,7 +37,7 @@ class Ticket:
         return False
 
 
-class Lane(ABC):
+class CommStream(ABC):
     """An ordered queue for communication."""
 
     issued: int = 0
@@ -48,27 +48,27 @@ class Lane(ABC):
         """Block the host until everything that was issued is done, for what it copied to host memory."""
 
     @abstractmethod
-    def issue(self, action: Callable[[], Pending]) -> Ticket:
-        """Run ``action`` on the lane, behind everything that compute has enqueued so far.
+    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:
+        """Run ``action`` on the stream, behind everything that compute has enqueued so far.
 
         That order is what makes memory safe without ``record_stream``: a buffer that compute has released is filled
-        again on the lane only after compute's last use of it, and a buffer that compute allocated is waited for by
+        again on the stream only after compute's last use of it, and a buffer that compute allocated is waited for by
         compute before it is released.
         """
 
 
-class HostLane(Lane):
-    """The lane of a CPU run: transfers run in the backend's threads, local work at once."""
+class HostStream(CommStream):
+    """The stream of a CPU run: transfers run in the backend's threads, local work at once."""
 
     def drain(self) -> None:  # noqa: D102
         return
 
-    def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102
+    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:  # noqa: D102
         self.issued += 1
-        return Ticket(action(), None)
+        return StreamHandle(action(), None)
 
 
-class CudaLane(Lane):
+class CudaStream(CommStream):
     """A CUDA stream of its own.
 
     Args:
@@ -84,16 +84,16 @@ class CudaLane(Lane):
         self._stream.wait_stream(torch.cuda.current_stream())
         self._stream.synchronize()
 
-    def issue(self, action: Callable[[], Pending]) -> Ticket:  # noqa: D102
+    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:  # noqa: D102
         self.issued += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             pending = action()
         done = torch.cuda.Event()
         done.record(self._stream)
-        return Ticket(pending, done)
+        return StreamHandle(pending, done)
 
 
-def make_lane(device: torch.device) -> Lane:
-    """The lane that suits a device."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+def make_stream(device: torch.device) -> CommStream:
+    """The stream that suits a device."""
+    return CudaStream(device) if device.type == "cuda" else HostStream()

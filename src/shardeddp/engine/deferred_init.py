@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardeddp.comm import Mesh, together
+from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.engine.unit import register
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.operations import written
@@ -124,7 +124,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class ConstructionRecord:
     """Where the host's random number generator stood when the constructors of some deferred tensors began."""
 
     state: torch.Tensor
@@ -137,13 +137,13 @@ class Origin:
     """The generator has been seeded anew since, so these draws do not move what comes after them."""
 
 
-def origin_of(tensor: torch.Tensor, origins: Sequence[Origin]) -> int:
+def origin_of(tensor: torch.Tensor, origins: Sequence[ConstructionRecord]) -> int:
     """Index of the origin under which a tensor was made: the last that did not find it there."""
     younger = [i for i, origin in enumerate(origins) if not any(tensor is other for other in origin.earlier)]
     return younger[-1] if younger else 0
 
 
-def replay(origins: Sequence[Origin], draw: Callable[[int], None]) -> None:
+def replay(origins: Sequence[ConstructionRecord], draw: Callable[[int], None]) -> None:
     """Draw from each origin in turn, and leave the generator where eager constructors would have left it.
 
     A generator that has not moved since an origin continues behind what was drawn from it. One that has moved, or was
@@ -155,7 +155,7 @@ def replay(origins: Sequence[Origin], draw: Callable[[int], None]) -> None:
     """
     now = torch.get_rng_state()
     moves: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for index, origin in enumerate(origins or [Origin(state=now)]):
+    for index, origin in enumerate(origins or [ConstructionRecord(state=now)]):
         start = _follow(origin.state, moves)
         torch.set_rng_state(start)
         draw(index)
@@ -337,7 +337,7 @@ def _whole_parameter(item: Deferred) -> nn.Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Birth:
+class DeferredRecord:
     """What is known of the making of a model's deferred tensors, and whether a checkpoint has their values."""
 
     load: Callable[[], None] | None = None
@@ -349,7 +349,7 @@ class Birth:
     dtypes: Mapping[int, torch.dtype] = field(default_factory=dict[int, torch.dtype])
     """By identity of a parameter, the dtype in which it was made, where it may have been converted since."""
 
-    origins: Sequence[Origin] = ()
+    origins: Sequence[ConstructionRecord] = ()
     """Where the random number generator stood, oldest first."""
 
 
@@ -358,19 +358,19 @@ class Materializer:
 
     Args:
         units: The model's units, the root first.
-        birth: What is known of the tensors' making.
+        record: What is known of the tensors' making.
 
     Raises:
         ConfigurationError: A module has a meta tensor that is neither parameter nor buffer.
     """
 
-    def __init__(self, units: Sequence[UnitSpec], birth: Birth) -> None:
+    def __init__(self, units: Sequence[UnitSpec], record: DeferredRecord) -> None:
         self._root = units[0].module
-        self._birth = birth
+        self._record = record
         specs = [spec for unit in units for spec in unit.parameters]
         self._parameter_places = [spec.owners[0] for spec in specs]
-        deferred = [_parameter_item(spec, birth) for spec in specs if spec.parameter.is_meta]
-        deferred += _meta_buffers(self._root, birth)
+        deferred = [_parameter_item(spec, record) for spec in specs if spec.parameter.is_meta]
+        deferred += _meta_buffers(self._root, record)
         self._deferred: dict[int, Deferred] = {id(item.tensor): item for item in deferred}
         if deferred:
             _reject_stray(self._root)
@@ -385,13 +385,13 @@ class Materializer:
             RankError: Some rank failed in a ``reset_parameters`` or in loading.
         """
         self._locate()
-        if self._birth.load is not None:
-            self._load(self._birth.load, mesh)
+        if self._record.load is not None:
+            self._load(self._record.load, mesh)
         wanted = self._missing()
         if wanted:
-            replay(self._birth.origins, lambda stage: self._initialize(stage, wanted, mesh))
+            replay(self._record.origins, lambda stage: self._initialize(stage, wanted, mesh))
             missing = self._missing()
-            together("initialising parameters", lambda: _reject_missing(missing), mesh.control)
+            run_on_all_ranks("initialising parameters", lambda: _reject_missing(missing), mesh.control)
 
     def _missing(self) -> set[Deferred]:
         return {item for item in self._deferred.values() if not item.filled}
@@ -406,7 +406,7 @@ class Materializer:
 
     def _load(self, load: Callable[[], None], mesh: Mesh) -> None:
         with Drawing(mesh, self._specs()) as drawing:
-            together("loading the checkpoint into a deferred model", load, mesh.control)
+            run_on_all_ranks("loading the checkpoint into a deferred model", load, mesh.control)
         for item in self._deferred.values():
             item.filled = drawing.has_written(item.tensor)
 
@@ -428,7 +428,7 @@ class Materializer:
                 continue
             one = ModuleReset(module, reset, own, wanted)
             with Drawing(mesh, specs, guarded, one.temporaries) as drawing:
-                together(f"initialising {name or 'the root module'}", one.run, mesh.control)
+                run_on_all_ranks(f"initialising {name or 'the root module'}", one.run, mesh.control)
             one.finish(drawing, mesh)
             for spec in drawing.written_specs & specs.keys():
                 specs[spec].filled = True
@@ -457,19 +457,19 @@ def allocate_on_host(module: nn.Module) -> None:
             swap_bodies(tensor, memory)
 
 
-def _parameter_item(spec: ParameterSpec, birth: Birth) -> Deferred:
-    creator = birth.creators.get(id(spec.parameter))
+def _parameter_item(spec: ParameterSpec, record: DeferredRecord) -> Deferred:
+    creator = record.creators.get(id(spec.parameter))
     return Deferred(
         fqn=spec.fqn,
         tensor=spec.parameter,
         places=spec.owners,
-        dtype=birth.dtypes.get(id(spec.parameter), spec.parameter.dtype),
-        stage=origin_of(spec.parameter, birth.origins),
+        dtype=record.dtypes.get(id(spec.parameter), spec.parameter.dtype),
+        stage=origin_of(spec.parameter, record.origins),
         creator=creator if any(owner is creator for owner, _ in spec.owners) else spec.owners[0][0],
     )
 
 
-def _meta_buffers(root: nn.Module, birth: Birth) -> list[Deferred]:
+def _meta_buffers(root: nn.Module, record: DeferredRecord) -> list[Deferred]:
     """Every buffer object on the meta device, with all its places."""
     places: dict[int, list[tuple[str, torch.Tensor, nn.Module, str]]] = {}
     for path, module in root.named_modules():
@@ -483,7 +483,7 @@ def _meta_buffers(root: nn.Module, birth: Birth) -> list[Deferred]:
             tensor=found[0][1],
             places=[(module, name) for _, _, module, name in found],
             dtype=found[0][1].dtype,
-            stage=origin_of(found[0][1], birth.origins),
+            stage=origin_of(found[0][1], record.origins),
         )
         for found in places.values()
     ]

@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from shardeddp.comm import Mesh, Pending, Ticket
+from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.engine.storage import allocate, empty_on_host, local_view, release
 from shardeddp.plan.layout import FlatLayout
@@ -181,19 +181,19 @@ class Reduction:
         self._kind: ReduceKind = kind
         self._memory, self._output, self._arrival, self._kept = memory, output, arrival, kept
         # A gradient that autograd leaves on a parameter used outside its unit may be added to the shard at any time.
-        # On compute's stream that is in order with what is added here, on the lane it would not be.
+        # On compute's stream that is in order with what is added here, on the stream it would not be.
         self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
         self._in_buffer = True
         mesh = memory.mesh
 
-        def action() -> Pending:
+        def action() -> CollectiveHandle:
             return mesh.reduce.reduce_scatter(output, buffer).then(self._arrived)
 
-        self._ticket: Ticket = mesh.reduce_lane.issue(action)
+        self._handle: StreamHandle = mesh.reduce_stream.issue(action)
 
     def advance(self) -> bool:
         """Wait for the collective under way and issue the next; True when the gradient shard is complete."""
-        more = self._ticket.advance()
+        more = self._handle.advance()
         if not more and self._adds:
             self._memory.absorb(self._output, self._kept)
         if self._in_buffer:
@@ -207,7 +207,7 @@ class Reduction:
         while not self.advance():
             pass
 
-    def _arrived(self) -> Pending:
+    def _arrived(self) -> CollectiveHandle:
         memory = self._memory
         if self._arrival is Arrival.IN_PARTIAL_SUMS:
             memory.keep_partial(self._output)
@@ -219,19 +219,19 @@ class Reduction:
             return self._share().then(self._shared)
         elif not self._adds:
             memory.absorb(self._output, self._kept)
-        return Pending()
+        return CollectiveHandle()
 
-    def _share(self) -> Pending:
+    def _share(self) -> CollectiveHandle:
         mesh, shared = self._memory.mesh, self._output
         if not mesh.topology.split_replicas:
             return mesh.replicate.all_reduce_(shared, self._kind)
         self._output = shared.view(mesh.replicate.size, -1)[mesh.replicate.rank]
         return mesh.replicate.reduce_scatter(self._output, shared)
 
-    def _shared(self) -> Pending:
+    def _shared(self) -> CollectiveHandle:
         if not self._adds:
             self._memory.absorb(self._output, self._kept)
-        return Pending(keep=(self._output,))
+        return CollectiveHandle(keep=(self._output,))
 
 
 # -- GroupGradients: the gradients of a flat group, packed where autograd left them, reduced, and kept as a shard

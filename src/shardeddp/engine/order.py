@@ -13,8 +13,8 @@ import torch
 from shardeddp.comm import Mesh, agree_on_highest
 from shardeddp.comm.agreement import ABOUT_UNITS
 from shardeddp.engine.reducer import Reduced, Reducer
-from shardeddp.engine.unit import UnitState, UnitTrack
-from shardeddp.plan.sharding_strategy import Placement, Reshard
+from shardeddp.engine.unit import UnitProgress, UnitState
+from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 # -- ExecutionOrder: the order in which a pass visits units, recorded once and checked ever after
 
@@ -115,7 +115,7 @@ _END = "the end of the pass"
 
 
 class _Field(IntEnum):
-    """What a ballot says about each unit: a row of one byte per unit."""
+    """What a message says about each unit: a row of one byte per unit."""
 
     FORWARD = 0
     """This rank's forward comes to the unit next."""
@@ -130,7 +130,7 @@ class _Field(IntEnum):
     """How far the unit's gradients are: a :class:`Reduced`."""
 
 
-class Visits:
+class OrderAgreement:
     """Keeps ranks together where they gather and reduce units.
 
     Nothing tells a rank which unit another one gathers: collectives meet in the order in which they are issued. So
@@ -147,17 +147,23 @@ class Visits:
     They may change together, alone it is an error: what the others have issued cannot be taken back.
 
     Args:
-        tracks: All units, the root first.
+        progresses: All units, the root first.
         mesh: Through which ranks agree.
-        placement: Whether anything is gathered, in forward and in backward.
+        sharding: Whether anything is gathered, in forward and in backward.
         reducer: Of the gradients.
         apart: Whether ranks are known to use different units.
     """
 
     def __init__(
-        self, tracks: Sequence[UnitTrack], mesh: Mesh, placement: Placement, reducer: Reducer, *, apart: bool = False
+        self,
+        progresses: Sequence[UnitProgress],
+        mesh: Mesh,
+        sharding: ShardingStrategy,
+        reducer: Reducer,
+        *,
+        apart: bool = False,
     ) -> None:
-        self._tracks = tracks
+        self._progresses = progresses
         self._mesh = mesh
         self._reducer = reducer
         self._apart = apart
@@ -166,10 +172,10 @@ class Visits:
         self._alike: set[str] = set()  # kinds of passes that all ranks have been through alike
         self._changed: set[str] = set()  # kinds of which the pass that is running is another than those before
         self._warned = False
-        self.gathers: bool = mesh.gather.size > 1 and any(track.unit.groups for track in tracks)
+        self.gathers: bool = mesh.gather.size > 1 and any(progress.unit.groups for progress in progresses)
         """Whether forwards need other ranks."""
 
-        self._gathers_in_backward = mesh.world.size > 1 and placement.reshard is not Reshard.NEVER
+        self._gathers_in_backward = mesh.world.size > 1 and sharding.reshard is not Reshard.NEVER
 
     # -- evaluation
 
@@ -194,30 +200,30 @@ class Visits:
             self._orders[kind] = ExecutionOrder()  # only what all ranks have agreed on foretells what all will do
         self._orders[kind].begin()
 
-    def visit(self, track: UnitTrack, kind: str) -> None:
+    def visit(self, progress: UnitProgress, kind: str) -> None:
         """Return when it is this rank's turn to come to a unit, with what it needs of others for that.
 
         Raises:
             RuntimeError: This rank uses other units than in former passes, and not all ranks do.
         """
         # The root is where a forward begins; a backward comes to it as to any other.
-        change = self._orders[kind].visit(track.index) if is_backward(kind) or track.index else None
+        change = self._orders[kind].visit(progress.index) if is_backward(kind) or progress.index else None
         if self.agrees(kind):
-            self._await_turn(track, kind)
+            self._await_turn(progress, kind)
         elif change is not None:
-            found, expected = self._tracks[change.found].unit.label, _END
+            found, expected = self._progresses[change.found].unit.label, _END
             if change.expected is not None:
-                expected = self._tracks[change.expected].unit.label
+                expected = self._progresses[change.expected].unit.label
             if self._involves_others(kind):
                 self._confirm(found, expected)
                 self._changed.add(kind)
             if is_backward(kind) or torch.is_grad_enabled():  # evaluation may do as it likes: nothing waits for it
                 self._warn_once(found, expected)
 
-    def revisit(self, track: UnitTrack, kind: str) -> None:
+    def revisit(self, progress: UnitProgress, kind: str) -> None:
         """The same within a visit to a unit around it, which computes again what it has computed in forward."""
-        if self.agrees(kind) and self._needs(track):
-            self._await_turn(track, kind)
+        if self.agrees(kind) and self._needs(progress):
+            self._await_turn(progress, kind)
 
     def upcoming(self, kind: str, depth: int) -> list[int]:
         """The units that all ranks will come to next."""
@@ -239,7 +245,7 @@ class Visits:
                 return
             self._serve()
         elif expected is not None and self._involves_others(kind):
-            self._confirm(_END, self._tracks[expected].unit.label)
+            self._confirm(_END, self._progresses[expected].unit.label)
             self._changed.add(kind)
         # Where all have changed together, the next pass is the first of its kind once more.
         (self._alike.discard if kind in self._changed else self._alike.add)(kind)
@@ -252,14 +258,14 @@ class Visits:
     def _involves_others(self, kind: str) -> bool:
         return self._gathers_in_backward if is_backward(kind) else self.gathers
 
-    def _await_turn(self, track: UnitTrack, kind: str) -> None:
+    def _await_turn(self, progress: UnitProgress, kind: str) -> None:
         field = _Field.BACKWARD if is_backward(kind) else _Field.FORWARD
-        while self._round(track, field) is not track:
+        while self._round(progress, field) is not progress:
             pass
 
-    def _needs(self, track: UnitTrack) -> bool:
+    def _needs(self, progress: UnitProgress) -> bool:
         """Whether the unit's parameters have to be gathered before this rank can use them."""
-        unit = track.unit
+        unit = progress.unit
         return unit.gathers if unit.state is UnitState.SHARDED else unit.state is UnitState.UNSHARDED and unit.stale
 
     def _serve(self) -> None:
@@ -267,16 +273,16 @@ class Visits:
             pass
 
     @torch.no_grad()
-    def _round(self, wanted: UnitTrack | None, field: _Field) -> UnitTrack | None:
+    def _round(self, wanted: UnitProgress | None, field: _Field) -> UnitProgress | None:
         """Ask where all ranks are, reduce what is over, and gather the unit that comes first; it is returned."""
-        ballot = torch.zeros(len(_Field), len(self._tracks) + 1, dtype=torch.uint8)  # the last column: at the end
-        ballot[field, -1 if wanted is None else wanted.index] = 1
+        message = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8)  # the last column: at the end
+        message[field, -1 if wanted is None else wanted.index] = 1
         if wanted is not None:
-            ballot[_Field.GATHER, wanted.index] = self._needs(wanted)
+            message[_Field.GATHER, wanted.index] = self._needs(wanted)
         reduced = self._reducer.progress(wanted)
-        ballot[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8)
-        agree_on_highest(ballot, self._mesh.control)
-        forward, backward, gather, progress = ballot.tolist()
+        message[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8)
+        agree_on_highest(message, self._mesh.control)
+        forward, backward, gather, progress = message.tolist()
         self._apart |= not self._open and sum(forward) + sum(backward) > 1
         self._reducer.issue([index for index, state in enumerate(progress[:-1]) if state == Reduced.DUE])
         places = [index for index, flag in enumerate(forward[:-1]) if flag]
@@ -284,13 +290,13 @@ class Visits:
         places += [index for index, flag in reversed([*enumerate(backward[:-1])]) if flag]
         if not places:
             return None
-        chosen = self._tracks[places[0]]
+        chosen = self._progresses[places[0]]
         if gather[chosen.index]:
             self._gather(chosen, keep=chosen is wanted)
         return chosen
 
-    def _gather(self, track: UnitTrack, *, keep: bool) -> None:
-        unit = track.unit
+    def _gather(self, progress: UnitProgress, *, keep: bool) -> None:
+        unit = progress.unit
         rested = unit.state is UnitState.SHARDED
         unit.gather_with_others()
         if rested and not keep:
@@ -300,7 +306,7 @@ class Visits:
 
     def _confirm(self, found: str, expected: str) -> None:
         """Go on if all ranks come to something that no pass of this kind has come to here."""
-        self._mesh.assembly.call(f"{found} instead of {expected}", ABOUT_UNITS)
+        self._mesh.world_fingerprints.call(f"{found} instead of {expected}", ABOUT_UNITS)
 
     def _warn_once(self, found: str, expected: str) -> None:
         if self._warned or self._mesh.rank:

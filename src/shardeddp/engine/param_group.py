@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardeddp.comm import Mesh, Pending, Ticket
+from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
-from shardeddp.plan.sharding_strategy import Placement, Reshard
+from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, sharded_class
 from shardeddp.tensor.unsharded import OURS, swap_bodies
@@ -30,7 +30,7 @@ class FlatGroup:
         specs: The parameters, in layout order; each becomes a ``ShardTensor`` in place.
         layout: Where they lie.
         mesh: Through which they are gathered and reduced.
-        placement: Where main shards live, and whether gathered buffers keep their memory when the unit is resharded.
+        sharding: Where main shards live, and whether gathered buffers keep their memory when the unit is resharded.
         lender: The group of one parameter whose memory the only parameter of this one has. They have gradients and
             optimizer states of their own.
     """
@@ -40,7 +40,7 @@ class FlatGroup:
         specs: Sequence[ParameterSpec],
         layout: FlatLayout,
         mesh: Mesh,
-        placement: Placement,
+        sharding: ShardingStrategy,
         lender: FlatGroup | None = None,
     ) -> None:
         self.layout = layout
@@ -52,10 +52,10 @@ class FlatGroup:
             self._sharing.append(self)
         self._mesh = mesh
         dtype, param_dtype, reduce_dtype = specs[0].dtype, specs[0].param_dtype, specs[0].reduce_dtype
-        on_host = placement.offload_params and mesh.device.type != "cpu"
+        on_host = sharding.offload_params and mesh.device.type != "cpu"
         self._resident = layout.shard_size == 1 and param_dtype is dtype and not on_host
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
-        self._retain = self._resident or placement.reshard is Reshard.NEVER
+        self._retain = self._resident or sharding.reshard is Reshard.NEVER
 
         self.main_shard = lender.main_shard if lender else _zeros(layout.shard_numel, dtype, mesh.device, on_host)
         """1D, shard_numel; lives as long as the model."""
@@ -118,17 +118,17 @@ class FlatGroup:
 
     # -- gathering
 
-    def unshard(self) -> Ticket:
+    def unshard(self) -> StreamHandle:
         """Allocate the gathered buffer if need be, and issue the all-gather into it."""
         self.keep_writes()
         if not self.gathers:
-            ticket = Ticket(Pending(), None)
+            handle = StreamHandle(CollectiveHandle(), None)
         elif self._kept_part is not None and not self.stale:
-            ticket = self._mesh.gather_lane.issue(self._gather_parts)
+            handle = self._mesh.gather_stream.issue(self._gather_parts)
         else:
-            ticket = self._mesh.gather_lane.issue(self._gather_shards)
+            handle = self._mesh.gather_stream.issue(self._gather_shards)
         self._note_gather()
-        return ticket
+        return handle
 
     def forget(self) -> None:
         """Let the next :meth:`unshard` gather all of it, as it does on ranks that hold nothing of it."""
@@ -136,8 +136,8 @@ class FlatGroup:
         self._gathered_versions = []
         self._kept_part = None
 
-    def _gather_shards(self) -> Pending:
-        # Memory and copy belong to the lane: its allocator stream, and behind compute's last use of the buffer.
+    def _gather_shards(self) -> CollectiveHandle:
+        # Memory and copy belong to the stream: its allocator stream, and behind compute's last use of the buffer.
         flat, own = self.buffer.allocate(), self._own_slice()
         main = self.main_shard.to(self._mesh.device, non_blocking=True)
         if self._part is None:
@@ -148,11 +148,11 @@ class FlatGroup:
         self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank].copy_(main)
         return self._mesh.collect.all_gather_(self._part).then(partial(self._gather_split, self._part))
 
-    def _gather_split(self, part: torch.Tensor) -> Pending:
+    def _gather_split(self, part: torch.Tensor) -> CollectiveHandle:
         self._own_slice().copy_(part)
         return self._mesh.gather.all_gather_(self.buffer.allocate())
 
-    def _gather_parts(self) -> Pending:
+    def _gather_parts(self) -> CollectiveHandle:
         part = self._kept_part
         if part is None:
             raise RuntimeError(f"no part of {self.layout.slots[0].fqn} was kept for its backward")

@@ -11,11 +11,11 @@ from itertools import takewhile
 
 import torch
 
-from shardeddp.comm import Mesh, agree_on_any_alike, exchange
+from shardeddp.comm import Mesh, agree_on_any_alike, all_gather_bytes
 from shardeddp.comm.agreement import ABOUT_TRAINED
 from shardeddp.engine.gradients import Reduction
-from shardeddp.engine.unit import UnitTrack
-from shardeddp.plan.sharding_strategy import Placement, Reshard
+from shardeddp.engine.unit import UnitProgress
+from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 
 class Reduced(IntEnum):
@@ -42,32 +42,32 @@ class Reducer:
     arrives later than that is reduced with the leftovers, on which all ranks agree at the end.
 
     That holds where all ranks use the same units. Where they do not, they agree at every unit on those that no rank is
-    going to reach any more (see :class:`Visits`), and reduce them with zeros of those that have not reached them.
+    going to reach any more (:class:`OrderAgreement`), and reduce them with zeros of those that have not reached them.
 
     Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even reach different units.
     Then all units are reduced in one order, that of rank 0's first backward, also those that this rank does not reach.
 
     Args:
-        tracks: All units, the root first.
+        progresses: All units, the root first.
         mesh: Through which ranks agree.
-        placement: Whether anything is gathered in a backward.
+        sharding: Whether anything is gathered in a backward.
     """
 
-    def __init__(self, tracks: Sequence[UnitTrack], mesh: Mesh, placement: Placement) -> None:
-        self._tracks = tracks
+    def __init__(self, progresses: Sequence[UnitProgress], mesh: Mesh, sharding: ShardingStrategy) -> None:
+        self._progresses = progresses
         self._mesh = mesh
-        self._gathers = placement.reshard is not Reshard.NEVER
-        self._order = list(reversed(tracks))  # for when nothing is gathered; inner units before outer ones
+        self._gathers = sharding.reshard is not Reshard.NEVER
+        self._order = list(reversed(progresses))  # for when nothing is gathered; inner units before outer ones
         self._order_is_agreed = self._gathers
         self.leaves_gradients = False
         """Whether the backward that is running leaves gradients on parameters; `autograd.grad` does not."""
 
-        self._to_host = placement.offload_params
-        self._accumulates_sharded = placement.reduce_every_backward
+        self._to_host = sharding.offload_params
+        self._accumulates_sharded = sharding.reduce_every_backward
         self._across_replicas = True
         self._sync = True
         self._running = False  # between begin() and end()
-        self._reached: list[UnitTrack] = []  # in this backward, in order
+        self._reached: list[UnitProgress] = []  # in this backward, in order
         self._trained: list[frozenset[int]] | None = None  # by unit, what requires gradients; None: no backward yet
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
 
@@ -84,83 +84,83 @@ class Reducer:
         self._across_replicas = sync_gradients
         self._sync = sync_gradients or self._accumulates_sharded
         self.leaves_gradients = False
-        if any(track.gets_gradients() for track in self._tracks):
+        if any(progress.gets_gradients() for progress in self._progresses):
             self.note_gradient()
         if not self._sync:
-            for track in self._tracks:
-                track.unit.add_up_gradients()
+            for progress in self._progresses:
+                progress.unit.add_up_gradients()
 
     def _agree_on_trained(self) -> None:
         """Ask all ranks, where parameters have been frozen or unfrozen: they would reduce other units."""
-        former, self._trained = self._trained, [frozenset(track.missing) for track in self._tracks]
+        former, self._trained = self._trained, [frozenset(progress.missing) for progress in self._progresses]
         if former is None or former == self._trained or self._mesh.world.size == 1:
             return
         changed = [
-            track.unit.sharded_parameters()[index].spec.fqn
-            for track, before, now in zip(self._tracks, former, self._trained, strict=True)
+            progress.unit.sharded_parameters()[index].spec.fqn
+            for progress, before, now in zip(self._progresses, former, self._trained, strict=True)
             for index in sorted(before ^ now)
         ]
         operation = f"the first backward since requires_grad of {changed[0]} and {len(changed) - 1} more has changed"
-        self._mesh.assembly.call(operation, ABOUT_TRAINED)
+        self._mesh.world_fingerprints.call(operation, ABOUT_TRAINED)
 
     def note_gradient(self) -> None:
         """A gradient is there: this backward leaves some, even if its graph (of reentrant checkpointing) hid that."""
         if not self.leaves_gradients:
             self.leaves_gradients = True
-            for track in self._tracks:
-                track.unit.take_assigned_gradients(self._sync)
+            for progress in self._progresses:
+                progress.unit.take_assigned_gradients(self._sync)
 
-    def reach(self, track: UnitTrack, *, agreed: bool) -> None:
+    def reach(self, progress: UnitProgress, *, agreed: bool) -> None:
         """The backward reaches a use of a unit, which is not gathered for it yet.
 
         Args:
-            track: The unit.
+            progress: The unit.
             agreed: Whether ranks agree on what is reduced, by :meth:`progress` and :meth:`issue`.
         """
         waiting = [] if agreed else self._waiting()
-        over = [other for other in waiting if other.is_over_at(track)]
+        over = [other for other in waiting if other.is_over_at(progress)]
         # One order for all ranks: an unfinished unit holds back those behind it.
         for due in over if self._gathers else list(takewhile(lambda other: other in over, waiting)):
             self._issue(due)
-        if not track.entered:
-            track.entered = True
-            self._reached.append(track)
+        if not progress.entered:
+            progress.entered = True
+            self._reached.append(progress)
 
-    def progress(self, entering: UnitTrack | None) -> list[Reduced]:
+    def progress(self, entering: UnitProgress | None) -> list[Reduced]:
         """How far this rank is with each unit.
 
         Args:
             entering: The unit that its backward comes to; None: it has come to its end.
         """
         if not self._running:
-            return [Reduced.OPEN] * len(self._tracks)
+            return [Reduced.OPEN] * len(self._progresses)
         if not (self._gathers and self._sync and self.leaves_gradients):
-            return [Reduced.NOTHING] * len(self._tracks)
-        return [self._progress(track, entering) for track in self._tracks]
+            return [Reduced.NOTHING] * len(self._progresses)
+        return [self._progress(progress, entering) for progress in self._progresses]
 
     def issue(self, indices: Sequence[int]) -> None:
         """Reduce units that all ranks are done with, whether this one has reached them or not."""
         for index in reversed(indices):
-            self._issue(self._tracks[index])
+            self._issue(self._progresses[index])
 
-    def _progress(self, track: UnitTrack, entering: UnitTrack | None) -> Reduced:
-        if track.issued or not track.gradients_expected:
+    def _progress(self, progress: UnitProgress, entering: UnitProgress | None) -> Reduced:
+        if progress.issued or not progress.gradients_expected:
             return Reduced.NOTHING
-        if entering is not None and track.unreached_uses:
+        if entering is not None and progress.unreached_uses:
             return Reduced.OPEN
-        if not track.entered:
+        if not progress.entered:
             return Reduced.NOTHING
-        return Reduced.DUE if entering is None or track.is_over_at(entering) else Reduced.OPEN
+        return Reduced.DUE if entering is None or progress.is_over_at(entering) else Reduced.OPEN
 
     def end(self) -> None:
         """The backward ends: reduce what remains, and give the parameters their gradients."""
         if self._sync and self.leaves_gradients:
-            for track in self._waiting():
-                self._issue(track)
+            for progress in self._waiting():
+                self._issue(progress)
             self._settle()
         elif self.leaves_gradients:
-            for track in self._tracks:
-                track.tell_of_gradients()
+            for progress in self._progresses:
+                progress.tell_of_gradients()
         self._running = False
 
     def abort(self) -> None:
@@ -172,19 +172,19 @@ class Reducer:
         """Whether gradients wait to be shared with replicas, so that nobody is to see them yet."""
         return not self._across_replicas and self._mesh.replicate.size > 1
 
-    def _waiting(self) -> list[UnitTrack]:
+    def _waiting(self) -> list[UnitProgress]:
         """Units still to be reduced, in order."""
         if not (self._sync and self.leaves_gradients):
             return []
         candidates = self._reached if self._gathers else self._order
-        return [track for track in candidates if track.gradients_expected and not track.issued]
+        return [progress for progress in candidates if progress.gradients_expected and not progress.issued]
 
     @torch.no_grad()  # a backward that keeps its graph for another one enables gradients
-    def _issue(self, track: UnitTrack) -> None:
+    def _issue(self, progress: UnitProgress) -> None:
         # One unit's gradients are in each collective at a time: that bounds memory, and one unit's backward hides it.
         self._in_flight = [reduction for reduction in self._in_flight if not reduction.advance()]
-        track.issued = True
-        self._in_flight += track.unit.reduce_gradients(self._across_replicas)
+        progress.issued = True
+        self._in_flight += progress.unit.reduce_gradients(self._across_replicas)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -194,16 +194,18 @@ class Reducer:
 
     def _settle(self) -> None:
         """Agree on what any rank has used or still holds, reduce the latter, and learn for the next backward."""
-        tracks = self._tracks
+        progresses = self._progresses
         # What earlier micro-batches have summed up in the shard group waits for the replicas, used this time or not.
-        partial = [self._across_replicas and track.unit.has_partial_gradient() for track in tracks]
-        left = [track.unit.has_unsharded_gradient() or waits for track, waits in zip(tracks, partial, strict=True)]
-        entered = [track.entered for track in tracks]
-        viewed = [track.unit.is_viewed for track in tracks]
-        used = [track.unit.used() for track in tracks]
+        partial = [self._across_replicas and progress.unit.has_partial_gradient() for progress in progresses]
+        left = [
+            progress.unit.has_unsharded_gradient() or waits for progress, waits in zip(progresses, partial, strict=True)
+        ]
+        entered = [progress.entered for progress in progresses]
+        viewed = [progress.unit.is_viewed for progress in progresses]
+        used = [progress.unit.used() for progress in progresses]
         flags = [*left, *entered, *viewed, *(flag for each in used for flag in each)]
-        for track in tracks:
-            track.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
+        for progress in progresses:
+            progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
         written, options = self._mesh.written.take(), self._mesh.written.take_changed_options()
         checksum = zlib.crc32(json.dumps([written, options], sort_keys=True).encode()) if written or options else 0
         operation = f"agreement on {len(flags)} flags"
@@ -211,29 +213,29 @@ class Reducer:
         if not same:
             self._tell_of_differences(written)
         agreed = iter(each_any)
-        any_left, any_entered, any_viewed = ([next(agreed) for _ in tracks] for _ in range(3))
+        any_left, any_entered, any_viewed = ([next(agreed) for _ in progresses] for _ in range(3))
         any_used = [[next(agreed) for _ in each] for each in used]
-        for track, again in zip(tracks, any_left, strict=True):
+        for progress, again in zip(progresses, any_left, strict=True):
             if again:
-                self._issue(track)
+                self._issue(progress)
         self._finish()
         if self._to_host:
             self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
-        for track, is_viewed in zip(tracks, any_viewed, strict=True):
-            track.is_viewed = is_viewed
-        for track, by_any, each in zip(tracks, any_entered, any_used, strict=True):
+        for progress, is_viewed in zip(progresses, any_viewed, strict=True):
+            progress.is_viewed = is_viewed
+        for progress, by_any, each in zip(progresses, any_entered, any_used, strict=True):
             if not self._keeps_partial():
-                track.unit.install_gradients(each)
+                progress.unit.install_gradients(each)
             else:
-                track.tell_of_gradients()
-            track.learn(by_any, each)
+                progress.tell_of_gradients()
+            progress.learn(by_any, each)
         if not self._order_is_agreed:
             self._agree_on_order()
 
     def _tell_of_differences(self, written: dict[str, int]) -> None:
         """Name what ranks have written different values to, or stepped with differently; all ranks come here."""
         mine = json.dumps([written, self._mesh.written.end_options()]).encode()
-        said = [json.loads(text) for text in exchange(mine, self._mesh.control)]
+        said = [json.loads(text) for text in all_gather_bytes(mine, self._mesh.control)]
         names = _differing([each for each, _ in said])
         if names:
             raise RuntimeError(
@@ -255,13 +257,18 @@ class Reducer:
 
     def _agree_on_order(self) -> None:
         """Take over the order in which rank 0's backward was done with units: outer ones after what is inside."""
-        place = {track.index: place for place, track in enumerate(self._reached)}
-        done = {track.index: max(place.get(i, -1) for i in (track.index, *track.inner)) for track in self._reached}
-        mine = sorted(done, key=lambda index: (done[index], len(self._tracks[index].inner)))
-        agreed: list[int] = json.loads(exchange(json.dumps(mine).encode(), self._mesh.control)[0])
-        rest = [track for track in self._order if track.index not in agreed]
+        place = {progress.index: place for place, progress in enumerate(self._reached)}
+        done = {
+            progress.index: max(place.get(i, -1) for i in (progress.index, *progress.inner))
+            for progress in self._reached
+        }
+        mine = sorted(done, key=lambda index: (done[index], len(self._progresses[index].inner)))
+        agreed: list[int] = json.loads(all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)[0])
+        rest = [progress for progress in self._order if progress.index not in agreed]
         # The root is over last, whether it was reached or not.
-        self._order = sorted([*(self._tracks[index] for index in agreed), *rest], key=lambda track: track.index == 0)
+        self._order = sorted(
+            [*(self._progresses[index] for index in agreed), *rest], key=lambda progress: progress.index == 0
+        )
         self._order_is_agreed = True
 
 

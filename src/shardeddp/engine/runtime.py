@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.propagation import is_transfer_error
-from shardeddp.engine.order import Visits, backward_kind, is_backward
+from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
 from shardeddp.engine.storage import SavedView
-from shardeddp.engine.unit import Unit, UnitState, UnitTrack
-from shardeddp.plan.sharding_strategy import Placement, Reshard
+from shardeddp.engine.unit import Unit, UnitProgress, UnitState
+from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained
 from shardeddp.tensor.memoryless import never_traced
@@ -129,12 +129,12 @@ class UnitHook:
 
     Args:
         runtime: Whom to tell.
-        track: The unit.
+        progress: The unit.
     """
 
-    def __init__(self, runtime: Runtime, track: UnitTrack) -> None:
+    def __init__(self, runtime: Runtime, progress: UnitProgress) -> None:
         self.runtime = runtime
-        self._track = track
+        self._unit_progress = progress
         self._handles: list[RemovableHandle] | None = None  # of module hooks; None before the first follow()
         self._bracketed: Callable[..., Any] | None = None  # what has taken the place of the compiled call
 
@@ -142,21 +142,21 @@ class UnitHook:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook."""
         if self.belongs_to(module):
-            self.runtime.enter(self._track)
+            self.runtime.enter(self._unit_progress)
 
     @_never_traced
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook, called after an exception as well."""
         if self.belongs_to(module):
-            self.runtime.leave(self._track, (args, kwargs), output)
+            self.runtime.leave(self._unit_progress, (args, kwargs), output)
 
     def belongs_to(self, module: nn.Module) -> bool:
         """False for a deep copy, which keeps the hook and computes with sharded parameters of its own."""
-        return module is self._track.unit.spec.module
+        return module is self._unit_progress.unit.spec.module
 
     def follow(self) -> None:
         """Take the place that belongs to the module's call as it is now; users may compile after sharding."""
-        module = self._track.unit.spec.module
+        module = self._unit_progress.unit.spec.module
         compiled = _compiled_call(module)
         if self._handles is not None and compiled is self._bracketed:
             return
@@ -178,12 +178,12 @@ class UnitHook:
     def _bracket(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @_never_traced
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.runtime.enter(self._track)
+            self.runtime.enter(self._unit_progress)
             output = None
             try:
                 output = compiled(*args, **kwargs)
             finally:
-                self.runtime.leave(self._track, (args, kwargs), output)
+                self.runtime.leave(self._unit_progress, (args, kwargs), output)
             return output
 
         return call
@@ -266,12 +266,12 @@ def make_plain(module: nn.Module) -> None:
                     flags.pop(key, None)
 
 
-def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
+def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
     """Let the runtime hear of every forward of a unit's module, and of every gradient of its parameters."""
-    hook = UnitHook(runtime, track)
+    hook = UnitHook(runtime, progress)
     hook.follow()
-    parameters = track.unit.unsharded_parameters()
-    track.expected = set(range(len(parameters)))
+    parameters = progress.unit.unsharded_parameters()
+    progress.expected = set(range(len(parameters)))
     with torch._C.DisableTorchFunctionSubclass():
         for index, parameter in enumerate(parameters):
             if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -279,11 +279,11 @@ def attach_hooks(runtime: Runtime, track: UnitTrack) -> UnitHook:
             # A frozen parameter takes no hook, and may be unfrozen later.
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)
-            torch.Tensor.register_post_accumulate_grad_hook(parameter, _gradient_hook(runtime, track.index, index))
+            torch.Tensor.register_post_accumulate_grad_hook(parameter, _gradient_hook(runtime, progress.index, index))
             view: Any = parameter.view_as(parameter)
-            track.accumulators.append(view.grad_fn.next_functions[0][0])
+            progress.accumulators.append(view.grad_fn.next_functions[0][0])
             parameter.requires_grad_(trainable)
-    for group in track.unit.groups:
+    for group in progress.unit.groups:
         group.buffer.count_references()
         group.gradients.attach(_outside_hook(runtime))
     return hook
@@ -307,7 +307,7 @@ def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.T
     def ready(parameter: torch.Tensor) -> None:
         runtime = reference()
         if runtime is not None:
-            runtime.gradient_ready(runtime.tracks[unit], index)
+            runtime.gradient_ready(runtime.progresses[unit], index)
 
     return ready
 
@@ -347,7 +347,7 @@ class Runtime:
     Args:
         units: The root unit first.
         mesh: Through which ranks agree.
-        placement: When to reshard and to reduce.
+        sharding: When to reshard and to reduce.
         prefetch: How far ahead to gather.
         uneven: Whether ranks may use different units in a step.
     """
@@ -356,21 +356,21 @@ class Runtime:
         self,
         units: Sequence[Unit],
         mesh: Mesh,
-        placement: Placement,
+        sharding: ShardingStrategy,
         prefetch: Prefetch,
         uneven: bool = False,
     ) -> None:
-        self.tracks = [UnitTrack(unit=unit, index=index) for index, unit in enumerate(units)]
+        self.progresses = [UnitProgress(unit=unit, index=index) for index, unit in enumerate(units)]
         self.phase = Phase.IDLE
         self.sync_gradients = True
         """False while micro-batches accumulate: gradients stay on their rank or in their shard group."""
 
-        self._root = self.tracks[0]
+        self._root = self.progresses[0]
         self.mesh = mesh
-        self.placement = placement
+        self.sharding = sharding
         self._prefetch = prefetch
-        self._reducer = Reducer(self.tracks, mesh, placement)
-        self.visits = Visits(self.tracks, mesh, placement, self._reducer, apart=uneven)
+        self._reducer = Reducer(self.progresses, mesh, sharding)
+        self.agreement = OrderAgreement(self.progresses, mesh, sharding, self._reducer, apart=uneven)
         self._keeps_graph = False  # the backward that is running records a graph of itself
         self._step_name = "forward"
         self._backwards = 0  # since the last forward of the root began
@@ -380,18 +380,20 @@ class Runtime:
         self._buffers = BufferSync(self.root_module, mesh)
         extend_functions(self.pending_writes)
         self._saved = SavedTensors(self._restore)
-        self._saves_views = placement.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
-        for track in self.tracks:
-            track.find_inner(self.tracks)
+        self._saves_views = sharding.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
+        for progress in self.progresses:
+            progress.find_inner(self.progresses)
             # The root's stay in memory until the backward ends anyway; what graphs hold of them costs nothing.
-            for group in track.unit.groups if self._saves_views and track.index else ():
+            for group in progress.unit.groups if self._saves_views and progress.index else ():
                 group.buffer.watched = self._saved.buffers
-        self._track_of = {id(group.buffer): track for track in self.tracks for group in track.unit.groups}
+        self._progress_of = {
+            id(group.buffer): progress for progress in self.progresses for group in progress.unit.groups
+        }
         take_charge(self)
-        self.idle = not any(track.unit.groups for track in self.tracks)
+        self.passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit has anything to do: training on one rank."""
 
-        self._hooks = [] if self.idle else [attach_hooks(self, track) for track in self.tracks]
+        self._hooks = [] if self.passthrough else [attach_hooks(self, progress) for progress in self.progresses]
 
     @property
     def root_module(self) -> nn.Module:
@@ -411,7 +413,7 @@ class Runtime:
             A list to append the step's outputs to, from which their backward is announced.
         """
         outputs: list[Any] = []
-        if self.idle:
+        if self.passthrough:
             yield outputs
             return
         self._step_name = name
@@ -433,19 +435,19 @@ class Runtime:
         """
         # Fused optimizers do not count versions.
         torch.autograd.graph.increment_version([sharded.raw_local for sharded in stepped])
-        for track in self.tracks:
-            if track.unit.state is UnitState.UNSHARDED and track.unit.stale:
-                if track.active:
-                    track.unit.refresh()
+        for progress in self.progresses:
+            if progress.unit.state is UnitState.UNSHARDED and progress.unit.stale:
+                if progress.active:
+                    progress.unit.refresh()
                 else:
-                    track.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
-            if track.is_viewed:
-                track.unit.renew_views()
+                    progress.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
+            if progress.is_viewed:
+                progress.unit.renew_views()
 
     def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
         """The unsharded parameters that were written to inside of their units since they were gathered, and names."""
-        for track in self.tracks:
-            for group in track.unit.groups:
+        for progress in self.progresses:
+            for group in progress.unit.groups:
                 yield from group.pending_writes()
 
     def sync_buffers(self) -> None:
@@ -456,175 +458,179 @@ class Runtime:
         """Back to rest after a failure: finish what is in flight, reshard, drop gradients that were not reduced."""
         self._reducer.abort()
         self._saved.clear()
-        for track in self.tracks:
-            track.active = 0
-            track.forget_forwards()
-            track.unit.drop_unsharded_gradients()
+        for progress in self.progresses:
+            progress.active = 0
+            progress.forget_forwards()
+            progress.unit.drop_unsharded_gradients()
         self.phase = Phase.IDLE
         self._step_name = "forward"
         self._reshard_idle()
 
     # -- forward
 
-    def enter(self, track: UnitTrack) -> None:
+    def enter(self, progress: UnitProgress) -> None:
         """A forward of the unit's module begins."""
-        if not (self._root.active or self._in_backward()) and track.unit.gathers:
-            self.mesh.attendance.call(f"the forward of {track.unit.label}")  # outside of steps: anybody may call it
-        self._enter(track)
+        if not (self._root.active or self._in_backward()) and progress.unit.gathers:
+            self.mesh.fingerprints.call(
+                f"the forward of {progress.unit.label}"
+            )  # outside of steps: anybody may call it
+        self._enter(progress)
 
-    def _enter(self, track: UnitTrack) -> None:
+    def _enter(self, progress: UnitProgress) -> None:
         """Gather the unit, and what comes next."""
         if torch._C._are_functorch_transforms_active():
-            self._enter_transformed(track)
+            self._enter_transformed(progress)
             return
-        if self._saves_views and track is not self._root:
+        if self._saves_views and progress is not self._root:
             self._saved.enter()
         if self._in_backward():
-            self.visits.revisit(track, self._backward_kind)
-            self._ensure_unsharded(track)
+            self.agreement.revisit(progress, self._backward_kind)
+            self._ensure_unsharded(progress)
             return
         if self.phase is Phase.BACKWARD:
             self.reset()  # the backward that set it never came to its end
-        if track is not self._root:
-            self._take_thread(track)
-        track.active += 1
-        if track is self._root and track.active == 1:
+        if progress is not self._root:
+            self._take_thread(progress)
+        progress.active += 1
+        if progress is self._root and progress.active == 1:
             self._begin_pass()
         if self._root.active:
-            self._visit(track, self._step_name)
+            self._visit(progress, self._step_name)
         else:
-            self._ensure_unsharded(track)
+            self._ensure_unsharded(progress)
 
-    def _take_thread(self, track: UnitTrack) -> None:
+    def _take_thread(self, progress: UnitProgress) -> None:
         """Refuse the forward of a unit while another thread is in that of one: ranks would gather in other orders."""
         with self._entering:
             thread = threading.get_ident()
             if self._forwards and self._thread != thread and self.mesh.gather.size > 1:
                 raise RuntimeError(
-                    f"the forward of {track.unit.label} begins while another thread of this process is in the forward "
-                    f"of a unit: each gathers its parameters from the other ranks, which would be asked in another "
-                    f"order. Run units one after the other, or let one unit hold all that threads run at the same time "
-                    f"(auto_wrap_policy)"
+                    f"the forward of {progress.unit.label} begins while another thread of this process is in the "
+                    f"forward of a unit: each gathers its parameters from the other ranks, which would be asked in "
+                    f"another order. Run units one after the other, or let one unit hold all that threads run at the "
+                    f"same time (auto_wrap_policy)"
                 )
             self._thread = thread
             self._forwards += 1
 
-    def _visit(self, track: UnitTrack, kind: str) -> None:
+    def _visit(self, progress: UnitProgress, kind: str) -> None:
         """A pass comes to a unit: gather it, and what comes next."""
-        self.visits.visit(track, kind)
-        self._ensure_unsharded(track)
+        self.agreement.visit(progress, kind)
+        self._ensure_unsharded(progress)
         depth = self._prefetch.backward if is_backward(kind) else self._prefetch.forward
-        for index in self.visits.upcoming(kind, depth):
-            unit = self.tracks[index].unit
+        for index in self.agreement.upcoming(kind, depth):
+            unit = self.progresses[index].unit
             if unit.state is UnitState.SHARDED:
                 unit.unshard()
 
-    def leave(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
+    def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
         """A forward of the unit has ended: announce its backward, and reshard it."""
         if torch._C._are_functorch_transforms_active():
-            self._leave_transformed(track)
+            self._leave_transformed(progress)
             return
-        if self._saves_views and track is not self._root:
+        if self._saves_views and progress is not self._root:
             self._saved.leave()
         if self._in_backward():
-            if torch.is_grad_enabled() and not track.awaiting_backward:
+            if torch.is_grad_enabled() and not progress.awaiting_backward:
                 # Reentrant checkpointing: only the recomputation has a graph, which is run backward next.
-                self._announce_backward(track, inputs, outputs)
+                self._announce_backward(progress, inputs, outputs)
             return
-        track.active -= 1
-        if track is not self._root:
+        progress.active -= 1
+        if progress is not self._root:
             with self._entering:
                 self._forwards = max(0, self._forwards - 1)
         if torch.is_grad_enabled():
-            self._announce_backward(track, inputs, outputs)
-        if track is self._root:
-            if track.active == 0:
-                self.visits.end(self._step_name)
+            self._announce_backward(progress, inputs, outputs)
+        if progress is self._root:
+            if progress.active == 0:
+                self.agreement.end(self._step_name)
                 self.phase = Phase.IDLE
                 self._reshard_idle()
-                if self.placement.offload_params:
+                if self.sharding.offload_params:
                     self.mesh.drain()  # the host may write to what has just been copied to the device
-        elif track.active == 0 and self._reshards_after_forward(track):
-            track.unit.reshard(before_backward=track.awaiting_backward)
+        elif progress.active == 0 and self._reshards_after_forward(progress):
+            progress.unit.reshard(before_backward=progress.awaiting_backward)
 
-    def _enter_transformed(self, track: UnitTrack) -> None:
+    def _enter_transformed(self, progress: UnitProgress) -> None:
         # Inside of torch.func.grad, vmap and the like, which take no saved-tensor hooks: their graphs hold the memory.
-        track.active += 1
+        progress.active += 1
         with temporarily_clear_interpreter_stack():
-            self._ensure_unsharded(track)
+            self._ensure_unsharded(progress)
 
-    def _leave_transformed(self, track: UnitTrack) -> None:
-        track.active -= 1
-        if not track.active and not track.awaiting_backward and track.unit.state is UnitState.UNSHARDED:
+    def _leave_transformed(self, progress: UnitProgress) -> None:
+        progress.active -= 1
+        if not progress.active and not progress.awaiting_backward and progress.unit.state is UnitState.UNSHARDED:
             with temporarily_clear_interpreter_stack():
-                track.unit.reshard()
+                progress.unit.reshard()
 
     def _begin_pass(self) -> None:
-        if self.placement.reshard is Reshard.NEVER and self.mesh.written.pending:
+        if self.sharding.reshard is Reshard.NEVER and self.mesh.written.pending:
             # What has changed is gathered anew, and only that: all ranks must have changed it.
-            self.mesh.assembly.call(f"the first step since {', '.join(self.mesh.written.pending)} was written to")
+            self.mesh.world_fingerprints.call(
+                f"the first step since {', '.join(self.mesh.written.pending)} was written to"
+            )
         self.phase = Phase.FORWARD
         self._saved.clear()
         self._backwards = 0
-        for track in self.tracks:
-            track.was_retained = False
-        self.visits.begin(self._step_name)
+        for progress in self.progresses:
+            progress.was_retained = False
+        self.agreement.begin(self._step_name)
         for hook in self._hooks:
             hook.follow()
         if self.root_module.training:
             self.sync_buffers()
 
-    def _reshards_after_forward(self, track: UnitTrack) -> bool:
-        if track.unit.state is not UnitState.UNSHARDED:
+    def _reshards_after_forward(self, progress: UnitProgress) -> bool:
+        if progress.unit.state is not UnitState.UNSHARDED:
             return False
-        if not track.awaiting_backward:
+        if not progress.awaiting_backward:
             return True
         # What ends the forward begins the backward: to reshard it would be to gather it again at once.
-        return self.placement.reshard is not Reshard.AFTER_BACKWARD and not self.visits.at_end(self._step_name)
+        return self.sharding.reshard is not Reshard.AFTER_BACKWARD and not self.agreement.at_end(self._step_name)
 
-    def _announce_backward(self, track: UnitTrack, inputs: Any, outputs: Any) -> None:
+    def _announce_backward(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
         differentiable = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
         if not differentiable:
             return
-        track.awaiting_backward = True
-        if track.unreached_uses or track.was_retained:
-            track.unit.add_up_gradients()
+        progress.awaiting_backward = True
+        if progress.unreached_uses or progress.was_retained:
+            progress.unit.add_up_gradients()
         use = object()
-        track.unreached_uses.add(use)
+        progress.unreached_uses.add(use)
         # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place by a view of it and
         # gets another hook.
         for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
-            node.register_prehook(partial(self._pre_backward, track, use))
-        if track.has_frozen_parameters():
+            node.register_prehook(partial(self._pre_backward, progress, use))
+        if progress.has_frozen_parameters():
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
-                track.open_uses += 1
-                torch.autograd.graph.register_multi_grad_hook(leaves, partial(self._use_finished, track))
+                progress.open_uses += 1
+                torch.autograd.graph.register_multi_grad_hook(leaves, partial(self._use_finished, progress))
 
     # -- backward
 
-    def _pre_backward(self, track: UnitTrack, use: object, gradients: Any) -> None:
-        self._reach(track, use)
+    def _pre_backward(self, progress: UnitProgress, use: object, gradients: Any) -> None:
+        self._reach(progress, use)
 
-    def _reach(self, track: UnitTrack, use: object = None) -> None:
+    def _reach(self, progress: UnitProgress, use: object = None) -> None:
         """A backward comes to a unit, by a use that its outputs have announced, or by one that nothing has."""
         self._begin_backward()
-        first = not track.entered
-        track.was_retained |= graph_is_retained()
-        if first or use in track.unreached_uses:
-            track.unreached_uses.discard(use)
-            self._reducer.reach(track, agreed=self.visits.agrees(self._backward_kind))
-        if first or track.unit.state is not UnitState.UNSHARDED:
-            self._visit(track, self._backward_kind)
+        first = not progress.entered
+        progress.was_retained |= graph_is_retained()
+        if first or use in progress.unreached_uses:
+            progress.unreached_uses.discard(use)
+            self._reducer.reach(progress, agreed=self.agreement.agrees(self._backward_kind))
+        if first or progress.unit.state is not UnitState.UNSHARDED:
+            self._visit(progress, self._backward_kind)
 
     def _restore(self, saved: SavedView) -> torch.Tensor:
         """A view of a parameter that a graph has saved, wherever its unit is in the meantime."""
-        track = self._track_of[id(saved.buffer)]
-        if track.unit.state is not UnitState.UNSHARDED:
+        progress = self._progress_of[id(saved.buffer)]
+        if progress.unit.state is not UnitState.UNSHARDED:
             if self._in_backward():
-                self._reach(track)
+                self._reach(progress)
             else:
-                self._ensure_unsharded(track)  # somebody looks at the graph
+                self._ensure_unsharded(progress)  # somebody looks at the graph
         return saved.buffer.restore(saved)
 
     def outside_gradient_ready(self) -> None:
@@ -639,37 +645,37 @@ class Runtime:
         Variable._execution_engine.queue_callback(self._end_backward)
         self._backward_kind = backward_kind(self._backwards)
         self._backwards += 1
-        self.visits.begin(self._backward_kind)
+        self.agreement.begin(self._backward_kind)
         self._keeps_graph = torch.is_grad_enabled()
-        for track in self.tracks:
-            track.begin_backward()
+        for progress in self.progresses:
+            progress.begin_backward()
         self._reducer.begin(self.sync_gradients)
 
-    def gradient_ready(self, track: UnitTrack, index: int) -> None:
+    def gradient_ready(self, progress: UnitProgress, index: int) -> None:
         """Autograd has left a gradient on a parameter of the unit."""
         self._begin_backward()
         self._reducer.note_gradient()
-        track.missing.discard(index)
-        self._reshard_after_backward(track)
+        progress.missing.discard(index)
+        self._reshard_after_backward(progress)
 
-    def _use_finished(self, track: UnitTrack, gradients: Any) -> None:
-        track.open_uses -= 1
-        self._reshard_after_backward(track)
+    def _use_finished(self, progress: UnitProgress, gradients: Any) -> None:
+        progress.open_uses -= 1
+        self._reshard_after_backward(progress)
 
-    def _reshard_after_backward(self, track: UnitTrack) -> None:
-        if track is self._root or track.active or self._keeps_graph:
+    def _reshard_after_backward(self, progress: UnitProgress) -> None:
+        if progress is self._root or progress.active or self._keeps_graph:
             return
-        if track.unit.state is UnitState.UNSHARDED and track.backward_is_over():
-            track.unit.reshard()
+        if progress.unit.state is UnitState.UNSHARDED and progress.backward_is_over():
+            progress.unit.reshard()
 
     def _end_backward(self) -> None:
-        self.visits.end(self._backward_kind)
+        self.agreement.end(self._backward_kind)
         self._reducer.end()
         self.phase = Phase.FORWARD if self._root.active else Phase.IDLE
         if self._keeps_graph and not self._reducer.leaves_gradients:
             return  # `autograd.grad` for another backward: the parameters are part of its graph
-        for track in self.tracks:
-            track.forget_forwards()
+        for progress in self.progresses:
+            progress.forget_forwards()
         self._reshard_idle(also_root=True)
 
     # -- shared
@@ -677,8 +683,8 @@ class Runtime:
     def _in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
 
-    def _ensure_unsharded(self, track: UnitTrack) -> None:
-        unit = track.unit
+    def _ensure_unsharded(self, progress: UnitProgress) -> None:
+        unit = progress.unit
         if unit.state is UnitState.SHARDED:
             unit.unshard()
         if unit.state is UnitState.UNSHARDING:
@@ -690,11 +696,11 @@ class Runtime:
 
     def _reshard_idle(self, also_root: bool = False) -> None:
         """Reshard every unit that nothing needs: prefetched in vain, or kept for a backward that is over."""
-        for track in self.tracks:
-            unit = track.unit
+        for progress in self.progresses:
+            unit = progress.unit
             if unit.state is UnitState.UNSHARDING:
                 unit.wait()
-            busy = track.awaiting_backward or (track.active and not (also_root and track is self._root))
+            busy = progress.awaiting_backward or (progress.active and not (also_root and progress is self._root))
             if unit.state is UnitState.UNSHARDED and not busy:
                 unit.reshard()
             if unit.untidy:

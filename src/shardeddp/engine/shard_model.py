@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardeddp.comm import Mesh, agree_on_layout, together
-from shardeddp.engine.deferred_init import Birth, Materializer
+from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
+from shardeddp.engine.deferred_init import DeferredRecord, Materializer
 from shardeddp.engine.runtime import Prefetch, Runtime
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.sharding_strategy import Placement
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, join
 
 # -- Buffers and metrics on the device of a rank
@@ -38,11 +38,11 @@ def place_module(module: nn.Module, device: torch.device) -> None:
 def shard_model(
     specs: Sequence[UnitSpec],
     mesh: Mesh,
-    placement: Placement,
+    sharding: ShardingStrategy,
     prefetch: Prefetch,
-    birth: Birth | None = None,
+    record: DeferredRecord | None = None,
     *,
-    idle: bool = True,
+    passthrough: bool = True,
     uneven: bool = False,
 ) -> Runtime:
     """Shard every unit in place and attach the runtime's hooks; a collective of all ranks.
@@ -53,10 +53,10 @@ def shard_model(
     Args:
         specs: The model's units, the root first.
         mesh: The ranks that share it.
-        placement: When to reshard and to reduce.
+        sharding: When to reshard and to reduce.
         prefetch: How far ahead to gather.
-        birth: What is known of the making of parameters on the meta device; None: nothing.
-        idle: Whether a single rank may leave parameters as they are.
+        record: What is known of the making of parameters on the meta device; None: nothing.
+        passthrough: Whether a single rank may leave parameters as they are.
         uneven: Whether ranks may use different units in a step.
 
     Raises:
@@ -65,16 +65,18 @@ def shard_model(
         RankError: Some rank failed while it cut its parameters, or initialised them.
     """
     options = [f"{prefetch}", f"uneven_units={uneven}"]  # what decides in which order units are gathered
-    agree_on_layout([*options, *fingerprint(specs, mesh, placement)], mesh.control)
-    materializer = together("finding deferred parameters", lambda: Materializer(specs, birth or Birth()), mesh.control)
-    views = together("finding views of parameters", lambda: _held_views(specs[0].module, specs), mesh.control)
+    agree_on_layout([*options, *fingerprint(specs, mesh, sharding)], mesh.control)
+    materializer = run_on_all_ranks(
+        "finding deferred parameters", lambda: Materializer(specs, record or DeferredRecord()), mesh.control
+    )
+    views = run_on_all_ranks("finding views of parameters", lambda: _held_views(specs[0].module, specs), mesh.control)
     follow_rank_zero(specs, mesh)
     _let_go_of_parameters(specs[0].module)
     former = _former_memory(specs, mesh.device)
     strided = {it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()}
-    if idle and mesh.world.size == 1:
+    if passthrough and mesh.world.size == 1:
         specs = [_set_idle(spec, mesh.device) for spec in specs]
-    units = together("sharding the model", lambda: [Unit(spec, mesh, placement) for spec in specs], mesh.control)
+    units = run_on_all_ranks("sharding the model", lambda: [Unit(spec, mesh, sharding) for spec in specs], mesh.control)
     for owner, attribute, spec in views:
         vars(owner)[attribute] = spec.parameter.detach()
     materializer.fill(mesh)
@@ -82,7 +84,7 @@ def shard_model(
         sharded = {spec.fqn for unit in units for spec in unit.spec.parameters}
         _warn_of_former_memory(former, sharded)
         _warn_of_strides(strided & sharded, mesh)
-    return Runtime(units, mesh, placement, prefetch, uneven)
+    return Runtime(units, mesh, sharding, prefetch, uneven)
 
 
 def _held_views(root: nn.Module, specs: Sequence[UnitSpec]) -> list[tuple[nn.Module, str, ParameterSpec]]:
@@ -174,12 +176,12 @@ def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
     Training with them costs what it costs without a strategy.
     """
     busy = [it.parameter.is_meta or it.param_dtype is not it.dtype for it in spec.parameters]
-    idle = tuple(it for it, is_busy in zip(spec.parameters, busy, strict=True) if not is_busy)
-    for parameter in (it.parameter for it in idle):
+    passthrough = tuple(it for it, is_busy in zip(spec.parameters, busy, strict=True) if not is_busy)
+    for parameter in (it.parameter for it in passthrough):
         parameter.data = parameter.data.to(device)
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to(device)
-    return replace(spec, parameters=tuple(compress(spec.parameters, busy)), idle=idle)
+    return replace(spec, parameters=tuple(compress(spec.parameters, busy)), passthrough=passthrough)
 
 
 @torch.no_grad()
@@ -195,9 +197,9 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
                 spec.parameter.copy_(values)
 
 
-def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, placement: Placement) -> list[str]:
-    """What all ranks must have in common, a line each: the mesh, the placement, every parameter."""
-    lines = [f"mesh {mesh.topology}", f"placement {placement}"]
+def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:
+    """What all ranks must have in common, a line each: the mesh, the sharding strategy, every parameter."""
+    lines = [f"mesh {mesh.topology}", f"sharding strategy {sharding}"]
     for unit in specs:
         lines.append(f"unit {unit.label}")
         lines += [_describe(spec) for spec in unit.parameters]

@@ -124,7 +124,7 @@ class GatheredBuffer:
             self._references = [parameter._use_count() for parameter in self.parameters]  # type: ignore[attr-defined]
 
     def allocate(self) -> torch.Tensor:
-        """The buffer with memory, of undefined content where it had none. Called on the lane that fills it."""
+        """The buffer with memory, of undefined content where it had none. Called on the stream that fills it."""
         if self.flat is None:
             with torch.inference_mode(False):  # a tensor of inference mode could not be used in training
                 self.flat = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)

@@ -47,12 +47,14 @@ def summon(
         rank0_only: Whether rank 0 alone gets them; the others go on holding their shards.
         offload_to_cpu: Whether they are in host memory.
     """
-    idle = [] if writeback and not offload_to_cpu else list(_idle(runtime, module))
+    passthrough = [] if writeback and not offload_to_cpu else list(_idle(runtime, module))
     summoned = list(_find(runtime, module).values())
     try:
-        for parameter, values in idle:
+        for parameter, values in passthrough:
             parameter.data = values.to("cpu" if offload_to_cpu else values.device, copy=True)
-        memory = {id(spec.parameter): spec.memory for track in runtime.tracks for spec in track.unit.spec.parameters}
+        memory = {
+            id(spec.parameter): spec.memory for progress in runtime.progresses for spec in progress.unit.spec.parameters
+        }
         gathered: dict[int, torch.Tensor] = {}  # by memory: what shares it goes on sharing it
         for each in summoned:
             key = memory.get(id(each.sharded), id(each.sharded))
@@ -64,11 +66,11 @@ def summon(
         _exchange(summoned, whole=True)
         yield
         if writeback:
-            for parameter, values in idle:
+            for parameter, values in passthrough:
                 values.copy_(parameter.data)
     finally:
         _exchange(summoned, whole=False)
-        for parameter, values in idle:
+        for parameter, values in passthrough:
             parameter.data = values
     if writeback:
         _write_back(runtime, summoned)
@@ -78,10 +80,10 @@ def _find(runtime: Runtime, module: nn.Module) -> dict[int, _Summoned]:
     """By identity, the sharded parameters that modules hold, or would hold if their unit were not at work."""
     found: dict[int, _Summoned] = {}
     inside = dict.fromkeys(module.modules())  # in the same order on all ranks
-    for track in runtime.tracks:
-        for owner, sharded in track.unit.resting():
+    for progress in runtime.progresses:
+        for owner, sharded in progress.unit.resting():
             if module_behind(owner) in inside and isinstance(sharded, ShardTensor):
-                found.setdefault(id(sharded), _Summoned(sharded=sharded, unit=track.unit))
+                found.setdefault(id(sharded), _Summoned(sharded=sharded, unit=progress.unit))
     for owner in inside:
         for name, parameter in owner._parameters.items():
             if isinstance(parameter, ShardTensor):
@@ -93,7 +95,7 @@ def _find(runtime: Runtime, module: nn.Module) -> dict[int, _Summoned]:
 def _idle(runtime: Runtime, module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """The parameters of a single rank that are whole anyway, and their values."""
     inside = {id(parameter) for parameter in module.parameters()}
-    for parameter in (spec.parameter for track in runtime.tracks for spec in track.unit.spec.idle):
+    for parameter in (spec.parameter for progress in runtime.progresses for spec in progress.unit.spec.passthrough):
         if id(parameter) in inside:
             yield parameter, parameter.data
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from shardeddp.comm import Mesh, Ticket
+from shardeddp.comm import Mesh, StreamHandle
 from shardeddp.engine.autocast_copies import AutocastCopies, copies_of
 from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.param_group import FlatGroup
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
-from shardeddp.plan.sharding_strategy import Placement
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
@@ -34,7 +34,7 @@ class UnitState(Enum):
     """Modules hold the sharded parameters; the gathered buffer has no memory, or is retained."""
 
     UNSHARDING = "unsharding"
-    """Modules hold the sharded parameters; the gathered buffer is being filled on the gather lane."""
+    """Modules hold the sharded parameters; the gathered buffer is being filled on the gather stream."""
 
     UNSHARDED = "unsharded"
     """Modules hold the unsharded parameters, views of the gathered buffer."""
@@ -69,10 +69,10 @@ class Unit:
     Args:
         spec: Module and parameters.
         mesh: Through which they are gathered and reduced.
-        placement: Where main shards live, and whether gathered buffers stay when the unit is resharded.
+        sharding: Where main shards live, and whether gathered buffers stay when the unit is resharded.
     """
 
-    def __init__(self, spec: UnitSpec, mesh: Mesh, placement: Placement) -> None:
+    def __init__(self, spec: UnitSpec, mesh: Mesh, sharding: ShardingStrategy) -> None:
         self.spec = spec
         self.state = UnitState.SHARDED
         self._lent: list[torch.Tensor] = []  # whole parameters that modules hold meanwhile (summon_full_params)
@@ -81,7 +81,7 @@ class Unit:
         """Whether modules held tensors of somebody else's when the unit's state changed."""
 
         members = _by_buffer(spec.parameters)
-        self.groups = _make_groups(members, mesh, placement)
+        self.groups = _make_groups(members, mesh, sharding)
         self._slots: list[_Slot] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
         for group, specs in zip(self.groups, members, strict=True):
@@ -95,7 +95,7 @@ class Unit:
                         if len(parameter.owners) > 1:
                             accumulate_in(unsharded, parameter.dtype)  # of each module's use, not counted together
                         self._copies[id(owner)] = owner, copies
-        self._ticket: list[Ticket] = []  # all-gathers in flight -> wait()
+        self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
         for slot in self._slots:
             register(slot.owner, slot.attribute, slot.sharded)
 
@@ -121,7 +121,9 @@ class Unit:
 
     def costs(self) -> list[GroupCost]:
         """The unit's flat buffers, for the cost model; what is idle counts as if it lay in some."""
-        return [group.cost() for group in self.groups] + [_idle_cost(specs) for specs in _by_buffer(self.spec.idle)]
+        return [group.cost() for group in self.groups] + [
+            _idle_cost(specs) for specs in _by_buffer(self.spec.passthrough)
+        ]
 
     def unshard(self) -> None:
         """Allocate the gathered buffers and issue the all-gathers; :meth:`wait` completes it."""
@@ -131,7 +133,7 @@ class Unit:
                 f"before the context has ended, which brings them to the shards. Run the model after it"
             )
         self._move("unshard")
-        self._ticket = [group.unshard() for group in self.groups]
+        self._handle = [group.unshard() for group in self.groups]
 
     def wait(self) -> None:
         """Complete the all-gathers and give the unsharded parameters to the modules."""
@@ -160,7 +162,7 @@ class Unit:
     def refresh(self) -> None:
         """Gather changed parameters into buffers that are already in use."""
         self._move("refresh")
-        self._ticket = [group.unshard() for group in self.groups]
+        self._handle = [group.unshard() for group in self.groups]
         self._finish_gather()
         for _, copies in self._copies.values():
             copies.note_gather()
@@ -189,7 +191,7 @@ class Unit:
             self.unshard()
             self.wait()
             return
-        self._ticket = [group.unshard() for group in self.groups]
+        self._handle = [group.unshard() for group in self.groups]
         self._finish_gather()
 
     def reshard(self, before_backward: bool = False) -> None:
@@ -311,9 +313,9 @@ class Unit:
             group.gradients.drop_waiting()
 
     def _finish_gather(self) -> None:
-        for ticket in self._ticket:
-            ticket.wait()
-        self._ticket = []
+        for handle in self._handle:
+            handle.wait()
+        self._handle = []
 
     def _move(self, verb: str) -> None:
         sources, target = TRANSITIONS[verb]
@@ -344,12 +346,12 @@ def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
     )
 
 
-def _make_groups(members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, placement: Placement) -> list[FlatGroup]:
+def _make_groups(members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
     lenders: dict[int, FlatGroup] = {}  # by memory, the group of the first parameter that has it
     for specs in members:
         lender = lenders.get(specs[0].memory)
-        group = FlatGroup(specs, layout_of(specs, mesh.topology.num_slices), mesh, placement, lender)
+        group = FlatGroup(specs, layout_of(specs, mesh.topology.num_slices), mesh, sharding, lender)
         lenders.setdefault(specs[0].memory, group)
         groups.append(group)
     return groups
@@ -389,11 +391,11 @@ def _setattr_of(owner: nn.Module) -> Callable[..., None]:
     return type(owner).__setattr__
 
 
-# -- UnitTrack: what the runtime counts about one unit between two steps
+# -- UnitProgress: what the runtime counts about one unit between two steps
 
 
 @dataclass(kw_only=True, eq=False)
-class UnitTrack:
+class UnitProgress:
     """Counts, so that nothing about a unit has to be guessed from a phase."""
 
     unit: Unit
@@ -439,11 +441,11 @@ class UnitTrack:
     open_uses: int = 0
     """Forwards whose backward has not reached the unit's inputs yet; counted for units with frozen parameters."""
 
-    def find_inner(self, tracks: Sequence[UnitTrack]) -> None:
+    def find_inner(self, progresses: Sequence[UnitProgress]) -> None:
         """Note which of all units lie inside this one."""
         inside = {id(module) for module in self.unit.spec.module.modules()}
         self.inner = frozenset(
-            other.index for other in tracks if other is not self and id(other.unit.spec.module) in inside
+            other.index for other in progresses if other is not self and id(other.unit.spec.module) in inside
         )
 
     def begin_backward(self) -> None:
@@ -478,7 +480,7 @@ class UnitTrack:
         """Whether the backward that is running leaves gradients on the unit, as far as its graph shows."""
         return any(_is_to_run(node) for node in self.accumulators)
 
-    def is_over_at(self, entering: UnitTrack) -> bool:
+    def is_over_at(self, entering: UnitProgress) -> bool:
         """Whether a backward that reaches another unit is done with this one."""
         inside = entering is self or entering.index in self.inner
         return self.entered and not self.unreached_uses and not inside

@@ -264,10 +264,10 @@ def _run_all(loads: list[Callable[[], None]]) -> None:
         load()
 
 
-# -- Companions: what lets the callbacks and data loaders of one run work with a model that is sharded
+# -- CallbackAdapters: what lets the callbacks and data loaders of one run work with a model that is sharded
 
 
-class Companions:
+class CallbackAdapters:
     """Accompanies the runs of a Trainer: averages and summaries of callbacks, numbers of batches.
 
     Args:
@@ -302,7 +302,7 @@ class Companions:
         """
         if runtime.mesh.world.size > 1:
             self._training = EvenTraining(runtime.mesh, self.uneven_batches)
-            self._evaluation = UnevenEvaluation(runtime.mesh, runtime.visits)
+            self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
         complete_summaries(trainer)
         return self.averages.shard(trainer, module, runtime.mesh)
 

@@ -20,7 +20,7 @@ from shardeddp.checkpoint.full import save_full, stream_full
 from shardeddp.checkpoint.manifest import Run
 from shardeddp.checkpoint.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.checkpoint.write import Saver
-from shardeddp.comm import Mesh, agree_on_any, together
+from shardeddp.comm import Mesh, agree_on_any, run_on_all_ranks
 from shardeddp.config import CheckpointOptions, StateDictType, check_state_dict_type
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -107,7 +107,7 @@ class Checkpoints:
         if why and not self._told:
             self._told = True
             rank_zero_info(f"ShardedDP: checkpoints are directories, because {why}. {_HOW_TO_READ}")
-        snapshot = together(
+        snapshot = run_on_all_ranks(
             "describing the checkpoint", partial(take_snapshot, checkpoint, names(), mesh, CODECS), mesh.control
         )
         self._saver.save(snapshot, Path(path), self._describe(checkpoint, mesh), mesh.saving)

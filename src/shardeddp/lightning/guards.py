@@ -10,8 +10,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from shardeddp.comm import exchange
-from shardeddp.comm.store import PATIENCE_S, Muster
+from shardeddp.comm import all_gather_bytes
+from shardeddp.comm.store import PATIENCE_S, StoreBarrier
 from shardeddp.lightning.api import Callback, LightningModule, Trainer, TrainerStatus, callbacks_of
 from shardeddp.lightning.preemption import Preemption
 from shardeddp.lightning.process_group import ProcessGroup
@@ -40,7 +40,7 @@ class Guards:
         """Guard a run, before Lightning registers its handlers of signals; calls back when training starts."""
         if self._interruption is None:
             mesh = self._group.mesh
-            self._interruption = _Interruption(Muster(mesh.rank, mesh.topology.world_size), mesh.rank)
+            self._interruption = _Interruption(StoreBarrier(mesh.rank, mesh.topology.world_size), mesh.rank)
         self._preemption.attach(trainer)
         self._remove_foremost(trainer)  # of a run whose setup has failed
         self._foremost = _Foremost(on_train_start, self._group.explain_transfer)
@@ -49,7 +49,7 @@ class Guards:
     def begin_training(self, trainer: Trainer, node: int, local_rank: int) -> None:
         """Let all ranks ask for signals after each batch; a collective of all ranks."""
         control = self._group.mesh.control
-        answers = exchange(json.dumps([node, local_rank, os.getpid()]).encode(), control)
+        answers = all_gather_bytes(json.dumps([node, local_rank, os.getpid()]).encode(), control)
         first = [node, 0, os.getppid()]  # the first rank of this machine, if that one has started this one
         self._preemption.begin(trainer, control, first[2] if first in map(json.loads, answers) else None)
 
@@ -81,12 +81,12 @@ class _Interruption:
     whether the others have come there as well. It asks once per interruption.
 
     Args:
-        muster: Of all ranks.
+        barrier: Of all ranks.
         rank: This rank.
     """
 
-    def __init__(self, muster: Muster, rank: int) -> None:
-        self._muster = muster
+    def __init__(self, barrier: StoreBarrier, rank: int) -> None:
+        self._barrier = barrier
         self._rank = rank
         self._alone: bool | None = None  # None: not interrupted, or nobody has asked yet
 
@@ -103,7 +103,7 @@ class _Interruption:
             return False
         if self._alone is None:
             place = f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}, step {trainer.global_step}"
-            self._alone = not self._muster.all_here(place)
+            self._alone = not self._barrier.wait_for_all(place)
             if self._alone:
                 log.error(
                     f"rank {self._rank}: not all ranks have come to {place} with an exception within {PATIENCE_S:g} s, "

@@ -12,9 +12,9 @@ from torch import nn
 from torch._guards import TracingContext
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardeddp.comm import together
+from shardeddp.comm import run_on_all_ranks
 from shardeddp.config import ActivationCheckpointing, CPUOffload, MixedPrecision
-from shardeddp.engine.deferred_init import Birth, Origin
+from shardeddp.engine.deferred_init import ConstructionRecord, DeferredRecord
 from shardeddp.engine.runtime import Prefetch, Runtime, make_plain, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model
 from shardeddp.errors import ConfigurationError
@@ -25,7 +25,7 @@ from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundarie
 from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import Restore
-from shardeddp.plan.sharding_strategy import Placement, Reshard
+from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.report import describe_units
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.tree import UnitSpec
@@ -48,7 +48,7 @@ MARK = "_is_fsdp_managed_module"
 """The attribute by which transformers recognizes a sharded model: ``generate()`` then runs with ``synced_gpus``."""
 
 
-def keep_generation_in_step(module: nn.Module, placement: Placement) -> None:
+def keep_generation_in_step(module: nn.Module, sharding: ShardingStrategy) -> None:
     """Mark every model in a module that generates by itself, if its units are gathered for each forward.
 
     Ranks that end their sequences at different lengths would run different numbers of forwards, and the longest would
@@ -56,9 +56,9 @@ def keep_generation_in_step(module: nn.Module, placement: Placement) -> None:
 
     Args:
         module: The root; models of transformers in it are known by name, so that nothing needs to be installed.
-        placement: Whether units are gathered for each forward.
+        sharding: Whether units are gathered for each forward.
     """
-    if placement.reshard is Reshard.NEVER:
+    if sharding.reshard is Reshard.NEVER:
         return
     for child in module.modules():
         if any(base.__name__ == "GenerationMixin" for base in type(child).__mro__):
@@ -73,7 +73,7 @@ class DeferredInit:
 
     def __init__(self) -> None:
         self._before_run: torch.Tensor | None = None  # the generator's state when init_module was entered
-        self._in_run: Origin | None = None  # the same for configure_model
+        self._in_run: ConstructionRecord | None = None  # the same for configure_model
         self._made: dict[int, tuple[nn.Parameter, nn.Module]] = {}  # every meta parameter with its creator
         self._dtypes: dict[int, torch.dtype] = {}
 
@@ -90,7 +90,7 @@ class DeferredInit:
         if running and module.trainer.state.status == TrainerStatus.RUNNING:  # type: ignore[union-attr]
             if self._in_run is None:
                 earlier = [tensor for tensor in _tensors(module) if tensor.is_meta]  # type: ignore[arg-type]
-                self._in_run = Origin(state=torch.get_rng_state(), earlier=earlier)
+                self._in_run = ConstructionRecord(state=torch.get_rng_state(), earlier=earlier)
         elif empty_init:
             self._before_run = torch.get_rng_state()
         hook = register_module_parameter_registration_hook(self._note)
@@ -108,26 +108,26 @@ class DeferredInit:
         """Remember in which dtypes parameters were made, before they are converted."""
         self._dtypes = {id(parameter): parameter.dtype for parameter in module.parameters() if parameter.is_meta}
 
-    def birth_of(self, load: Callable[[], None] | None) -> Birth:
+    def record_of(self, load: Callable[[], None] | None) -> DeferredRecord:
         """What is known of a module that is about to be sharded; forgets it.
 
         Args:
             load: Loads a checkpoint into the sharded module; None: there is none.
         """
-        origins: list[Origin] = []
+        origins: list[ConstructionRecord] = []
         if self._before_run is not None:
             # Every run seeds anew, where seed_everything has been called.
-            origins.append(Origin(state=self._before_run, reseeded="PL_GLOBAL_SEED" in os.environ))
+            origins.append(ConstructionRecord(state=self._before_run, reseeded="PL_GLOBAL_SEED" in os.environ))
         if self._in_run is not None:
             origins.append(self._in_run)
-        birth = Birth(
+        record = DeferredRecord(
             load=load,
             creators={id(parameter): creator for parameter, creator in self._made.values()},
             dtypes=self._dtypes,
             origins=origins,
         )
         self.forget()
-        return birth
+        return record
 
     def forget(self) -> None:
         """Let everything go."""
@@ -149,7 +149,7 @@ class ModelSharding:
         group: Ranks of the run.
         restore: Checkpoint that may wait for the shards.
         sharding_strategy: Name of the sharding strategy, for people.
-        placement: Sharding strategy.
+        sharding: Sharding strategy.
         policy: Choice of the modules that are units.
         mixed_precision: Dtypes of the user; None: those of the Trainer's precision.
         activation_checkpointing: Modules that recompute; None: none.
@@ -164,7 +164,7 @@ class ModelSharding:
         restore: Restore,
         *,
         sharding_strategy: str,
-        placement: Placement,
+        sharding: ShardingStrategy,
         policy: Policy,
         mixed_precision: MixedPrecision | None,
         activation_checkpointing: ActivationCheckpointing | None,
@@ -173,7 +173,7 @@ class ModelSharding:
         uneven_units: bool,
     ) -> None:
         self._group, self._restore = group, restore
-        self._sharding_strategy, self._placement, self._policy = sharding_strategy, placement, policy
+        self._sharding_strategy, self._sharding, self._policy = sharding_strategy, sharding, policy
         self._mixed_precision, self._activation_checkpointing = mixed_precision, activation_checkpointing
         self._prefetch, self._uneven_units = prefetch, uneven_units
         self._passthrough = not (offload.params or offload.optimizer)  # where one rank has nothing to share
@@ -197,26 +197,32 @@ class ModelSharding:
             self._deferred.note_dtypes(module)
             precision.convert_module(module)
             return self._shard(module, precision)
-        if runtime.placement != self._placement:
+        if runtime.sharding != self._sharding:
             raise ConfigurationError(
-                f"this {type(module).__name__} is already sharded by another strategy ({runtime.placement}) and cannot "
-                f"change to {self._placement}. Use the same options, or build the module anew and load a checkpoint"
+                f"this {type(module).__name__} is already sharded by another strategy ({runtime.sharding}) and cannot "
+                f"change to {self._sharding}. Use the same options, or build the module anew and load a checkpoint"
             )
         self._group.current = runtime.mesh  # of the Trainer that has sharded it, whatever this one has used before
         return runtime
 
     def _shard(self, module: LightningModule, precision: Precision) -> Runtime:
         mesh = self._group.mesh
-        units = together("finding units", partial(self._plan, module, precision), mesh.control)
+        units = run_on_all_ranks("finding units", partial(self._plan, module, precision), mesh.control)
         load = self._restore.take_pending()
         deferred = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        birth = self._deferred.birth_of(load if deferred else None)
+        record = self._deferred.record_of(load if deferred else None)
         runtime = shard_model(
-            units, mesh, self._placement, self._prefetch, birth, idle=self._passthrough, uneven=self._uneven_units
+            units,
+            mesh,
+            self._sharding,
+            self._prefetch,
+            record,
+            passthrough=self._passthrough,
+            uneven=self._uneven_units,
         )
         place_module(module, mesh.device)
         private.tell_device(module, mesh.device)
-        keep_generation_in_step(module, self._placement)
+        keep_generation_in_step(module, self._sharding)
         self._restore.load(None if deferred else load, module)
         if self._group.is_rank_zero:
             rank_zero_info(f"ShardedDP: {describe_units(self._sharding_strategy, runtime)}")

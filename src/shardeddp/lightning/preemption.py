@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from shardeddp.comm.agreement import Vote
+from shardeddp.comm.agreement import AsyncMaximum
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     Callback,
@@ -97,7 +97,7 @@ class Preemption:
             group: The host group of all ranks.
             launcher: The process that has started this one as a rank beside itself; None: something else has.
         """
-        self._boundary = _Boundary(Vote(group), self._answer, lambda: self._seen)
+        self._boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen)
         callbacks_of(trainer).append(self._boundary)
         if launcher is not None:
             self._boundary.launcher = launcher
@@ -172,10 +172,10 @@ class _Boundary(Checkpoint):
     The answer to what is asked at one end is known at the next, so nobody waits for it.
     """
 
-    def __init__(self, vote: Vote, answer: Callable[[Trainer, int], None], seen: Callable[[], int]) -> None:
+    def __init__(self, signals: AsyncMaximum, answer: Callable[[Trainer, int], None], seen: Callable[[], int]) -> None:
         super().__init__()
         self.launcher: int | None = None
-        self._vote, self._answer, self._seen = vote, answer, seen
+        self._signals, self._answer, self._seen = signals, answer, seen
         self._agreed = _NOTHING
 
     def __reduce__(self) -> Any:
@@ -200,14 +200,14 @@ class _Boundary(Checkpoint):
         """Answer for the last time: nothing is on its way after that."""
         self._ask(trainer, ready=True)
         self._ask(trainer, ready=True)
-        self._vote.close()
+        self._signals.close()
 
     def _ask(self, trainer: Trainer, *, ready: bool) -> None:
-        self._agreed = max(self._agreed, self._vote.count())
+        self._agreed = max(self._agreed, self._signals.result())
         if self._agreed and ready:
             agreed, self._agreed = self._agreed, _NOTHING
             self._answer(trainer, agreed)
-        self._vote.cast(self._seen())
+        self._signals.contribute(self._seen())
 
 
 def _save(trainer: Trainer) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardeddp.checkpoint.full import whole
 from shardeddp.checkpoint.interop import lightning_meta
-from shardeddp.comm import Mesh, barrier, broadcast_object, reduce_tensor, together
+from shardeddp.comm import Mesh, barrier, broadcast_object, reduce_tensor, run_on_all_ranks
 from shardeddp.comm.desync import note_that_runs_alone
 from shardeddp.comm.liveness import lightning_calls
 from shardeddp.comm.propagation import is_transfer_error
@@ -33,8 +33,8 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     rank_zero_warn,
 )
-from shardeddp.plan.sharding_strategy import Placement
-from shardeddp.plan.topology import Seat, check_runs, node_order
+from shardeddp.plan.sharding_strategy import ShardingStrategy
+from shardeddp.plan.topology import RankInfo, check_runs, node_order
 
 # -- Release: which shardeddp this process runs, by its version and by what its files hold
 
@@ -71,7 +71,7 @@ class ProcessGroup:
     """Ranks of a run and their communication.
 
     Args:
-        placement: Sharding strategy; decides which ranks share a model.
+        sharding: Sharding strategy; decides which ranks share a model.
         backend: Backend of the default process group; None: the device's own.
         timeout: Limit of a collective.
         saving_timeout_s: Limit of a collective while checkpoints are saved; None: ``timeout``.
@@ -80,14 +80,14 @@ class ProcessGroup:
 
     def __init__(
         self,
-        placement: Placement,
+        sharding: ShardingStrategy,
         backend: str | None,
         timeout: timedelta,
         saving_timeout_s: float | None,
         *,
         debug: bool,
     ) -> None:
-        self._placement = placement
+        self._sharding = sharding
         self._backend = check_backend(backend)
         self._timeout = timeout
         self._saving_timeout = timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
@@ -152,12 +152,12 @@ class ProcessGroup:
         if self.current is None and runtime is not None:
             self.current = runtime.mesh
         elif self.current is None:
-            topology = self._placement.topology(num_nodes, ranks_per_node, self._order)
+            topology = self._sharding.topology(num_nodes, ranks_per_node, self._order)
             self.current = Mesh(
                 topology,
                 device,
                 self._timeout,
-                self._placement.regather_size,
+                self._sharding.regather_size,
                 saving_timeout=self._saving_timeout,
                 debug=self._debug,
             )
@@ -175,7 +175,7 @@ class ProcessGroup:
         self, environment: ClusterEnvironment, device: torch.device, num_nodes: int, ranks_per_node: int
     ) -> None:
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
-        seat = Seat(
+        info = RankInfo(
             rank=environment.global_rank(),
             node=environment.node_rank(),
             local_rank=environment.local_rank(),
@@ -183,11 +183,11 @@ class ProcessGroup:
             world_size=environment.world_size(),
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
-            run=f"{versions}, {self._placement}, debug={self._debug}",  # the same on all ranks that may meet
+            run=f"{versions}, {self._sharding}, debug={self._debug}",  # the same on all ranks that may meet
         )
-        store, seats = meet(environment.main_address, environment.main_port, seat, self._timeout)
-        check_runs(seats)
-        self._order = node_order(seats)
+        store, infos = meet(environment.main_address, environment.main_port, info, self._timeout)
+        check_runs(infos)
+        self._order = node_order(infos)
         with torch_compares() if self._debug else nullcontext():
             init_dist_connection(
                 environment,
@@ -228,9 +228,9 @@ class ProcessGroup:
         with self.explaining():
             return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
 
-    def together(self, step: str, action: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, step: str, action: Callable[[], T]) -> T:
         """Result of an action on all ranks, each of which hears of errors; without ranks, of this process alone."""
-        return action() if self.current is None else together(step, action, self.current.control)
+        return action() if self.current is None else run_on_all_ranks(step, action, self.current.control)
 
     def _compare(self, operation: str) -> None:
         """With ``debug``: raise on every rank if one of them has come to another operation."""
@@ -242,7 +242,7 @@ class ProcessGroup:
     def explain(self, error: BaseException) -> None:
         """Tell the other ranks of an error, or let one that comes from another rank say so."""
         if self.current is not None:
-            self.current.failures.explain(error)
+            self.current.error_propagation.explain(error)
 
     def explain_transfer(self, error: BaseException) -> None:
         """Let an error that comes from another rank say so; errors of this rank stay as they are."""
@@ -252,8 +252,8 @@ class ProcessGroup:
     def explain_and_leave(self, error: BaseException) -> None:
         """Tell the others of an error that ends a forked or spawned rank, whose exit handlers may not run."""
         if self.current is not None:
-            self.current.failures.explain(error)
-            self.current.failures.leave()
+            self.current.error_propagation.explain(error)
+            self.current.error_propagation.leave()
 
     @contextmanager
     def explaining(self) -> Generator[None]:

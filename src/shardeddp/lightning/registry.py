@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import NAMESPACE, OTHER, VARIABLE, Strategy, StrategyRegistry
-from shardeddp.plan.sharding_strategy import PLACEMENTS
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 
 # The last two are what the command line makes of a bare class path.
 _NAMES = ("sharded_dp", "shardeddp", "shardeddp.shardeddp")
@@ -17,7 +17,7 @@ def register_names(strategy: type[Strategy]) -> None:
     register = StrategyRegistry.register
     for name in _NAMES:
         register(name, strategy, "ShardedDP, full_shard", override=True)
-    for name in PLACEMENTS:
+    for name in SHARDING_STRATEGIES:
         register(f"sharded_dp_{name}", strategy, f"ShardedDP, {name}", override=True, sharding_strategy=name)
     for name, method in _START_METHODS.items():
         register(f"sharded_dp_{name}", strategy, f"ShardedDP by {method}", override=True, start_method=method)

@@ -92,7 +92,7 @@ class Restore:
             torch.cuda.empty_cache()  # as Lightning does here
             return io.load_checkpoint(path, weights_only=weights_only)
         try:
-            return self._group.together("reading the checkpoint", reading)
+            return self._group.run_on_all_ranks("reading the checkpoint", reading)
         except CheckpointError as error:
             raise self._with_advice(error) from error
 
@@ -146,7 +146,7 @@ class Restore:
         if action is None:
             return
         try:
-            self._group.together("loading the checkpoint", action)
+            self._group.run_on_all_ranks("loading the checkpoint", action)
         except DamagedCheckpointError as error:
             raise self._with_advice(error) from error
         place_module(module, self._group.mesh.device)  # metrics take over what they load, wherever it is
@@ -167,7 +167,7 @@ class Restore:
             for optimizer, state in zip(optimizers, states, strict=False):
                 inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
                 if not state and not inner.state_dict():
-                    continue  # Lightning's stand-in for a module without optimizers
+                    continue  # Lightning's placeholder for a module without optimizers
                 load_optimizer(inner, state)
 
         self.load(load, module)

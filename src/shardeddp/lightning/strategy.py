@@ -47,7 +47,7 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     reset_seed,
 )
-from shardeddp.lightning.callbacks import Companions
+from shardeddp.lightning.callbacks import CallbackAdapters
 from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders, parameter_names
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
@@ -59,7 +59,7 @@ from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyName, choose_placement
+from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyName, choose_sharding
 from shardeddp.report import print_units
 from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
 
@@ -157,7 +157,7 @@ class ShardedDP(ParallelStrategy):
         check_lightning()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         offload = self.offload = resolve_offload(cpu_offload)
-        self.placement = choose_placement(
+        self.sharding = choose_sharding(
             sharding_strategy, shard_size, reduce_every_backward, reshard_after_forward, offload.params, optimizer_shard
         )
         self.policy = resolve_policy(auto_wrap_policy)
@@ -173,7 +173,7 @@ class ShardedDP(ParallelStrategy):
         self._sharding_strategy = sharding_strategy.lower()
         self._start_method: StartMethod = start_method
         self._group = ProcessGroup(
-            self.placement, process_group_backend, self.timeout, checkpoint_options.timeout, debug=debug
+            self.sharding, process_group_backend, self.timeout, checkpoint_options.timeout, debug=debug
         )
         self._checkpoints = Checkpoints(self._group, self._sharding_strategy, state_dict_type, checkpoint_options)
         self._restore = Restore(self._group, checkpoint_options)
@@ -181,7 +181,7 @@ class ShardedDP(ParallelStrategy):
             self._group,
             self._restore,
             sharding_strategy=self._sharding_strategy,
-            placement=self.placement,
+            sharding=self.sharding,
             policy=self.policy,
             mixed_precision=self.mixed_precision,
             activation_checkpointing=self.activation_checkpointing,
@@ -191,7 +191,7 @@ class ShardedDP(ParallelStrategy):
         )
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
-        self._companions = Companions(uneven_batches)
+        self._callbacks = CallbackAdapters(uneven_batches)
         self._runtime: Runtime | None = None
 
     @override
@@ -296,8 +296,8 @@ class ShardedDP(ParallelStrategy):
     def memory_plan(self) -> MemoryPlan:
         """Predicted bytes of this rank, without activations, for an optimizer with two states per element."""
         return plan_memory(
-            [track.unit.costs() for track in self.runtime.tracks],
-            self.placement,
+            [progress.unit.costs() for progress in self.runtime.progresses],
+            self.sharding,
             prefetch=self.prefetch.backward,
             staged=self.root_device.type == "cpu",
             accumulates=self.trainer is not None and self.trainer.accumulate_grad_batches > 1,
@@ -355,7 +355,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         # A shard_size that does not fit fails here, before any process is started.
-        self.placement.topology(self.num_nodes, self.num_processes)
+        self.sharding.topology(self.num_nodes, self.num_processes)
         if self._start_method == "popen":
             self._launcher = ShardedScriptLauncher(self._environment, self.num_processes, self.num_nodes)
         else:
@@ -376,7 +376,7 @@ class ShardedDP(ParallelStrategy):
         environment, ranks_per_node = self._environment, self.num_processes
         self._group.set_up(environment, self.root_device, self.num_nodes, ranks_per_node, self.lightning_module)
         if self.trainer is not None:
-            self._companions.averages.keep_in_place(self.trainer, self.trainer.lightning_module)
+            self._callbacks.averages.keep_in_place(self.trainer, self.trainer.lightning_module)
 
     @contextmanager
     @override
@@ -393,7 +393,7 @@ class ShardedDP(ParallelStrategy):
         self._runtime = self._model_sharding.shard(module, self.precision_plugin, self._fitting)
         if self._fitting and self.is_distributed:
             require_parameters(module)  # as DistributedDataParallel does; whatever else a run does needs none
-        self._restore.load(self._companions.join(trainer, module, self._runtime), module)
+        self._restore.load(self._callbacks.join(trainer, module, self._runtime), module)
         self._restore.load(self._resume.take_kept(module), module)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # tensors made under it could not be used in a later training
@@ -410,19 +410,19 @@ class ShardedDP(ParallelStrategy):
         if self.is_global_zero:
             clear_away([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
-        self._companions.meet(trainer, module)
+        self._callbacks.meet(trainer, module)
         return module
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if private.combined_loader(trainer.fit_loop) is not None:  # asked for by `trainer.estimated_stepping_batches`
-            if self._companions.meet_loaders(trainer):
+            if self._callbacks.meet_loaders(trainer):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
                 self._resume.ask_loaders_again(trainer.fit_loop)
         follow_optimizers(parameters_changed)
-        for optimizer in () if self.runtime.idle else self.optimizers:
+        for optimizer in () if self.runtime.passthrough else self.optimizers:
             attach_optimizer(optimizer, self.runtime.parameters_changed, self._offloads_optimizer, self.optimizer_scope)
 
     @override
@@ -438,7 +438,7 @@ class ShardedDP(ParallelStrategy):
         trainer = self._trainer_at_work()
         self._guards.begin_training(trainer, self.node_rank, self.local_rank)
         self._resume.begin_training(trainer.fit_loop)
-        self._companions.begin_training(trainer)
+        self._callbacks.begin_training(trainer)
 
     # -- steps
 
@@ -446,7 +446,7 @@ class ShardedDP(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._checkpoints.begin_batch()
         self._resume.begin_batch()
-        self._companions.begin_batch(self._trainer_at_work())
+        self._callbacks.begin_batch(self._trainer_at_work())
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -472,7 +472,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Let a loss count for nothing that is there for others (see ``uneven_batches``)."""
-        self._companions.weigh(closure_loss)
+        self._callbacks.weigh(closure_loss)
 
     @contextmanager
     @override
@@ -487,13 +487,13 @@ class ShardedDP(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self.runtime.sync_buffers()
-        self._companions.begin_evaluation(self._trainer_at_work())
+        self._callbacks.begin_evaluation(self._trainer_at_work())
 
     on_test_start = on_predict_start = on_validation_start
 
     @override
     def on_validation_end(self) -> None:
-        self._companions.end_evaluation()
+        self._callbacks.end_evaluation()
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -569,7 +569,7 @@ class ShardedDP(ParallelStrategy):
         """Load the model's part of a checkpoint; what callbacks load after it waits for shards as well."""
         trainer = self._trainer_at_work()
         self._restore.load_model(trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting)
-        self._companions.averages.await_shards(trainer, trainer.lightning_module, self.checkpoint_options.cast)
+        self._callbacks.averages.await_shards(trainer, trainer.lightning_module, self.checkpoint_options.cast)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -589,7 +589,7 @@ class ShardedDP(ParallelStrategy):
         self._guards.end_run(self.trainer)
         self._resume.end_run()
         if self.trainer is not None:
-            self._companions.leave(self.trainer, self.trainer.lightning_module)
+            self._callbacks.leave(self.trainer, self.trainer.lightning_module)
         self._model_sharding.forget()
         self._environment.teardown()
         leave_loopback()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from shardeddp.comm import Mesh, agree_on_any, exchange
+from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes
 from shardeddp.config import UnevenBatches
-from shardeddp.engine.order import Visits
+from shardeddp.engine.order import OrderAgreement
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
@@ -34,34 +34,34 @@ class UnevenEvaluation:
 
     Args:
         mesh: All ranks.
-        visits: Of the model's units.
+        agreement: Of the model's units.
     """
 
-    def __init__(self, mesh: Mesh, visits: Visits) -> None:
-        self._mesh, self._visits = mesh, visits
+    def __init__(self, mesh: Mesh, agreement: OrderAgreement) -> None:
+        self._mesh, self._agreement = mesh, agreement
         self._restore: Callable[[], None] | None = None  # the ends of the loop, which wait for all ranks
 
     def begin(self, trainer: Trainer) -> None:
         """Let each rank have as many batches as it has, if their numbers differ, or are not known."""
         loop = _loop_of(trainer)
-        if private.combined_loader(loop) is None or not self._visits.gathers:
+        if private.combined_loader(loop) is None or not self._agreement.gathers:
             return
         lengths = [*_lengths(loop)]
-        texts = exchange(json.dumps(lengths).encode(), self._mesh.control)
+        texts = all_gather_bytes(json.dumps(lengths).encode(), self._mesh.control)
         if len(set(texts)) == 1 and None not in lengths:
             return
-        self._visits.open()
+        self._agreement.open()
         self._restore = private.delay_ends(loop, self._wait)
 
     def end(self) -> None:
         """The evaluation is over, or has failed."""
-        self._visits.close()
+        self._agreement.close()
         if self._restore is not None:
             self._restore()
         self._restore = None
 
     def _wait(self, then: Callable[[], Any]) -> Any:
-        self._visits.wait()
+        self._agreement.wait()
         return then()
 
 
@@ -122,7 +122,7 @@ class EvenTraining:
         loader = private.combined_loader(loop)
         length = None if loader is None else sized_len(loader)
         asks = length is None or any(map(has_iterable_dataset, loader.flattened if loader is not None else ()))
-        answers = exchange(json.dumps([length, asks]).encode(), self._mesh.control)
+        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self._mesh.control)
         told: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
         counts = [inf if count is None else count for count, _ in told]
         self._own = inf if asks else counts[self._mesh.rank]
@@ -193,7 +193,7 @@ class EvenTraining:
         """
         if not agree_on_any([mine != "more"], self._mesh.control)[0]:
             return False
-        told = [json.loads(text) for text in exchange(json.dumps(mine).encode(), self._mesh.control)]
+        told = [json.loads(text) for text in all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)]
         if set(told) == {"none"}:
             return None
         if len(set(told)) > 1:

@@ -15,10 +15,10 @@ from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, Swappe
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import outside_of
 
-# -- Stand-ins: what an element-wise optimizer steps on instead of sharded parameters, on the device or in host memory
+# -- Local parameters: tensors that an element-wise optimizer steps on, on the device or in host memory
 
 
-class StandIns:
+class LocalParameters:
     """What an optimizer steps on instead of sharded parameters: this rank's elements, where they live."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -36,8 +36,8 @@ class StandIns:
         """A step has ended."""
 
 
-class HostCopies(StandIns):
-    """Stand-ins in host memory: gradients are copied there before a step, parameters back after it.
+class HostCopies(LocalParameters):
+    """Local parameters in host memory: gradients are copied there before a step, parameters back after it.
 
     DeepSpeed's ZeRO-Offload (https://arxiv.org/abs/2101.06840) keeps the states there in the same way. Copies are
     pinned where there is a device that copies from them, and all of a step's travel before one wait for them.
@@ -88,14 +88,14 @@ class HostCopies(StandIns):
 # -- LocalStep: an element-wise optimizer steps on this rank's elements, in plain 1D tensors
 #
 # It does the same to every element whatever surrounds it, so all ranks' steps together are the step on the parameters.
-# What it steps on is called the *stand-in* of a sharded parameter: the local parameter, or a copy in host memory.
+# It steps on the *local parameter* of a sharded one: a 1D view of the main shard, or a copy of that in host memory.
 
 # Those with a fused kernel for the CPU, several times as fast as the others there.
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
 
 
 class LocalStep(SwappedStep):
-    """Lets an element-wise optimizer step on stand-ins.
+    """Lets an element-wise optimizer step on local parameters.
 
     Args:
         optimizer: An element-wise optimizer over (some) sharded parameters.
@@ -107,70 +107,72 @@ class LocalStep(SwappedStep):
 
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, offload: bool = False) -> None:
         self._offload = offload
-        self._stand_ins = HostCopies() if offload else StandIns()
-        self._groups: list[_GroupStandIns] = []
+        self._local_parameters = HostCopies() if offload else LocalParameters()
+        self._groups: list[_GroupLocalParameters] = []
         # torch's own do not ask whether a parameter requires a gradient; others may leave out one that does not.
         self._marks_trained = type(optimizer) not in ELEMENTWISE
         super().__init__(optimizer, on_step)
 
     def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
         if len(self._groups) != len(groups):
-            self._groups = [_GroupStandIns(self._stand_ins) for _ in groups]
+            self._groups = [_GroupLocalParameters(self._local_parameters) for _ in groups]
             self._prefer_fused()
         found = [each.follow(its, known) for each, its, known in zip(self._groups, groups, gradients, strict=True)]
-        self._stand_ins.arrive()
+        self._local_parameters.arrive()
         if self._marks_trained:
             self._require_grad(groups, True)
         return found
 
     def _bring_back(self) -> None:
-        self._stand_ins.depart()
+        self._local_parameters.depart()
 
     def _let_go(self) -> None:
         if self._marks_trained:
             self._require_grad([group["params"] for group in self._optimizer.param_groups], False)
 
     def _outside(self, optimizer: optim.Optimizer) -> LocalStates:
-        return LocalStates(optimizer, self._stand_ins)
+        return LocalStates(optimizer, self._local_parameters)
 
     def _require_grad(self, groups: list[list[torch.Tensor]], required: bool) -> None:
         for parameter in (it for group in groups for it in group):
             if isinstance(parameter, ShardTensor):
-                self._stand_ins.of(parameter).requires_grad_(required and parameter.requires_grad)
+                self._local_parameters.of(parameter).requires_grad_(required and parameter.requires_grad)
 
     def _prefer_fused(self) -> None:
         """Let an optimizer that has been taken off the device use torch's fused kernel for the host, unless told."""
         for group in self._optimizer.param_groups:
             untold = group.get("foreach") is None and not group.get("fused") and not group.get("differentiable")
-            taken_off = any(parameter.device != self._stand_ins.of(parameter).device for parameter in group["params"])
+            taken_off = any(
+                parameter.device != self._local_parameters.of(parameter).device for parameter in group["params"]
+            )
             if type(self._optimizer) in _FUSED_ON_HOST and untold and (self._offload or taken_off):
                 group["fused"] = True
 
 
 class LocalStates(OutsideStates):
-    """The states of an optimizer by sharded parameter, held by stand-in.
+    """The states of an optimizer by sharded parameter, held by local parameter.
 
     Args:
         optimizer: Whose parameters they belong to.
-        stand_ins: Of those parameters.
+        local_parameters: Of those parameters.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, stand_ins: StandIns) -> None:
+    def __init__(self, optimizer: optim.Optimizer, local_parameters: LocalParameters) -> None:
         super().__init__()
-        self._stand_ins = stand_ins
+        self._local_parameters = local_parameters
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
         parameter = outside_of(parameter)
-        return _StateView(self.inside[self._stand_ins.of(parameter)], parameter)
+        return _StateView(self.inside[self._local_parameters.of(parameter)], parameter)
 
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         parameter = outside_of(parameter)
-        local = self._stand_ins.of(parameter)
+        local = self._local_parameters.of(parameter)
         self.inside[local] = {name: _as_local(name, value, parameter, local.device) for name, value in state.items()}
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self.inside[self._stand_ins.of(outside_of(parameter))]
+        del self.inside[self._local_parameters.of(outside_of(parameter))]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -180,7 +182,7 @@ class LocalStates(OutsideStates):
         return len(self.inside)
 
     def __contains__(self, parameter: object) -> bool:
-        return isinstance(parameter, torch.Tensor) and self._stand_ins.of(outside_of(parameter)) in self.inside
+        return isinstance(parameter, torch.Tensor) and self._local_parameters.of(outside_of(parameter)) in self.inside
 
 
 class _StateView(dict[str, Any]):
@@ -212,7 +214,7 @@ class _StateView(dict[str, Any]):
 
 
 def _as_sharded(value: Any, parameter: torch.Tensor | None) -> Any:
-    """A state of a stand-in as a state of the sharded parameter."""
+    """A state of a local parameter as a state of the sharded parameter."""
     if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or isinstance(value, ShardTensor):
         return value
     is_local = value.dim() == 1 and value.numel() == parameter.spec.interval.numel
@@ -220,7 +222,7 @@ def _as_sharded(value: Any, parameter: torch.Tensor | None) -> Any:
 
 
 def _as_local(name: str, value: Any, parameter: torch.Tensor | None, device: torch.device | None = None) -> Any:
-    """A state of a sharded parameter, sharded itself or full, as a state of its stand-in.
+    """A state of a sharded parameter, sharded itself or full, as a state of its local parameter.
 
     Args:
         name: Of the state.
@@ -237,25 +239,25 @@ def _as_local(name: str, value: Any, parameter: torch.Tensor | None, device: tor
     return value
 
 
-class _GroupStandIns:
-    """The stand-ins of one parameter group, with the gradients that its sharded parameters have.
+class _GroupLocalParameters:
+    """The local parameters of one parameter group, with the gradients that its sharded parameters have.
 
     What they were made from is remembered: in the steady state every gradient is the object that it was in the step
     before, and following a thousand parameters costs a thousand comparisons.
     """
 
-    def __init__(self, stand_ins: StandIns) -> None:
-        self._stand_ins = stand_ins
+    def __init__(self, local_parameters: LocalParameters) -> None:
+        self._local_parameters = local_parameters
         self._parameters: list[torch.Tensor] = []
         self._parts: list[torch.Tensor | None] = []  # of their gradients; not those themselves, see GroupGradients
         self._local: list[torch.Tensor] = []
 
     def follow(self, parameters: list[torch.Tensor], gradients: Gradients) -> list[torch.Tensor]:
-        """The stand-ins of the group's parameters, in order, in a list of their own."""
+        """The local parameters of the group's parameters, in order, in a list of their own."""
         parts = [_local_or_whole(gradient) for gradient in gradients]
         if not _same_objects(parameters, self._parameters):
             self._parameters, self._parts = list(parameters), [None] * len(parameters)
-            self._local = [self._stand_ins.of(parameter) for parameter in parameters]
+            self._local = [self._local_parameters.of(parameter) for parameter in parameters]
             for local, parameter in zip(self._local, parameters, strict=True):
                 if local is not parameter:
                     local.grad = None
@@ -268,7 +270,7 @@ class _GroupStandIns:
             if isinstance(parameter, ShardTensor):
                 if part is not None and part.shape == parameter.shape and part.shape != local.shape:
                     part = parameter.spec.localize(part)
-                local.grad = self._stand_ins.gradient_of(local, part)
+                local.grad = self._local_parameters.gradient_of(local, part)
         self._parts = parts
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import optim
 from torch.utils import _pytree as pytree
 
-from shardeddp.comm import Mesh, agree_on_any, exchange, gather_results
+from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes, gather_results
 from shardeddp.engine.storage import allocate, release
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
 from shardeddp.plan.layout import Interval
@@ -103,7 +103,7 @@ class _Exchange:
     """The pieces that one rank sends to and gets from each other, as bytes, so that dtypes need not be told apart."""
 
     def __init__(self, tensors: Sequence[Relocated], mesh: Mesh) -> None:
-        self._group, self._lane = mesh.owners, mesh.gather_lane
+        self._group, self._stream = mesh.owners, mesh.gather_stream
         me, size = self._group.rank, self._group.size
         # By peer: what of its tensors is here, and what of this rank's tensors is there.
         self._here: list[list[torch.Tensor]] = [[] for _ in range(size)]
@@ -142,7 +142,7 @@ class _Exchange:
         arriving = [
             torch.empty(sum(it.nbytes for it in pieces), dtype=torch.uint8, device=device) for pieces in targets
         ]
-        self._lane.issue(lambda: self._group.all_to_all(arriving, leaving)).wait()
+        self._stream.issue(lambda: self._group.all_to_all(arriving, leaving)).wait()
         for buffer, pieces in zip(arriving, targets, strict=True):
             for arrived, piece in zip(buffer.split([piece.nbytes for piece in pieces]), pieces, strict=True):
                 _bytes_of(piece).copy_(arrived)
@@ -458,12 +458,14 @@ class OwnedStates(OutsideStates):
         """Let all ranks know all numbers among the states: a collective, unless they do or there are none."""
         if not self._have_numbers or self._numbers is not None or self._mesh.owners.size == 1:
             return
-        self._mesh.assembly.call(f"state_dict of {type(self._optimizer).__name__}, which has states that are numbers,")
+        self._mesh.world_fingerprints.call(
+            f"state_dict of {type(self._optimizer).__name__}, which has states that are numbers,"
+        )
         mine = [
             (number, dict(numbers_in(self._shown.get(parameter) or self.inside.get(whole))))
             for number, parameter, whole in self._owned()
         ]
-        answers = exchange(json.dumps(mine).encode(), self._mesh.control)
+        answers = all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)
         parameters = self._parameters()
         self._numbers = {parameters[number]: found for number, found in self._from_owners(answers)}
         for parameter, state in self._shown.items():

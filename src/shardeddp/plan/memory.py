@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.sharding_strategy import Placement, Reshard
+from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class MemoryPlan:
 
 def plan_memory(
     units: Sequence[Sequence[GroupCost]],
-    placement: Placement,
+    sharding: ShardingStrategy,
     *,
     prefetch: int,
     states_per_element: int = 2,
@@ -124,11 +124,11 @@ def plan_memory(
 
     Args:
         units: The flat buffers of every unit, the root unit first.
-        placement: When units reshard, when gradients are reduced, what lives on the host.
+        sharding: When units reshard, when gradients are reduced, what lives on the host.
         prefetch: Depth of the backward prefetch, in units.
         states_per_element: Optimizer states of a parameter's own dtype per element; 2 for Adam.
         staged: Whether contributions arrive beside the packed gradients (gloo); NCCL adds them up on the way.
-        accumulates: Whether several micro-batches make a step; gradients then wait unsharded where the placement does
+        accumulates: Whether several micro-batches make a step; gradients then wait unsharded where the strategy does
             not reduce them each time.
         offload_optimizer: The optimizer's states live on the host, with copies of parameters and gradients.
     """
@@ -137,10 +137,10 @@ def plan_memory(
     gradient = sum(group.shard_nbytes for group in groups if group.trainable)
     states = states_per_element * gradient
     retained = sum(group.part_nbytes for group in groups)
-    if placement.reshard is Reshard.NEVER:
+    if sharding.reshard is Reshard.NEVER:
         retained += sum(group.full_nbytes for group in groups)
-    in_flight = _unsharded_root(units, placement) + _at_worst(units, placement, prefetch, staged, accumulates)
-    if placement.offload_params:
+    in_flight = _unsharded_root(units, sharding) + _at_worst(units, sharding, prefetch, staged, accumulates)
+    if sharding.offload_params:
         host, main, gradient, states = main + gradient + states, 0, 0, 0
     elif offload_optimizer:
         host, states = states + 2 * gradient, 0
@@ -156,13 +156,13 @@ def plan_memory(
     )
 
 
-def _unsharded_root(units: Sequence[Sequence[GroupCost]], placement: Placement) -> int:
+def _unsharded_root(units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy) -> int:
     root = units[0] if units else ()
-    return 0 if placement.reshard is Reshard.NEVER else sum(group.full_nbytes for group in root)
+    return 0 if sharding.reshard is Reshard.NEVER else sum(group.full_nbytes for group in root)
 
 
 def _at_worst(
-    units: Sequence[Sequence[GroupCost]], placement: Placement, prefetch: int, staged: bool, accumulates: bool
+    units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, prefetch: int, staged: bool, accumulates: bool
 ) -> int:
     """Bytes of gradients, and of unsharded parameters but the root's, at the worst moment of a backward."""
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
@@ -171,13 +171,13 @@ def _at_worst(
     parameters = [sum(group.full_nbytes for group in unit) for unit in units]
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
     root = sum(gradients[:1])
-    if accumulates and not placement.reduce_every_backward:
+    if accumulates and not sharding.reduce_every_backward:
         # All of them lie where autograd left them, until each has been packed. A new one is there twice until it has
         # been added to that of the micro-batches before.
         extra = [max(buffer, more - own) for buffer, more, own in zip(buffers, packed, gradients, strict=True)]
         largest = [group.largest_nbytes for unit in units for group in unit]
         return sum(gradients) + max(extra + largest, default=0)
-    unsharded = _unsharded(parameters, placement, prefetch)
+    unsharded = _unsharded(parameters, sharding, prefetch)
     moments = [root + sum(gradients[1:2]) + sum(buffers[:1])]  # the root's turn, the last inner unit being done
     if len(units) > 1:
         moments += [root + own + held for own, held in zip(gradients[1:], unsharded, strict=True)]
@@ -190,11 +190,11 @@ def _at_worst(
     return max(moments)
 
 
-def _unsharded(parameters: Sequence[int], placement: Placement, prefetch: int) -> list[int]:
+def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int) -> list[int]:
     """By inner unit, bytes of inner units' unsharded parameters while the backward is at it."""
     inner = parameters[1:]
-    if placement.reshard is Reshard.NEVER:
+    if sharding.reshard is Reshard.NEVER:
         return [0 for _ in inner]
-    if placement.reshard is Reshard.AFTER_BACKWARD:
+    if sharding.reshard is Reshard.AFTER_BACKWARD:
         return [sum(inner[: place + 1]) for place in range(len(inner))]
     return [sum(inner[max(0, place - prefetch) : place + 1]) for place in range(len(inner))]

@@ -30,7 +30,7 @@ class ShardSize(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class ShardingStrategy:
     """What a sharding strategy is to the engine."""
 
     shard_size: int | ShardSize
@@ -49,7 +49,7 @@ class Placement:
     """Main shards, gradient shards and with them the optimizer's states live in host memory."""
 
     def topology(self, num_nodes: int, ranks_per_node: int, order: tuple[int, ...] | None = None) -> Topology:
-        """The mesh of ranks that this placement makes of a run.
+        """The mesh of ranks that this strategy makes of a run.
 
         Args:
             num_nodes: Machines.
@@ -96,45 +96,51 @@ ShardingStrategyName = Literal["full_shard", "hybrid_shard", "shard_grad_op", "s
 OptimizerShard = Literal["group", "world"]
 """Over which ranks the optimizer's share is split: those that share a model, or all."""
 
-PLACEMENTS: dict[str, Placement] = {
+SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     # ZeRO-3, FSDP
-    "full_shard": Placement(shard_size=ShardSize.WORLD, reshard=Reshard.AFTER_FORWARD, reduce_every_backward=True),
+    "full_shard": ShardingStrategy(
+        shard_size=ShardSize.WORLD, reshard=Reshard.AFTER_FORWARD, reduce_every_backward=True
+    ),
     # HSDP, MiCS
-    "hybrid_shard": Placement(shard_size=ShardSize.NODE, reshard=Reshard.AFTER_FORWARD, reduce_every_backward=True),
+    "hybrid_shard": ShardingStrategy(
+        shard_size=ShardSize.NODE, reshard=Reshard.AFTER_FORWARD, reduce_every_backward=True
+    ),
     # ZeRO-2
-    "shard_grad_op": Placement(shard_size=ShardSize.WORLD, reshard=Reshard.AFTER_BACKWARD, reduce_every_backward=True),
+    "shard_grad_op": ShardingStrategy(
+        shard_size=ShardSize.WORLD, reshard=Reshard.AFTER_BACKWARD, reduce_every_backward=True
+    ),
     # ZeRO-1
-    "shard_optimizer": Placement(shard_size=ShardSize.WORLD, reshard=Reshard.NEVER, reduce_every_backward=False),
+    "shard_optimizer": ShardingStrategy(shard_size=ShardSize.WORLD, reshard=Reshard.NEVER, reduce_every_backward=False),
     # DDP: the group that shares a model is the rank itself
-    "no_shard": Placement(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
+    "no_shard": ShardingStrategy(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
 }
 
 
-def find_placement(sharding_strategy: str) -> Placement:
-    """The placement of a strategy, whose name is taken in any case.
+def find_sharding(sharding_strategy: str) -> ShardingStrategy:
+    """Sharding strategy of a name, which is taken in any case.
 
     Raises:
         ConfigurationError: There is no such strategy; names the nearest one.
     """
     name = str(sharding_strategy).lower()
-    if name in PLACEMENTS:
-        return PLACEMENTS[name]
-    near = difflib.get_close_matches(name, PLACEMENTS, n=1, cutoff=0.4)
+    if name in SHARDING_STRATEGIES:
+        return SHARDING_STRATEGIES[name]
+    near = difflib.get_close_matches(name, SHARDING_STRATEGIES, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigurationError(
-        f"sharding_strategy={sharding_strategy!r} is not known; expected one of {', '.join(PLACEMENTS)}{hint}"
+        f"sharding_strategy={sharding_strategy!r} is not known; expected one of {', '.join(SHARDING_STRATEGIES)}{hint}"
     )
 
 
-def choose_placement(
+def choose_sharding(
     sharding_strategy: str,
     shard_size: int | None = None,
     reduce_every_backward: bool | None = None,
     reshard_after_forward: bool | int | None = None,
     offload_params: bool = False,
     optimizer_shard: OptimizerShard = "group",
-) -> Placement:
-    """The placement of a strategy with what the user has chosen otherwise.
+) -> ShardingStrategy:
+    """Sharding strategy of a name with the options that the user has set.
 
     Args:
         sharding_strategy: A name, in any case.
@@ -148,10 +154,10 @@ def choose_placement(
     Raises:
         ConfigurationError: There is no such strategy, or something about it is not for the user to choose.
     """
-    placement = find_placement(sharding_strategy)
+    sharding = find_sharding(sharding_strategy)
     changes: dict[str, Any] = {}
     if shard_size is not None:
-        if placement.shard_size is not ShardSize.NODE:
+        if sharding.shard_size is not ShardSize.NODE:
             raise ConfigurationError(
                 f"shard_size={shard_size} goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, "
                 f"whose shard size is fixed; leave shard_size out or use 'hybrid_shard'"
@@ -160,20 +166,20 @@ def choose_placement(
     if reduce_every_backward is not None:
         changes["reduce_every_backward"] = reduce_every_backward
     if reshard_after_forward is not None:
-        changes |= _resharding(sharding_strategy, placement, reshard_after_forward)
+        changes |= _resharding(sharding_strategy, sharding, reshard_after_forward)
     if optimizer_shard not in ("group", "world"):
         raise ConfigurationError(f"optimizer_shard={optimizer_shard!r}: expected 'group' or 'world'")
-    if optimizer_shard == "world" and placement.shard_size is not ShardSize.NODE:
+    if optimizer_shard == "world" and sharding.shard_size is not ShardSize.NODE:
         raise ConfigurationError(
             f"optimizer_shard='world' goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, which "
             f"has no replicas or nothing but replicas; leave it out"
         )
     changes["split_replicas"] = optimizer_shard == "world"
-    return replace(placement, **changes, offload_params=offload_params)
+    return replace(sharding, **changes, offload_params=offload_params)
 
 
-def _resharding(sharding_strategy: str, placement: Placement, after_forward: bool | int) -> dict[str, Any]:
-    if placement.reshard is Reshard.NEVER:
+def _resharding(sharding_strategy: str, sharding: ShardingStrategy, after_forward: bool | int) -> dict[str, Any]:
+    if sharding.reshard is Reshard.NEVER:
         raise ConfigurationError(
             f"reshard_after_forward={after_forward} does not go with sharding_strategy={sharding_strategy!r}, which "
             f"never reshards; leave it out, or use 'full_shard', 'hybrid_shard' or 'shard_grad_op'"

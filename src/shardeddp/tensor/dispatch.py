@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardeddp.comm import Pending
+from shardeddp.comm import CollectiveHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.tensor.operations import reshapes, written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, handlers, mark_written
@@ -86,7 +86,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _reduce(func, args[0], kwargs)
     norm_order = _norm_order(func, args, kwargs)
     if norm_order is not None:
-        args[0].spec.mesh.attendance.call(f"{name} of {args[0].spec.fqn}")
+        args[0].spec.mesh.fingerprints.call(f"{name} of {args[0].spec.fqn}")
         return norms([args[0]], norm_order)[0]
     return _run_gathered(func, args, kwargs)
 
@@ -121,17 +121,17 @@ def _unscale(func: Any, gradients: Sequence[ShardTensor], found_inf: torch.Tenso
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
     """Combine this rank's partial results with those of the other owners; equal bits on all of them."""
     partial = partial.to(spec.mesh.device)
-    group, lane = spec.mesh.owners, spec.mesh.reduce_lane
+    group, stream = spec.mesh.owners, spec.mesh.reduce_stream
     if kind == "sum":
-        lane.issue(lambda: group.all_reduce_(partial, "sum")).wait()
+        stream.issue(lambda: group.all_reduce_(partial, "sum")).wait()
         return partial
     # Not the backends' maximum, which may lose a NaN.
     every = torch.stack([partial] * group.size)  # (ranks, *partial.shape)
 
-    def action() -> Pending:
+    def action() -> CollectiveHandle:
         return group.all_gather_(every.view(-1))
 
-    lane.issue(action).wait()
+    stream.issue(action).wait()
     return every.amax(0) if kind == "max" else every.amin(0)
 
 
@@ -245,7 +245,7 @@ def _holds_tensors(argument: Any) -> bool:
 
 def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
     held = [tensor for tensor in tensors if isinstance(tensor, ShardTensor)]
-    held[0].spec.mesh.attendance.call(f"norms of {held[0].spec.fqn} and {len(held) - 1} more")
+    held[0].spec.mesh.fingerprints.call(f"norms of {held[0].spec.fqn} and {len(held) - 1} more")
     sharded = iter(norms(held, order))
     return [
         next(sharded) if isinstance(tensor, ShardTensor) else torch.linalg.vector_norm(tensor, order)
@@ -255,7 +255,7 @@ def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.T
 
 def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Tensor:
     local, spec = sharded.to_local(), sharded.spec
-    spec.mesh.attendance.call(f"{func.overloadpacket.__name__} of {spec.fqn}")
+    spec.mesh.fingerprints.call(f"{func.overloadpacket.__name__} of {spec.fqn}")
     dtype = func(_one_of(local), **kwargs).dtype  # raises what the whole tensor would
     partial, kind = _REDUCTIONS[func]
     reduced = reduce_partials(partial(local, dtype), spec, kind)
@@ -275,7 +275,7 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
         return torch.equal(
             *(gather(tensor) if isinstance(tensor, ShardTensor) else tensor for tensor in (first, second))
         )
-    first.spec.mesh.attendance.call(f"equal of {first.spec.fqn}")
+    first.spec.mesh.fingerprints.call(f"equal of {first.spec.fqn}")
     differs = torch.tensor(not torch.equal(first.to_local(), second.to_local().to(first.to_local())))
     return not reduce_partials(differs, first.spec, "max")
 

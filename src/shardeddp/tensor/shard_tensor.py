@@ -469,7 +469,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         return super().__eq__(other)
 
     def note_write(self, operation: str, values: torch.Tensor | None = None) -> None:
-        """Let ranks compare what they write to a parameter of which each keeps a part; see :class:`Written`."""
+        """Let ranks compare what they write to a parameter of which each keeps a part; see :class:`WriteDigest`."""
         mesh = self._spec.mesh
         if mesh.owners.size > 1 and self.is_of_a_unit:
             mesh.written.note(self._spec.fqn, operation, values)
@@ -547,12 +547,12 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
         operation: Why, for the message if not all of them come.
     """
     spec, local = sharded.spec, sharded.to_local()
-    spec.mesh.attendance.call(f"{operation} {spec.fqn}")
+    spec.mesh.fingerprints.call(f"{operation} {spec.fqn}")
     with torch.no_grad():
         full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
         pieces[spec.mesh.owners.rank].copy_(local)
-        spec.mesh.gather_lane.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
+        spec.mesh.gather_stream.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
     return full
 
 

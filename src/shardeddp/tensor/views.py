@@ -98,8 +98,8 @@ class Gathered:
 
     def _assemble(self, func: Any) -> None:
         mesh = self.sharded.spec.mesh
-        if mesh.assembly is not mesh.attendance:  # which has been called to gather the elements
-            mesh.assembly.call(f"{func.overloadpacket.__name__} of {self.sharded.spec.fqn}")
+        if mesh.world_fingerprints is not mesh.fingerprints:  # which has been called to gather the elements
+            mesh.world_fingerprints.call(f"{func.overloadpacket.__name__} of {self.sharded.spec.fqn}")
 
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor shares memory with the full elements."""

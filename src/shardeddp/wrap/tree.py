@@ -127,7 +127,7 @@ class UnitSpec:
     parameters: tuple[ParameterSpec, ...]
     """In module order, without those that an inner unit holds."""
 
-    idle: tuple[ParameterSpec, ...] = ()
+    passthrough: tuple[ParameterSpec, ...] = ()
     """Parameters of a single rank that would neither be cut nor gathered nor cast: they stay what they are."""
 
     @property

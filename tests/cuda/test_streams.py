@@ -1,6 +1,6 @@
 """Nothing is used before it has arrived and nothing is freed before it has been used, however late a stream is.
 
-Collectives are slow here: memory is full of NaN until, after a pause on the lane, the values are there. Or compute is
+Collectives are slow here: memory is full of NaN until, after a pause on the stream, the values are there. Or compute is
 slow: the host is far ahead of it, has released what compute still is to read, and gathers other units into the same
 memory. One rank that gathers in another dtype than that of its main shard gathers for real, so values can be compared
 with the plain model's. Lanes that leave out one wait show that the pauses are long enough to be noticed.
@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardeddp.comm import Pending, Ticket
+from shardeddp.comm import CollectiveHandle, StreamHandle
 from shardeddp.comm.collectives import Collectives, ReduceKind
 from shardeddp.comm.mesh import Mesh
-from shardeddp.comm.streams import CudaLane, Lane
+from shardeddp.comm.streams import CommStream, CudaStream
 from shardeddp.config import CPUOffload, MixedPrecision
 from support.devices import DEVICE, Setting, Stack, Training, stack, train_plain
 
@@ -38,87 +38,87 @@ SETTINGS = {
 class SlowCollectives(Collectives):
     """Those of a group of one rank, after a pause in which everything they write to is NaN."""
 
-    def all_gather_(self, buffer: torch.Tensor) -> Pending:
+    def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:
         return self._late(buffer, buffer)
 
-    def all_gather_uneven_(self, pieces: object) -> Pending:
-        return Pending()
+    def all_gather_uneven_(self, pieces: object) -> CollectiveHandle:
+        return CollectiveHandle()
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:
         return self._late(output, buffer)
 
-    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Pending:
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:
         return self._late(tensor, tensor)
 
-    def broadcast_(self, tensor: torch.Tensor, source: int) -> Pending:
-        return Pending()
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:
+        return CollectiveHandle()
 
-    def _late(self, output: torch.Tensor, values: torch.Tensor) -> Pending:
+    def _late(self, output: torch.Tensor, values: torch.Tensor) -> CollectiveHandle:
         kept = values.clone()
         values.fill_(math.nan)
         output.fill_(math.nan)
         pause()
         output.copy_(kept)
-        return Pending(keep=(values,))
+        return CollectiveHandle(keep=(values,))
 
 
-class UsesBeforeArrival(CudaLane):
-    """A lane whose tickets wait for nothing."""
+class UsesBeforeArrival(CudaStream):
+    """A stream whose handles wait for nothing."""
 
-    def issue(self, action: Callable[[], Pending]) -> Ticket:
+    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:
         super().issue(action)
-        return Ticket(Pending(), None)
+        return StreamHandle(CollectiveHandle(), None)
 
 
-class FillsBeforeUse(CudaLane):
-    """A lane that does not queue up behind compute."""
+class FillsBeforeUse(CudaStream):
+    """A stream that does not queue up behind compute."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._own = torch.cuda.Stream(device)
 
-    def issue(self, action: Callable[[], Pending]) -> Ticket:
+    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:
         with torch.cuda.stream(self._own):
             pending = action()
         done = torch.cuda.Event()
         done.record(self._own)
-        return Ticket(pending, done)
+        return StreamHandle(pending, done)
 
 
-class LateTicket(Ticket):
+class LateHandle(StreamHandle):
     """What follows on compute's stream is late, once the collective is there."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        super().__init__(Pending(), None)
-        self._ticket = ticket
+    def __init__(self, handle: StreamHandle) -> None:
+        super().__init__(CollectiveHandle(), None)
+        self._handle = handle
 
     def wait(self) -> None:
-        self._ticket.wait()
+        self._handle.wait()
         pause()
 
     def advance(self) -> bool:
-        more = self._ticket.advance()
+        more = self._handle.advance()
         pause()
         return more
 
 
-class PausesOnArrival(CudaLane):
-    """A lane whose tickets hold compute up."""
+class PausesOnArrival(CudaStream):
+    """A stream whose handles hold compute up."""
 
-    def issue(self, action: Callable[[], Pending]) -> Ticket:
-        return LateTicket(super().issue(action))
+    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:
+        return LateHandle(super().issue(action))
 
 
 def pause() -> None:
     torch.cuda._sleep(PAUSE)
 
 
-def slow_mesh(setting: Setting, lane: Callable[[torch.device], Lane] | None = None) -> Mesh:
+def slow_mesh(setting: Setting, stream: Callable[[torch.device], CommStream] | None = None) -> Mesh:
     mesh = setting.mesh()
     mesh.gather = mesh.regather = SlowCollectives([0], 0, mesh.traffic)
     mesh.reduce = SlowCollectives([0], 0, mesh.traffic)
-    if lane is not None:
-        mesh.gather_lane, mesh.reduce_lane = lane(DEVICE), lane(DEVICE)
+    if stream is not None:
+        mesh.gather_stream, mesh.reduce_stream = stream(DEVICE), stream(DEVICE)
     return mesh
 
 
@@ -170,7 +170,7 @@ def test_a_lane_that_does_not_queue_up_behind_compute_is_noticed() -> None:
 
 
 def test_lanes_do_not_wait_for_the_host() -> None:
-    """The opposite mistake: a lane that blocks the host overlaps with nothing."""
+    """The opposite mistake: a stream that blocks the host overlaps with nothing."""
     setting = SETTINGS["wider"]
     training = Training(setting, stack(), slow_mesh(setting))
     training.step(0)
@@ -184,7 +184,7 @@ def test_gradients_on_the_host_are_there_when_the_backward_returns() -> None:
     """Accumulated ones are added on compute's stream, and nothing on the host waits for that by itself."""
     setting = SETTINGS["from the host"]
     mesh = setting.mesh()
-    mesh.reduce_lane = PausesOnArrival(DEVICE)
+    mesh.reduce_stream = PausesOnArrival(DEVICE)
     training = Training(setting, stack(), mesh)
     for micro_batch in range(2):
         training.runtime.sync_gradients = micro_batch == 1
