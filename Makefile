@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` trains a GPT on two CPU processes, `make test` runs every test.
+# Two commands on a fresh machine: `make demo` trains a GPT on two CPU processes, `make test` runs the tests of the loop.
 # They need Python >= 3.10, pip and make; everything else goes into $(VENV).
 #
 #   PYTHON=python3.12 make demo    another interpreter, for the moment at which $(VENV) is made
@@ -22,11 +22,12 @@ LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-versions test-models test-fidelity test-cluster torture torture-cluster lint types bench clean
+.PHONY: help demo test test-slow test-all test-versions test-models test-fidelity test-cluster torture torture-cluster lint types bench clean
 
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
-	@echo "make test             run all tests but the long harnesses"
+	@echo "make test             the tests of the loop (five minutes on two cores)"
+	@echo "make test-all         all tests but the long harnesses (half an hour and more)"
 	@echo "make test-versions    a part of the tests with the oldest and the newest Lightning (three minutes)"
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
 	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
@@ -79,11 +80,16 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "slow and not torture and not cluster and not models and not fidelity"
+
+test-all: test test-slow test-models test-fidelity
+
 test-versions: $(LIGHTNINGS:%=$(VERSIONS)/%/.installed)
 	@for version in $(LIGHTNINGS); do \
 	    found=$$($(VERSIONS)/$$version/bin/python -c 'import lightning; print(lightning.__version__)'); \
 	    echo "lightning $$found"; test "$$found" = "$$version" || exit 1; \
-	    $(VERSIONS)/$$version/bin/python -m pytest -q $(SMOKE) || exit 1; \
+	    $(VERSIONS)/$$version/bin/python -m pytest -q -m "not torture and not cluster" $(SMOKE) || exit 1; \
 	done
 
 test-models: $(VENV)/.installed-models

@@ -44,6 +44,7 @@ def run(capsys: Output, *arguments: str | Path) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_it_is_run_as_a_module_too(path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "shardeddp", "verify", str(path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=50)
@@ -51,6 +52,7 @@ def test_it_is_run_as_a_module_too(path: Path) -> None:
     assert done.stdout.startswith(f"good     {path} (")
 
 
+@pytest.mark.slow
 def test_importing_the_package_leaves_the_builder_of_command_lines_alone() -> None:
     code = "import sys, shardeddp, shardeddp.cli; sys.exit('jsonargparse' in sys.modules)"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=50)

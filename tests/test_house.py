@@ -105,6 +105,7 @@ def test_lightning_is_known_to_one_package_only_and_from_two_files() -> None:
     assert broken(house.stray_lightning) == []
 
 
+@pytest.mark.slow
 def test_every_file_starts_by_saying_what_it_is() -> None:
     assert broken(house.missing_docstrings) == []
 
@@ -158,6 +159,7 @@ def test_the_rules_are_given_the_package_and_its_tests() -> None:
     assert {f"{SRC}__init__.py", "tests/test_house.py", "tests/house_rules.py"} <= seen
 
 
+@pytest.mark.slow
 def test_every_excuse_has_a_reason_and_still_excuses_something() -> None:
     found = {(rule.__name__, f.path, f.subject) for rule in RULES for f in rule(under_the_rule(rule))}
     assert [key for key, reason in EXCUSED.items() if key not in found or len(reason.split()) < 4] == []

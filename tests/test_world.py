@@ -61,6 +61,7 @@ def test_groups_of_one_call_are_gone_in_the_next(world: Worlds) -> None:
     assert world(3).run(leave_groups_behind) == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_what_a_rank_raises_is_raised_with_its_traceback(world: Worlds) -> None:
     start = time.monotonic()
     with pytest.raises(LookupError, match="rank 1 has lost it") as caught:
@@ -76,6 +77,7 @@ def test_warnings_are_errors_on_ranks(world: Worlds) -> None:
         world(1).run(warn)
 
 
+@pytest.mark.slow
 def test_a_hang_names_the_ranks_that_have_not_answered_and_where_they_are(world: Worlds) -> None:
     with pytest.raises(WorldTimeout, match=r"(?s)ranks \[1\] of 2 had not answered after 1 s.*in hang_on"):
         world(2).run(hang_on, 1, timeout_s=1.0)

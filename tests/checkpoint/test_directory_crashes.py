@@ -75,6 +75,7 @@ def kill_everywhere(stage: Stage, points: list[int], exchanges: bool) -> list[in
     return steps
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new_one(stage: Stage, exchanges: bool) -> None:
     count = count_calls(stage.save)
     assert count > 30
@@ -83,6 +84,7 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new_one(s
     assert set(steps) == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ERRNOS[:3], ids=errno.errorcode.get)
 def test_an_error_of_any_call_is_a_failed_save_or_harmless(stage: Stage, exchanges: bool, number: int) -> None:
     count = count_calls(stage.save)
@@ -122,6 +124,7 @@ def test_a_kill_at_any_call_of_a_deletion_leaves_a_whole_checkpoint_or_none(stag
     assert set(gone) == {False, True}
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_call_of_a_sweep_loses_nothing(stage: Stage, tmp_path: Path) -> None:
     crashed = tmp_path / "crashed"
     put(crashed / f".old-last.ckpt-{'a' * 32}", step=1)

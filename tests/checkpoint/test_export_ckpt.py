@@ -121,6 +121,7 @@ def resume(path: str) -> dict[str, Any]:
     return losses_and_weights(fit(full_shard(), 2, path))
 
 
+@pytest.mark.slow
 def test_a_training_on_two_ranks_goes_on_from_the_exported_file(world: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "step.ckpt"
     saved = world(2).run(save, str(path))[0]["weights"]

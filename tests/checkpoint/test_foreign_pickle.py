@@ -31,6 +31,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(VALUES, st.sampled_from([2, 3, 4, 5]))
 def test_data_comes_out_as_it_went_in(value: Any, protocol: int) -> None:

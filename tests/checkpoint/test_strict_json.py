@@ -43,6 +43,7 @@ def refusal(data: bytes, limits: JsonLimits | None = None) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(JSON)
 def test_what_json_writes_is_read_as_it_was(value: Any) -> None:
@@ -198,6 +199,7 @@ def measured(data: bytes, folder: Path) -> tuple[bool, float, float]:
     return refused, seconds, extra_mb
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused_before_it_takes_time_or_memory(name: str, tmp_path: Path) -> None:
     refused, seconds, extra_mb = measured(BOMBS[name](), tmp_path)
@@ -206,6 +208,7 @@ def test_a_bomb_is_refused_before_it_takes_time_or_memory(name: str, tmp_path: P
     assert extra_mb < EXTRA_MB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_document_that_is_read_keeps_to_the_same_bounds(name: str, tmp_path: Path) -> None:
     refused, seconds, extra_mb = measured(LARGEST[name](), tmp_path)

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch.distributed as dist
 
 from shardeddp.comm.agreement import AsyncMaximum
@@ -39,6 +40,7 @@ def test_ranks_that_come_to_one_place_are_together() -> None:
     assert StoreBarrier(dist.get_rank(), 3).wait_for_all("batch 3", patience_s=10)
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_a_rank_that_comes_too_late_finds_it_decided() -> None:
     barrier = StoreBarrier(dist.get_rank(), 3)

@@ -33,6 +33,7 @@ def for_one_rank(fn: Callable[[], Any]) -> Callable[[], Any]:
     return wrapped
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_ranks_that_come_late_are_waited_for() -> None:
     mesh = make_mesh()

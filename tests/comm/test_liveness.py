@@ -42,6 +42,7 @@ LOOKS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_looking_at_threads_never_waits_for_the_collection_of_garbage() -> None:
     script = textwrap.dedent(LOOKS.format(seconds=LOOKS_S))

@@ -102,6 +102,7 @@ def wait_in_a_save() -> tuple[str, float]:
     return said, passed
 
 
+@pytest.mark.slow
 def test_a_save_has_a_time_limit_of_its_own(world: Worlds) -> None:
     (said, passed), _ = world(2).run(wait_in_a_save)
     assert "imed out" in said

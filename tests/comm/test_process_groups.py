@@ -106,6 +106,7 @@ def train_often() -> tuple[list[int], list[int]]:
     return well, [train(Fails()), train(EvaluatedGpt())]
 
 
+@pytest.mark.slow
 def test_runs_of_one_process_share_descriptors_but_for_those_that_failed(world: Worlds) -> None:
     for well, (failed, after) in world(2).run(train_often):
         assert len(set(well[1:])) == 1

@@ -27,6 +27,7 @@ def break_down(mesh: Mesh) -> BaseException | None:
     return broken.__cause__
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cause_in_this_run_only() -> None:
     mesh, own = make_mesh(), ValueError("no such token")
@@ -44,6 +45,7 @@ def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cau
     dist.barrier()
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_only_a_rank_that_does_not_run_is_lost_and_where_there_is_none_others_are_said_to_run() -> None:
     mesh = make_mesh()

@@ -84,6 +84,7 @@ def test_a_store_that_outlives_attempts_shows_none_of_them_to_the_next(monkeypat
         assert other.get("address") == str(attempt).encode()
 
 
+@pytest.mark.slow
 def test_nodes_with_different_numbers_of_ranks_are_an_error_on_all_ranks_at_once() -> None:
     began = time.monotonic()
     infos = [info(0), info(1), RankInfo(**{**vars(info(2)), "world_size": 2, "ranks_per_node": 1})]
@@ -95,12 +96,14 @@ def test_nodes_with_different_numbers_of_ranks_are_an_error_on_all_ranks_at_once
     assert "node 1 (h1) with 1 rank (2)" in str(found[0])
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named() -> None:
     found = all_meet(free_port(), [info(0), info(2)], timedelta(seconds=1))
     assert {type(each) for each in found} == {TimeoutError}
     assert "ranks [1, 3] of 4 have not come within 1 s" in str(found[0])
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_does_not_come_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = all_meet(free_port(), [info(1)], timedelta(seconds=1))
     assert "nobody answers at 127.0.0.1" in str(found)

@@ -43,6 +43,7 @@ def test_those_made_by_ranks_alike_share_names_and_no_others(store: MemoryStore)
     assert mine[1].has(["claim"]) and not mine[1].has(["claim", "word"])
 
 
+@pytest.mark.slow
 def test_a_store_whose_host_is_frozen_is_waited_for_once_and_for_as_long_as_it_is_frozen(store: MemoryStore) -> None:
     client = StoreClient("topic", 0)
     store.runs.clear()
@@ -59,6 +60,7 @@ def test_a_store_whose_host_is_frozen_is_waited_for_once_and_for_as_long_as_it_i
     assert client.count("number") == 2
 
 
+@pytest.mark.slow
 def test_a_hiccup_of_the_store_does_not_keep_notes_from_being_made(store: MemoryStore) -> None:
     store.delay_s = ANSWER_S + 0.1
     client = StoreClient("topic", 0)
@@ -85,6 +87,7 @@ def test_all_questions_of_a_process_are_asked_by_one_thread(store: MemoryStore) 
     assert len(store.asked_by) == 1
 
 
+@pytest.mark.slow
 def test_an_explanation_does_not_wait_for_a_frozen_host_and_a_muster_not_much_longer_than_for_ranks(
     store: MemoryStore,
 ) -> None:
@@ -100,6 +103,7 @@ def test_an_explanation_does_not_wait_for_a_frozen_host_and_a_muster_not_much_lo
     assert time.monotonic() - began < 2 * ANSWER_S + 0.8
 
 
+@pytest.mark.slow
 def test_a_muster_of_a_rank_that_finds_the_store_silent_for_a_while_is_that_of_the_others(store: MemoryStore) -> None:
     barrier = StoreBarrier(0, 2)
     store.values["shardeddp/barrier/1/1/here/1"] = b"1"
@@ -166,6 +170,7 @@ def test_a_rank_that_ends_because_of_others_lets_them_read_why_and_one_that_is_a
         assert not at_exit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 512])
 def test_what_is_asked_does_not_grow_with_the_ranks_and_a_slow_store_is_no_lost_rank(
     store: MemoryStore, size: int

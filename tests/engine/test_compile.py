@@ -23,6 +23,7 @@ class CheckpointedBlock(Block):
 # -- one graph per block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", RUNTIMES)
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
@@ -32,6 +33,7 @@ def test_compiled_blocks_train_as_eager_ones_and_share_one_graph(way: str, strat
     assert backend.frame_count == 1, "one whole graph (fullgraph) for three equal blocks and four steps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "strategy"), [("in place", "full_shard"), ("wrapped", "no_shard")])
 @on_ranks(2)
 def test_blocks_train_with_inductor(way: str, strategy: str) -> None:
@@ -40,6 +42,7 @@ def test_blocks_train_with_inductor(way: str, strategy: str) -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(4)
 def test_compiled_blocks_train_in_replicas(way: str) -> None:
@@ -59,6 +62,7 @@ def test_blocks_may_be_compiled_after_sharding(way: str) -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_block_may_be_compiled_anew_or_no_more_between_steps() -> None:
     with fresh_compiler() as backend:
@@ -74,6 +78,7 @@ def test_a_block_may_be_compiled_anew_or_no_more_between_steps() -> None:
     assert (backend.frame_count, another.frame_count) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [nn.TransformerEncoderLayer, nn.Sequential])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
@@ -91,6 +96,7 @@ def test_blocks_of_torchs_own_classes_are_compiled(way: str, block: type[nn.Modu
 # -- what a compiled unit meets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_evaluation_and_other_batch_sizes_compile_once_each(way: str) -> None:
@@ -118,6 +124,7 @@ def test_activations_may_be_recomputed_inside_of_a_compiled_unit(way: str) -> No
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)

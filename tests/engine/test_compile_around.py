@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 # -- compiled code around units
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("inner", ["not at all", *WAYS])
 @on_ranks(2)
@@ -80,6 +81,7 @@ def test_a_unit_inside_of_a_whole_graph_is_refused_with_the_reason(inner: str) -
         run.train(square, steps=1)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_code_that_reads_a_sharded_parameter_leaves_the_gather_to_eager_code() -> None:
     def penalized(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -102,6 +104,7 @@ def test_compiled_code_that_reads_a_sharded_parameter_leaves_the_gather_to_eager
             close(run.forward(loss, 3), run.forward(eager_loss, 3), "loss")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_model_of_one_unit_is_one_graph() -> None:
     with fresh_compiler() as backend:

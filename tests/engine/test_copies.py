@@ -126,6 +126,7 @@ def nonzero(**numels: int) -> Ledger:
     return Counter({name: numel for name, numel in numels.items() if numel})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_gather_copies_a_shard_and_a_reduction_packs_each_gradient_once(world: Worlds, size: int) -> None:
     world(size).run(write_sharded)

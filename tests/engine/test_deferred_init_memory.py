@@ -71,6 +71,7 @@ def record_setup(sharding: Sharding, build: Build, load: bool) -> tuple[list[int
     return sizes, sum(parameter.nbytes for parameter in build().parameters()) / mesh.topology.shard_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [wide, Wide])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_holds_its_shards_and_one_unit_at_most(world: Worlds, size: int, build: Build) -> None:
@@ -78,6 +79,7 @@ def test_a_rank_holds_its_shards_and_one_unit_at_most(world: Worlds, size: int, 
     world(size).run(check_peak, Sharding(units=units), build, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_it_does_while_a_checkpoint_is_loaded(world: Worlds, size: int) -> None:
     world(size).run(check_peak, Sharding(units=("*",)), wide, True)

@@ -57,6 +57,7 @@ def initialize(size: int) -> None:
             assert pair.sharded.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (3, 3), (2, 1), (4, 2)])
 def test_initializers_draw_what_they_draw_in_one_process(world: Worlds, ranks: int, size: int) -> None:
     world(ranks).run(initialize, size)
@@ -103,10 +104,12 @@ def reset_layers() -> None:
             check_same(whole(found), expected, f"{name} of {layer}")
 
 
+@pytest.mark.slow
 def test_layers_reset_themselves_as_in_one_process(world: Worlds) -> None:
     world(2).run(reset_layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 @on_ranks(2)
 def test_where_the_generators_of_ranks_differ_all_have_what_rank_zero_draws(size: int) -> None:

@@ -24,6 +24,7 @@ from world import on_ranks
 every_strategy = pytest.mark.parametrize("strategy", RUNTIMES)
 
 
+@pytest.mark.slow
 @every_strategy
 @on_ranks(2)
 def test_a_changed_order_warns_once_with_both_names_and_stays_right(strategy: str) -> None:
@@ -59,6 +60,7 @@ def train_with_prefetch(strategy: str, prefetch: int) -> dict[str, torch.Tensor]
     return {name: full(parameter) for name, parameter in trial.model.named_parameters()}
 
 
+@pytest.mark.slow
 @every_strategy
 @on_ranks(2)
 def test_prefetch_changes_nothing_but_time(strategy: str) -> None:

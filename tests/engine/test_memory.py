@@ -178,6 +178,7 @@ def check_peak(
 BLOCKS = ("blocks.*",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_peak_of_a_step_is_what_was_planned(world: Worlds, size: int, micro_batches: int) -> None:
@@ -254,6 +255,7 @@ def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
     assert 0 <= plan.optimizer_nbytes - states <= padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_between_steps_a_rank_holds_its_shards_and_the_states_of_the_optimizer(
@@ -276,6 +278,7 @@ def check_split_rest() -> None:
     check_held(before, shards + states + 4 * len(trained))
 
 
+@pytest.mark.slow
 def test_replicas_that_split_the_optimizer_hold_a_part_of_its_share(world: Worlds) -> None:
     world(4).run(check_split_rest)
 
@@ -284,10 +287,12 @@ def test_it_is_where_replicas_split_the_optimizer(world: Worlds) -> None:
     world(4).run(check_peak, Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS, split=True))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_have_neither_gradients_nor_states(world: Worlds) -> None:
     world(2).run(check_rest, Sharding(units=BLOCKS), ("blocks.0", "blocks.3.up", "output"))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_evaluation_leaves_nothing_behind() -> None:
     before = settled_nbytes()
@@ -297,6 +302,7 @@ def test_evaluation_leaves_nothing_behind() -> None:
     check_held(before, training.plan().main_shard_nbytes)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_retained_parameters_are_held_between_steps() -> None:
     before = settled_nbytes()

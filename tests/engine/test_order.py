@@ -63,6 +63,7 @@ def units(strategy: str, **options: Any) -> Sharding:
     return Sharding(strategy=strategy, units=("experts.*", "head"), **options)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout_s=50)
 def test_ranks_use_units_of_their_own_and_train_as_one_process() -> None:
     for strategy, prefetch in [*((strategy, 1) for strategy in GATHERING), ("full_shard", 0)]:
@@ -71,6 +72,7 @@ def test_ranks_use_units_of_their_own_and_train_as_one_process() -> None:
             Trial(Experts(), units(strategy, prefetch=prefetch, uneven=True)).train(some_go_cold, steps=5)
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout_s=50)
 def test_replicas_use_units_of_their_own() -> None:
     def four(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -82,6 +84,7 @@ def test_replicas_use_units_of_their_own() -> None:
         Trial(Experts(), sharding).train(four, steps=3)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout_s=50)
 def test_micro_batches_use_units_of_their_own() -> None:
     for every in (True, False):
@@ -95,6 +98,7 @@ def test_micro_batches_use_units_of_their_own() -> None:
                 trial.check_parameters()
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout_s=50)
 def test_all_ranks_may_change_the_units_that_they_use_together() -> None:
     with another_order():

@@ -179,6 +179,7 @@ SHORT_DRAW = [*((strategy, 2) for strategy in STRATEGIES), *(("full_shard", size
 SHORT_DRAW += [("hybrid_shard", 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("strategy", "size"),

@@ -63,6 +63,7 @@ def used_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return square(model, rank, step)
 
 
+@pytest.mark.slow
 @every_strategy
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("loss", [used_by_some, used_in_turns])
@@ -72,6 +73,7 @@ def test_what_some_ranks_use_gets_the_mean_over_all_ranks(strategy: str, prefetc
     trial.train(loss, steps=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [used_by_some, used_in_turns])
 @on_ranks(4)
 def test_replicas_use_different_parameters(loss: Loss) -> None:
@@ -85,6 +87,7 @@ def test_micro_batches_use_different_parameters(strategy: str, reduce_each_time:
     accumulate(Sharding(strategy=strategy, units=("layers.*",), reduce_every_backward=reduce_each_time))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_each_time", [True, False])
 @pytest.mark.parametrize(("shard_size", "split"), [(1, False), (2, False), (2, True)])
 @on_ranks(4)

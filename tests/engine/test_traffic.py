@@ -142,6 +142,7 @@ def test_parts_that_were_kept_are_gathered_among_fewer_ranks(world: Worlds) -> N
 # -- gathering among fewer ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regather", [2, 4])
 @on_ranks(4)
 def test_training_on_parts_that_were_kept_equals_one_process(regather: int) -> None:

@@ -129,6 +129,7 @@ def test_a_file_for_one_machine_trains(world: Worlds, tmp_path: Path, name: str)
     check_saved(name, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_file_for_several_machines_has_one_copy_of_the_model_per_machine(world: Worlds, tmp_path: Path) -> None:
     found = world(4).run(train, "several_nodes", str(tmp_path))
     check(found)
@@ -136,6 +137,7 @@ def test_the_file_for_several_machines_has_one_copy_of_the_model_per_machine(wor
     check_saved("several_nodes", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_file_for_finetuning_trains_adapters_on_the_weights_of_a_checkpoint(
     world: Worlds, tmp_path: Path, pretrained: Path
 ) -> None:

@@ -86,6 +86,7 @@ def lower(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         return square(model, rank, step).float()
 
 
+@pytest.mark.slow
 @every_strategy
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
@@ -123,6 +124,7 @@ def collectives(strategy: str, kind: str | None) -> Counter[str]:
     return trial.runtime.mesh.traffic.calls
 
 
+@pytest.mark.slow
 @every_strategy
 @on_ranks(2)
 def test_recomputation_communicates_nothing_more(strategy: str) -> None:

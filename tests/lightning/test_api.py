@@ -63,6 +63,7 @@ def start(namespace: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("namespace", [UNIFIED, STANDALONE])
 def test_a_program_trains_resumes_and_converts_where_the_other_package_is_not_installed(
     programs: dict[str, tuple[Path, dict[str, Any]]], namespace: str

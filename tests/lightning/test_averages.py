@@ -99,6 +99,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 # -- training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("average", "model", "names"),
     [
@@ -141,6 +142,7 @@ class FromZero(Callback):
         trainer.strategy.traffic.reset()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_an_average_communicates_nothing() -> None:
     alone = traffic_of_training(None)
@@ -161,6 +163,7 @@ def resume(average: Any, model: Any, form: str, folder: str) -> None:
     assert_same(second, {**straight, **{name: straight[name][-2:] for name in ("losses", "val")}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sharded", "full", "ddp"])
 @pytest.mark.parametrize(("average", "model"), [(ema, EvaluatedConvNet), (swa, EvaluatedGpt)])
 def test_an_average_is_resumed_with_the_weights_that_are_trained(
@@ -188,6 +191,7 @@ def start_anywhere(folder: str) -> None:
     assert_same_weights(full_weights(average._average_model.module), weights)
 
 
+@pytest.mark.slow
 def test_averages_begin_and_go_on_from_any_checkpoint(world: Worlds, tmp_path: Path) -> None:
     world(2).run(start_anywhere, str(tmp_path))
 

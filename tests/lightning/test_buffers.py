@@ -92,6 +92,7 @@ def same(run: Run, world: Worlds, ranks: int, options: dict[str, Any]) -> None:
     assert_same_training(world(ranks).run(run.sharded_by, options), world(ranks).run(run.under_ddp))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MATRICES)
 def test_buffers_of_every_kind_train_as_under_ddp(world: Worlds, kind: str) -> None:
     run = Run(
@@ -117,6 +118,7 @@ def save_and_load(buffer: str, path: str, kind: str) -> None:
     assert_same_weights(dense(twin.state_dict()), dense(full_weights(first)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffer", ["coo", "csr", "eight bits", "boolean", "empty"])
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
 def test_buffers_of_every_kind_are_saved_and_loaded(world: Worlds, tmp_path: Path, buffer: str, kind: str) -> None:

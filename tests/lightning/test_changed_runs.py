@@ -119,6 +119,7 @@ def go_on_otherwise(folder: str) -> None:
         assert found == pytest.approx(expected, rel=1e-4), f"{before.__name__} -> {after.__name__}"
 
 
+@pytest.mark.slow
 def test_schedulers_hyper_parameters_and_layers_may_change_as_under_ddp(world: Worlds, tmp_path: Path) -> None:
     world(2).run(go_on_otherwise, str(tmp_path))
 
@@ -144,6 +145,7 @@ def refuse(folder: str) -> None:
     assert "KeyError" in only_weights and "checkpoint contains only the model" in only_weights
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused_with_one_message(world: Worlds, tmp_path: Path) -> None:
     world(2).run(refuse, str(tmp_path))
 
@@ -158,5 +160,6 @@ def validate_loosely(folder: str) -> None:
     assert torch.equal(full_weights(module)["extra.weight"], extra)
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_lacks_stays_as_it_was_where_loading_is_not_strict(world: Worlds, tmp_path: Path) -> None:
     world(2).run(validate_loosely, str(tmp_path))

@@ -45,6 +45,7 @@ def save_at_any_time(folder: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_can_be_saved_after_any_stage(world: Worlds, tmp_path: Path) -> None:
     found = world(2).run(save_at_any_time, str(tmp_path))
     assert found[0] == found[1]
@@ -180,6 +181,7 @@ def save_before_and_after_an_error(folder: str) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_a_checkpoint_can_be_saved_before_training_and_after_it_has_failed(world: Worlds, tmp_path: Path) -> None:
     assert world(2).run(save_before_and_after_an_error, str(tmp_path)) == [[3, 1]] * 2
 

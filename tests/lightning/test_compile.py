@@ -96,6 +96,7 @@ def reference(world: Worlds) -> Callable[[str], list[Trained]]:
 References = Callable[[str], list[Trained]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_loss_and_all_weights_equal_eager_ddp(
@@ -105,12 +106,14 @@ def test_every_loss_and_all_weights_equal_eager_ddp(
     assert_same_training(world(2).run(trained, GPT, way, TRACED, arguments), reference("gpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_inductor_trains_to_the_same_weights(world: Worlds, reference: References, way: str) -> None:
     arguments = {"auto_wrap_policy": {Block}}
     assert_same_training(world(2).run(trained, GPT, way, INDUCTOR, arguments), reference("gpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_statistics_of_compiled_batch_norms_equal_those_of_eager_ones(
     world: Worlds, reference: References, way: str
@@ -126,6 +129,7 @@ def trainer_for(strategy: str = "full_shard", **options: Any) -> Trainer:
     return make_trainer(ShardedDP(strategy, auto_wrap_policy={Block}), max_steps=2, max_epochs=-1, **options)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_compiled_module_goes_through_all_kinds_of_runs() -> None:
     torch.manual_seed(0)
@@ -144,6 +148,7 @@ def test_a_compiled_module_goes_through_all_kinds_of_runs() -> None:
     assert len(module.losses) == 4
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_tested_from_a_checkpoint_without_being_given_again(world: Worlds, tmp_path: Path) -> None:
     fresh, loaded = world(2).run(losses_before_and_after_loading, str(tmp_path / "last.ckpt"))[0]
     assert loaded == pytest.approx(fresh, rel=1e-6)
@@ -175,6 +180,7 @@ def test_blocks_compiled_in_a_hook_after_sharding_are_one_graph() -> None:
     assert backend.frame_count == 1
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_penalty_on_sharded_parameters_in_a_compiled_step_counts() -> None:
     class Penalized(TinyGpt):

@@ -71,6 +71,7 @@ def train_with_copies(name: str) -> None:
     copy_all(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_trainer_and_its_parts_can_be_copied_at_any_time_and_training_goes_on(
@@ -96,5 +97,6 @@ def run_copies() -> None:
     assert all(torch.equal(trained[0][key], value) for key, value in trained[1].items())
 
 
+@pytest.mark.slow
 def test_the_copy_of_a_trainer_validates_and_trains_on(world: Worlds) -> None:
     world(2).run(run_copies)

@@ -66,6 +66,7 @@ def resume(path: str, weights_only: bool | None) -> None:
     same_weights(full_weights(deferred), full_weights(eager))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights_only", [None, True, False])
 def test_training_resumes_from_a_checkpoint_without_an_initialization(
     world: Worlds, checkpoint: str, weights_only: bool | None

@@ -147,11 +147,13 @@ def check_training(arguments: dict[str, Any]) -> None:
     same_runs(Everything, arguments, globally=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
 def test_training_is_that_of_a_module_built_at_once(world: Worlds, strategy: str) -> None:
     world(2).run(check_training, {"sharding_strategy": strategy})
 
 
+@pytest.mark.slow
 def test_it_is_with_replicas(world: Worlds) -> None:
     world(4).run(check_training, {"sharding_strategy": "hybrid_shard", "shard_size": 2})
 
@@ -161,6 +163,7 @@ def test_a_tied_weight_is_that_of_the_module_that_made_it() -> None:
     same_runs(TiedToTheHead, {}, globally=False)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_it_is_on_one_rank() -> None:
     check_training({})
@@ -184,6 +187,7 @@ def test_a_module_that_is_converted_later_is_initialised_in_the_dtype_it_was_bui
     same_weights(run("meta"), run("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("globally", [True, False])
 @on_ranks(2)
 def test_configure_model_may_build_on_the_meta_device(globally: bool) -> None:

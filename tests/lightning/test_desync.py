@@ -153,11 +153,13 @@ IN_STEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", IN_STEPS)
 def test_what_one_rank_does_alone_ends_all_of_them(world: Worlds, action: Action) -> None:
     check(world(2).run(train, "full_shard", action), action)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", [save, read_a_weight, barrier, log_everywhere])
 def test_it_does_so_in_the_first_step_where_ranks_agree_on_each_unit(world: Worlds, action: Action) -> None:
     check(world(2).run(train, "full_shard", action, 1, 0), action)
@@ -197,6 +199,7 @@ def validate(rank: int) -> Ended:
     return ended_with(lambda: trainer.fit(model, token_loader(16), token_loader(8)), lambda: model.began)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_weight_read_while_others_compute_a_metric_is_told_with_the_metric(world: Worlds, rank: int) -> None:
     answers = world(2).run(validate, rank)
@@ -222,6 +225,7 @@ def after_the_run(alone: int, others: str) -> Ended:
     return ended_with(run, lambda: began)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("alone", "others"), [(0, "barrier"), (1, "test")])
 def test_what_one_rank_does_alone_after_a_run_ends_all_of_them(world: Worlds, alone: int, others: str) -> None:
     check(world(2).run(after_the_run, alone, others), save)
@@ -266,6 +270,7 @@ def train_odd_freezer(strategy: str, action: Action, rank: int) -> Ended:
     return ended_with(lambda: trainer.fit(model, token_loader(24 * dist.get_world_size())), lambda: model.began)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("action", [freeze, unfreeze, write])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
@@ -341,6 +346,7 @@ def train_late(strategy: str, action: Action, step: int, everybody: bool) -> End
     return ended_with(lambda: trainer.fit(model, token_loader(24 * dist.get_world_size())), lambda: model.began)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "action", "step", "everybody"),
     [
@@ -388,6 +394,7 @@ def fail_and_live(linger_s: float) -> Ended:
     return ended_with(run, lambda: model.began)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_failed_and_lives_on_keeps_nobody_waiting(world: Worlds) -> None:
     survivor, _ = world(2).run(fail_and_live, 6.0)
     assert survivor.kind == "RankError" and survivor.seconds < 5.0

@@ -175,6 +175,7 @@ def fit_and_catch(build: Callable[[], Any], arguments: Mapping[str, Any]) -> tup
 BLOCKS = {"auto_wrap_policy": {Block}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "arguments", "name", "words"),
     [

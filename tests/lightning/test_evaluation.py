@@ -71,6 +71,7 @@ def run_stages(strategy: Callable[[], Any], order: str, several: bool, as_on_cud
         return {"answers": answers, "losses": model.losses, "weights": full_weights(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_on_cuda", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("several", [False, True], ids=["one_trainer", "several_trainers"])
 @pytest.mark.parametrize("order", ORDERS)
@@ -92,6 +93,7 @@ def validate_as_on_cuda(strategy: Callable[[], Any]) -> bool:
     return model.seen
 
 
+@pytest.mark.slow
 def test_evaluation_never_runs_under_inference_mode(world: Worlds) -> None:
     assert world(2).run(validate_as_on_cuda, DDPStrategy) == [True] * 2, "the patch no longer does what it is for"
     assert world(2).run(validate_as_on_cuda, sharded) == [False] * 2
@@ -151,6 +153,7 @@ def train_two_modules_in_turn(strategy: Callable[[], Any]) -> list[list[float]]:
     return [model.losses for model in models]
 
 
+@pytest.mark.slow
 def test_one_trainer_trains_two_modules_in_turn(world: Worlds) -> None:
     found, expected = (
         world(2).run(train_two_modules_in_turn, sharded),
@@ -189,6 +192,7 @@ def train_with_sanity_check(sanity_steps: int) -> dict[str, Any]:
     return {"losses": model.losses, "weights": full_weights(model)}
 
 
+@pytest.mark.slow
 def test_the_sanity_check_leaves_training_as_it_is(world: Worlds) -> None:
     for without, having in zip(
         world(2).run(train_with_sanity_check, 0), world(2).run(train_with_sanity_check, 2), strict=True
@@ -227,6 +231,7 @@ def evaluate_without_parameters(build: Callable[..., Any], arguments: dict[str, 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{}, {"sharding_strategy": "no_shard"}, {"auto_wrap_policy": None}])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_module_without_parameters_is_evaluated(world: Worlds, ranks: int, arguments: dict[str, Any]) -> None:

@@ -239,22 +239,26 @@ def check(
     assert straight[0]["losses"] != straight[1]["losses"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.torture), "sharded"])
 def test_between_epochs_under_every_strategy(world: Worlds, tmp_path: Path, strategy: str, kind: str) -> None:
     check(world, tmp_path, "plain", "epoch end", step=6, strategy=strategy, kind=kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", [loader for loader in LOADERS if loader != "own order"])
 @pytest.mark.parametrize("save", ["epoch end", "validation end"])
 def test_between_epochs_with_every_loader(world: Worlds, tmp_path: Path, loader: str, save: str) -> None:
     check(world, tmp_path, loader, save, step=6)
 
 
+@pytest.mark.slow
 def test_between_epochs_with_a_sampler_that_draws_from_the_global_generator(world: Worlds, tmp_path: Path) -> None:
     check(world, tmp_path, "plain", "epoch end", step=12, **{"own sampler": True, "limit_train_batches": 6})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("save", "step"), [("epoch end", 6), ("validation end", 6), ("middle", 8)])
 def test_of_a_run_that_counts_steps(world: Worlds, tmp_path: Path, save: str, step: int) -> None:
     check(world, tmp_path, "eager", save, step=step, max_epochs=-1, max_steps=24)
@@ -263,11 +267,13 @@ def test_of_a_run_that_counts_steps(world: Worlds, tmp_path: Path, save: str, st
 STATEFUL = ["generated", "eager", "generated stream", "eager stream", "own order"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_in_the_middle_of_an_epoch_under_every_strategy(world: Worlds, tmp_path: Path, strategy: str) -> None:
     check(world, tmp_path, "generated", "middle", step=4, strategy=strategy, kind="sharded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", STATEFUL)
 @pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.torture)])
 def test_in_the_middle_of_an_epoch_with_every_stateful_loader(
@@ -276,15 +282,18 @@ def test_in_the_middle_of_an_epoch_with_every_stateful_loader(
     check(world, tmp_path, loader, "middle", step=step)
 
 
+@pytest.mark.slow
 def test_in_the_middle_of_an_epoch_by_a_model_that_asks_for_the_number_of_steps(world: Worlds, tmp_path: Path) -> None:
     check(world, tmp_path, "own order", "middle", step=4, kind="sharded", **{"knows its end": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", STATEFUL)
 def test_in_the_middle_of_an_epoch_with_validation_in_between(world: Worlds, tmp_path: Path, loader: str) -> None:
     check(world, tmp_path, loader, "validation end", step=3, val_check_interval=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "save", "accumulate", "step", "trained"),
     [
@@ -300,6 +309,7 @@ def test_with_accumulated_gradients(
     check(world, tmp_path, loader, save, step=step, trained=trained, accumulate_grad_batches=accumulate)
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_told_and_trains_on(world: Worlds, tmp_path: Path) -> None:
     world(2).run(fit, "plain", "full_shard", "epoch end", str(tmp_path), None, "full", {})
     for size in (1, 3):
@@ -311,6 +321,7 @@ def test_another_number_of_ranks_is_told_and_trains_on(world: Worlds, tmp_path: 
         assert resumed[0]["losses"]
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_told_that_they_were_in_different_places(world: Worlds, tmp_path: Path) -> None:
     world(2).run(fit, "own order", "full_shard", "middle", str(tmp_path), None, "sharded", {"max_steps": 4})
     path = str(tmp_path / "step=4.ckpt")

@@ -35,6 +35,7 @@ def resume(folder: str, foreign: bool) -> dict[str, Any]:
     return found | {f"optimizer_0.state.{names[i]}.exp_avg": state["exp_avg"] for i, state in states.items()}
 
 
+@pytest.mark.slow
 def test_weights_and_optimizer_states_come_over(world: Worlds, tmp_path: Path) -> None:
     folder = str(tmp_path / "theirs.ckpt")
     expected = world(2).run(train_model_parallel, folder)[0]

@@ -131,6 +131,7 @@ def call_everything(make: Callable[[], Any], folder: str) -> dict[str, Calls]:
     return found
 
 
+@pytest.mark.slow
 def test_hooks_are_called_in_the_order_of_ddp_and_see_its_device_and_dtype(world: Worlds, tmp_path: Path) -> None:
     found = world(2).run(call_everything, sharded, str(tmp_path / "sharded"))
     expected = world(2).run(call_everything, DDPStrategy, str(tmp_path / "ddp"))

@@ -122,6 +122,7 @@ def count_batches(num_nodes: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_every_rank_gets_its_share_of_the_data(world: Worlds, num_nodes: int) -> None:
     for rank, found in enumerate(world(2).run(count_batches, num_nodes)):
@@ -188,6 +189,7 @@ def run_callbacks(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_stock_callbacks_run(world: Worlds, tmp_path: Path) -> None:
     first, second = world(2).run(run_callbacks, str(tmp_path))
     assert first == second

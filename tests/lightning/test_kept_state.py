@@ -156,6 +156,7 @@ def save_and_resume(path: str, *strategy: Any) -> dict[str, Any]:
     return {"kept": {**kept, **extra, **full_weights(model)}, "kinds": kinds}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
 @pytest.mark.parametrize(("strategy", "size"), ALL)
 def test_copies_of_parameters_go_on_as_under_ddp(
@@ -190,6 +191,7 @@ def train_without_optimizers(path: str, *strategy: Any) -> dict[str, Any]:
     return {"losses": model.losses, "batches": trainer.fit_loop.epoch_loop.total_batch_idx}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
 @pytest.mark.parametrize(("strategy", "size"), ALL)
 def test_a_module_without_optimizers_is_saved_and_resumed(
@@ -227,6 +229,7 @@ def resume_stripped(path: str, *strategy: Any) -> dict[str, Any]:
     return {"losses": model.losses, "weights": full_weights(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
 @pytest.mark.parametrize(("strategy", "size"), ALL)
 def test_a_checkpoint_without_optimizer_states_is_gone_on_from(

@@ -109,6 +109,7 @@ def by_script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, dict[
     return finished, weights(folder / "sharded_dp.ckpt")
 
 
+@pytest.mark.slow
 def test_a_script_trains_tests_predicts_and_saves_on_every_rank(by_script: tuple[Finished, Any]) -> None:
     said = by_script[0].said
     assert [each["rank"] for each in said] == [0, 1]
@@ -129,6 +130,7 @@ def test_a_script_ends_without_a_word_and_leaves_no_process(by_script: tuple[Fin
     assert others == []
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same(by_script: tuple[Finished, dict[str, Tensor]], tmp_path: Path) -> None:
     finished = run_script(str(tmp_path), "sharded_dp", launcher=TORCHRUN)
     assert finished.code == 0, finished.stderr
@@ -138,6 +140,7 @@ def test_torchrun_gives_the_same(by_script: tuple[Finished, dict[str, Tensor]], 
     assert_equal(weights(tmp_path / "sharded_dp.ckpt"), by_script[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -160,6 +163,7 @@ def test_forked_and_spawned_ranks_bring_the_full_weights_back(
     assert_equal(weights(tmp_path / f"{options[0]}.ckpt"), by_script[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.torture)])
 def test_an_exception_on_one_rank_ends_the_script_on_all(tmp_path: Path, rank: int) -> None:
     finished = run_script(str(tmp_path), "sharded_dp", "--fail-on", str(rank), timeout_s=60)

@@ -133,6 +133,7 @@ class StepsWithLbfgs(StepsWithAClosure):
         return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [StepsWithAClosure, StepsWithLbfgs])
 def test_an_optimizer_that_is_given_a_closure_equals_ddp(world: Worlds, model: type[TinyGpt]) -> None:
     run = Run(model=model, loader=token_loader)
@@ -195,6 +196,7 @@ class ClampsWeights(TinyGpt):
         self.losses.append(loss.item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [{Block}, None])
 @pytest.mark.parametrize("model", [Momentum, MomentumByData, MomentumByAssignment, ClampsWeights])
 def test_what_a_step_writes_to_parameters_stays(world: Worlds, model: type[TinyGpt], units: Any) -> None:

@@ -64,6 +64,7 @@ def summon_everywhere() -> dict[str, float]:
     return model.summed
 
 
+@pytest.mark.slow
 def test_whole_parameters_are_had_in_every_hook_and_after_the_run(world: Worlds) -> None:
     found = world(2).run(summon_everywhere)
     written = [each.pop("on_train_batch_end") for each in found]
@@ -97,6 +98,7 @@ def train_alone(model: type[TinyGpt]) -> None:
     train(model())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "message"),
     [

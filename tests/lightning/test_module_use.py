@@ -84,6 +84,7 @@ class MakesItsOptimizerEarly(TinyGpt):
         return self.early
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [BuildsInConfigureModel, MakesItsOptimizerEarly, HasAnOptimizerOfItsOwn])
 def test_where_the_model_and_its_optimizer_come_from_makes_no_difference(world: Worlds, model: type[Recorded]) -> None:
     assert_equals_ddp(world(2), Run(model=model, loader=token_loader, options={"gradient_clip_val": 0.5}))
@@ -306,6 +307,7 @@ def test_without_shards_accumulation_all_reduces_once_per_step(world: Worlds) ->
         assert calls == {"reduce_scatter": 0, "all_reduce": 4 * 3}
 
 
+@pytest.mark.slow
 def test_accumulation_gives_one_result_wherever_it_happens(world: Worlds) -> None:
     results = [[trained for _, trained in world(2).run(count_reductions, "full_shard", x)] for x in (True, False)]
     assert_same_training(*results)

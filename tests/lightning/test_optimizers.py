@@ -48,6 +48,7 @@ def in_order(num_samples: int, batch_size: int = 4) -> DataLoader[Tensor]:
     return DataLoader(tokens, batch_size, sampler=DistributedSampler(tokens, shuffle=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Finetuned, FactoredFinetuned])
 def test_a_backbone_is_unfrozen_and_added_to_the_optimizer_mid_training(world: Worlds, model: type[Recorded]) -> None:
     run = Run(

@@ -75,6 +75,7 @@ class AveragesInItsStep(TinyGpt):
             parameter.data /= dist.get_world_size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", [ReducesByHand, AveragesInItsStep])
 def test_collectives_on_gradients_and_parameters_are_those_of_ddp(
@@ -193,6 +194,7 @@ def batch_index_of(model: TinyGpt) -> int:
 RESETS = [ResetsLayers, AppliesAnInitializer, DrawsFromEverything, DrawsInPlace, ResetsWhileItTrains]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", RESETS)
 def test_resets_between_steps_have_the_values_of_ddp(world: Worlds, model: type[Recorded], strategy: str) -> None:

@@ -58,12 +58,14 @@ def sharded(world: Worlds, name: str, strategy: str) -> list[Trained]:
     return world(2).run(RUNS[name].sharded_by, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_loss_and_all_weights_equal_ddp(world: Worlds, reference: References, name: str, strategy: str) -> None:
     assert_same_training(sharded(world, name, strategy), reference(name))
 
 
+@pytest.mark.slow
 def test_two_runs_are_identical_to_the_last_bit(world: Worlds) -> None:
     first, second = (sharded(world, "clipped by norm", "full_shard") for _ in range(2))
     for once, again in zip(first, second, strict=True):

@@ -107,6 +107,7 @@ def scaled(precision: str = "16-mixed") -> dict[str, Any]:
     return {"plugins": [MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24))]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", STRATEGIES, ids=lambda arguments: arguments["sharding_strategy"])
 def test_training_with_a_loss_scaler_equals_ddp_with_the_steps_that_it_skips(
     world: Worlds, arguments: dict[str, Any]

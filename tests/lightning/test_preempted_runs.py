@@ -68,6 +68,7 @@ def draw(count: int, seed: int) -> list[tuple[str, list[int], float]]:
     return [(names[i % 3], chance.choice(SUBSETS), chance.uniform(0.0, 0.5)) for i in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "ranks", "moment_s"), draw(3, seed=1))
 def test_a_signal_to_any_ranks_ends_all_in_one_step(
     tmp_path: Path, launcher: str, ranks: list[int], moment_s: float
@@ -89,6 +90,7 @@ def test_ten_signals_leave_ten_whole_checkpoints_and_runs_that_go_on_exactly(tmp
     assert (resumed, first > 0) == (straight, True), (seed, launcher, ranks, moment_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -105,6 +107,7 @@ def test_a_preempted_run_goes_on_exactly(tmp_path: Path, arguments: tuple[str, .
     assert 2 < first < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save", "name"),
     [
@@ -121,6 +124,7 @@ def test_it_is_saved_once_where_a_callback_wants_it(tmp_path: Path, save: str, n
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
+@pytest.mark.slow
 def test_more_signals_change_nothing_and_the_handler_of_the_user_hears_all(tmp_path: Path) -> None:
     with job(tmp_path / "first", str(tmp_path), "--own-handler", launcher=None) as running:
         pids = running.pids()
@@ -132,6 +136,7 @@ def test_more_signals_change_nothing_and_the_handler_of_the_user_hears_all(tmp_p
     assert (tmp_path / FILE_NAME).exists()
 
 
+@pytest.mark.slow
 def test_sigusr1_does_the_same(tmp_path: Path) -> None:
     with job(tmp_path / "first", str(tmp_path), launcher=None) as running:
         send(running.pids(), [1], signal.SIGUSR1)
@@ -142,6 +147,7 @@ def test_sigusr1_does_the_same(tmp_path: Path) -> None:
 # -- SLURM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [SUBSETS[1], *(pytest.param(ranks, marks=pytest.mark.torture) for ranks in SUBSETS)])
 def test_slurm_requeues_once_and_training_goes_on_until_it_ends_the_job(tmp_path: Path, ranks: list[int]) -> None:
     calls = tmp_path / "calls"
@@ -170,6 +176,7 @@ def test_slurm_requeues_once_and_training_goes_on_until_it_ends_the_job(tmp_path
 # -- errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "rank", "save"),
     [
@@ -194,6 +201,7 @@ def test_an_error_on_one_rank_ends_all_with_what_it_was(tmp_path: Path, save: st
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", ["on_exception", pytest.param("exception", marks=pytest.mark.torture)])
 def test_an_error_on_all_ranks_is_saved(tmp_path: Path, save: str) -> None:
     arguments = (str(tmp_path / "out"), "--save", save, "--fail-on", str(EVERY_RANK))

@@ -303,6 +303,7 @@ def compile_blocks(model: Net, backend: str, how: str) -> None:
             model.blocks[index] = torch.compile(block, backend=backend, fullgraph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", ["full", "selective", "policy"])
 @pytest.mark.parametrize("how", ["in place", "replaced"])
@@ -325,6 +326,7 @@ def test_a_block_that_was_compiled_before_recomputes(kind: str) -> None:
     assert saved_numel(model) < plain
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_inductor_compiles_a_block_that_recomputes() -> None:
     expected = gradients(without_dropout(Net()))

@@ -99,6 +99,7 @@ def four_epochs(world: Worlds) -> Callable[[Make], list[dict[str, Any]]]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [in_one_file, full_shard, no_shard])
 def test_resuming_is_exact(
     world: Worlds, tmp_path: Path, four_epochs: Callable[[Make], list[dict[str, Any]]], make: Make
@@ -116,6 +117,7 @@ def on_whole_parameters() -> ShardedDP:
     return ShardedDP(auto_wrap_policy={Block}, optimizer_scope={"NormalizedDescent": "parameter"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "size"), [(full_shard, 2), (on_whole_parameters, 3)])
 def test_an_optimizer_that_is_not_elementwise_resumes_as_well(
     world: Worlds, tmp_path: Path, make: Make, size: int
@@ -128,6 +130,7 @@ def test_an_optimizer_that_is_not_elementwise_resumes_as_well(
         assert_same_weights(each["weights"], straight[0]["weights"], rtol=1e-6 if size == 2 else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "make"),
     [(1, full_shard), (3, full_shard), (2, one_unit), (2, shard_grad_op), (2, hybrid_shard), (2, DDPStrategy)],
@@ -144,6 +147,7 @@ def test_a_run_resumes_in_another_world_and_under_another_strategy(
         assert_same_weights(resumed[rank]["weights"], four_epochs(full_shard)[0]["weights"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "make"),
     [(1, full_shard), (3, full_shard), (2, one_unit), (2, shard_grad_op), (2, hybrid_shard), (4, no_shard)],
@@ -196,6 +200,7 @@ def resume_a_module_that_is_sharded(path: str) -> dict[str, Any]:
     return losses_and_weights(model)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_into_a_module_that_has_been_trained_before(
     world: Worlds,
     after_two_epochs: tuple[Path, dict[str, Tensor]],

@@ -95,6 +95,7 @@ OPTIONS: list[tuple[int, Mapping[str, Any]]] = [
 CASES = [(model, *OPTIONS[0]) for model in MODELS] + [(ScriptedBlocks, *option) for option in OPTIONS[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "ranks", "options"), CASES)
 def test_scripted_and_traced_modules_train_as_under_ddp(
     world: Worlds, model: type[Recorded], ranks: int, options: Mapping[str, Any]

@@ -68,6 +68,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategy"), KINDS)
 def test_what_is_saved_under_one_sharding_is_the_same_under_every_other(
     world: Worlds, tmp_path: Path, size: int, strategy: str
@@ -83,6 +84,7 @@ def test_what_is_saved_under_one_sharding_is_the_same_under_every_other(
                 assert all(torch.equal(loaded["optimizer"][index][key], state[key]) for key in state), (other, index)
 
 
+@pytest.mark.slow
 def test_every_element_is_written_once_and_by_all_ranks_in_equal_parts(world: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "state.ckpt"
     world(4).run(save_as, "hybrid_shard/2", str(path))
@@ -133,6 +135,7 @@ class LogsItsLoss(EvaluatedGpt):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_callbacks_keep_the_best_and_the_last(
@@ -200,6 +203,7 @@ def load_damaged(path: str) -> list[str]:
     return [str(caught.value)]
 
 
+@pytest.mark.slow
 def test_damage_is_found_before_anything_changes_and_all_ranks_say_the_same(world: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "state.ckpt"
     world(2).run(save_as, "full_shard", str(path))
@@ -241,6 +245,7 @@ def load_what_does_not_fit(path: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_listed_and_not_loaded(world: Worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "state.ckpt")
     world(2).run(save_as, "full_shard", path)
@@ -260,6 +265,7 @@ def flip_a_bit_and_save(path: str, rank: int, fqn: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "fqn"), [(0, "blocks.1.up.weight"), (3, "head.weight"), (2, "blocks.0.norm.bias")])
 def test_replicas_that_differ_in_one_bit_are_named_and_not_saved(
     world: Worlds, tmp_path: Path, rank: int, fqn: str

@@ -69,6 +69,7 @@ def resume_scaled(path: str) -> tuple[Any, list[type], Any]:
     return full_weights(model), kinds, full_weights(fit(full_shard(), 2, None, None, Scaled))
 
 
+@pytest.mark.slow
 def test_a_parameter_of_one_number_resumes_like_any_other(world: Worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "state.ckpt")
     world(2).run(fit_scaled, path)

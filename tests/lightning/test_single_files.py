@@ -59,6 +59,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "size"), ALL)
 def test_a_small_checkpoint_is_one_file_that_lightning_and_torch_read(
     world: Worlds, tmp_path: Path, strategy: str, size: int | None
@@ -89,6 +90,7 @@ def test_what_is_larger_or_takes_a_directory_is_one_and_rank_0_says_so_once(
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in first["weights"].items())
 
 
+@pytest.mark.slow
 def test_either_kind_replaces_the_other_in_one_step(world: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     for limit in (4.0, 0.0, 4.0):
@@ -150,6 +152,7 @@ def keep_and_resume(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_callbacks_keep_files_and_the_last_is_that_of_the_highest_step(world: Worlds, tmp_path: Path) -> None:
     for answer in world(2).run(keep_and_resume, str(tmp_path)):
         assert answer == {"kept": ["last.ckpt", "step=3.ckpt", "step=4.ckpt"], "step": 4, "same": True}
@@ -162,6 +165,7 @@ def load_damaged(path: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_damage_of_a_file_is_found_before_it_is_loaded_and_another_is_named(world: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "state.ckpt"
     world(2).run(save_by, {}, str(path))
@@ -261,6 +265,7 @@ def save_and_resume_by_address(folder: str, kind: Any) -> int:
     return model.trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
 def test_the_address_of_a_local_file_is_its_path(world: Worlds, tmp_path: Path, kind: str) -> None:
     assert world(2).run(save_and_resume_by_address, str(tmp_path), kind) == [8, 8]

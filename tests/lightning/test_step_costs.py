@@ -96,6 +96,7 @@ def test_a_step_waits_for_its_device_no_more_often_than_one_process(world: World
     assert max(world(size).run(waits_of_ranks, name)) <= expected + STEPS
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_logged_value_costs_one_reduction_and_no_barrier() -> None:
     for name in ("full_shard", "no_shard"):

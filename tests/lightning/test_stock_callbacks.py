@@ -102,6 +102,7 @@ def norms_after(strategy: Any, **clipping: Any) -> list[float]:
     return fit(strategy, **clipping)[0].norms
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_gradient_norms_before_and_after_clipping_are_those_of_ddp() -> None:
     for clipping in (
@@ -116,6 +117,7 @@ def test_gradient_norms_before_and_after_clipping_are_those_of_ddp() -> None:
             assert min(expected[19::20]) < 0.2 or clipping["gradient_clip_val"] == 0.01
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_accumulation_that_changes_between_epochs_steps_as_under_ddp() -> None:
     found, expected = (
@@ -143,6 +145,7 @@ def look_for_a_learning_rate(folder: str) -> None:
     assert found == tuple(pytest.approx(each, rel=1e-4) for each in expected)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_finder_leaves_training_as_it_was(world: Worlds, tmp_path: Path) -> None:
     world(2).run(look_for_a_learning_rate, str(tmp_path))
 
@@ -165,6 +168,7 @@ def tune(strategy: Any) -> tuple[list[float], list[float]]:
 # Finders give the Trainer other callbacks for a while; what was added to those in between is gone afterwards.
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_tuner_finds_what_it_finds_under_ddp() -> None:
     found, expected = tune(sharded()), tune(DDPStrategy())
@@ -232,6 +236,7 @@ def profile(folder: str) -> None:
         assert fit(sharded(), profiler=name, default_root_dir=folder)[0].losses == plain
 
 
+@pytest.mark.slow
 def test_profilers_change_nothing(world: Worlds, tmp_path: Path) -> None:
     world(2).run(profile, str(tmp_path))
 
@@ -255,6 +260,7 @@ def fail(folder: str) -> None:
     assert (trainer.global_step, len(module.losses)) == (3, 1)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_exception_resumes(world: Worlds, tmp_path: Path) -> None:
     world(2).run(fail, str(tmp_path))
 
@@ -291,6 +297,7 @@ def finetune(strategy: Any, folder: str, ckpt_path: str | None = None) -> list[f
 
 
 # DDP is no reference: it never reduces the gradients of what was frozen when it was made.
+@pytest.mark.slow
 def test_a_backbone_that_is_unfrozen_trains_as_in_one_process_and_resumes(world: Worlds, tmp_path: Path) -> None:
     expected = world(1).run(finetune, "auto", str(tmp_path / "one"))[0]
     found = world(2).run(finetune, sharded(), str(tmp_path / "two"))

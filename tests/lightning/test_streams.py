@@ -106,6 +106,7 @@ def train(ours: bool, case: str, folder: str) -> dict[str, tuple[int, ...]]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_stream_is_started_and_read_as_under_ddp(world: Worlds, tmp_path: Path, case: str) -> None:
     expected = world(2).run(train, False, case, str(tmp_path / "ddp"))

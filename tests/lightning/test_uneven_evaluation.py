@@ -27,6 +27,7 @@ def evaluate(strategy: str) -> list[tuple[int, float, float, int, float]]:
     return answers
 
 
+@pytest.mark.slow
 def test_evaluation_with_uneven_batches_gives_what_it_gives_where_nothing_is_gathered(world: Worlds) -> None:
     expected = world(2).run(evaluate, "no_shard")
     assert [[seen for seen, *_ in answers] for answers in expected] == [[1, 1], [4, 4]]

@@ -56,6 +56,7 @@ def stop_together(strategy: str, counts: tuple[int, int], known: bool | str, acc
     return {"losses": model.losses, "steps": trainer.global_step, "weights": full_weights(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 def test_with_min_an_epoch_ends_as_if_all_ranks_had_the_fewest_batches(world: Worlds, strategy: str) -> None:
     for accumulate in (1, 2):
@@ -96,6 +97,7 @@ def joined_by_one_process(accumulate: int) -> tuple[list[float], dict[str, Tenso
     return losses, {name: value.detach() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_with_join_a_rank_without_batches_goes_on_with_gradients_of_zero(world: Worlds, strategy: str) -> None:
     for accumulate in (1, 2):
@@ -124,6 +126,7 @@ def resume_joined(folder: str, ckpt_path: str | None) -> tuple[list[float], dict
     return model.losses, full_weights(model)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_joined_goes_on_so_when_the_run_is_resumed(world: Worlds, tmp_path: Path) -> None:
     straight = world(2).run(resume_joined, str(tmp_path / "a"), None)
     path = str(tmp_path / "a" / "step=4.ckpt")
@@ -150,6 +153,7 @@ def ask_for_steps(choice: str) -> tuple[int, int]:
     return model.steps, trainer.global_step
 
 
+@pytest.mark.slow
 def test_all_ranks_are_told_the_same_number_of_steps(world: Worlds) -> None:
     assert world(2).run(ask_for_steps, "min") == [(6, 6)] * 2
     assert world(2).run(ask_for_steps, "join") == [(10, 10)] * 2
@@ -165,6 +169,7 @@ def end_early(choice: str, counts: tuple[int, int]) -> tuple[int, str]:
     return len(model.losses), said
 
 
+@pytest.mark.slow
 def test_a_loader_that_ends_before_it_has_said_is_found(world: Worlds) -> None:
     assert world(2).run(end_early, "error", (3, 3)) == [(6, "")] * 2  # all at once: an end like any other
     assert world(2).run(end_early, "join", (3, 3)) == [(6, "")] * 2

@@ -61,6 +61,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @every_strategy
 @on_ranks(2)
 def test_lbfgs_calls_its_closure_many_times(strategy: str) -> None:
@@ -239,6 +240,7 @@ def train_from(
     return {key: full(p) for key, p in trial.model.named_parameters()}, full_state(trial.optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw_foreach", "sgd", "adagrad", "asgd", "adafactor"])
 @pytest.mark.parametrize("strategies", [("full_shard", "full_shard"), ("no_shard", "shard_optimizer")])
 def test_states_move_to_another_number_of_ranks(world: Worlds, strategies: tuple[str, str], name: str) -> None:

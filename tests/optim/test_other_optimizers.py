@@ -50,6 +50,7 @@ def lookahead(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
 UNKNOWN = {"Lamb": Lamb, "Lion": Lion, "Lookahead": lookahead}
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_an_unknown_optimizer_steps_as_in_one_process_and_its_cost_is_said_on_one_rank() -> None:
     for name, make in UNKNOWN.items():
@@ -63,6 +64,7 @@ def test_an_unknown_optimizer_steps_as_in_one_process_and_its_cost_is_said_on_on
         trial.train(square, steps=2)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_stated_scopes_change_what_a_step_is_made_on_and_not_its_result() -> None:
     for make, scope, kind in (

@@ -82,6 +82,7 @@ def compare(trial: Trial, case: str) -> None:
         raise AssertionError(f"{case}: {error}") from error
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_every_variant_steps_as_in_one_process() -> None:
     sharding = on_one_mesh(Sharding(units=("1",)))
@@ -99,6 +100,7 @@ SHARDINGS = [
 ]
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_the_other_strategies_step_as_in_one_process() -> None:
     for sharding in map(on_one_mesh, SHARDINGS):

@@ -56,6 +56,7 @@ def learn_to_learn(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return torch.func.functional_call(model, fast, (batch(rank, step + 9, 4, WIDTH),)).square().mean()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_losses_of_gradients_are_trained_as_in_one_process() -> None:
     with quietly():

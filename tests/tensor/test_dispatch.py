@@ -127,6 +127,7 @@ def compare_elementwise() -> None:
     compare(ELEMENTWISE, sharded=True, calls="")
 
 
+@pytest.mark.slow
 @on_all_sizes
 def test_elementwise_operations_equal_plain_ones_and_talk_to_nobody(world: Worlds, size: int) -> None:
     world(size).run(compare_elementwise)
@@ -136,6 +137,7 @@ def compare_in_place() -> None:
     compare(IN_PLACE, sharded=True, calls="")
 
 
+@pytest.mark.slow
 @on_all_sizes
 def test_elementwise_operations_in_place_equal_plain_ones_and_talk_to_nobody(world: Worlds, size: int) -> None:
     world(size).run(compare_in_place)
@@ -145,6 +147,7 @@ def compare_gathered() -> None:
     compare(GATHERED, sharded=None)
 
 
+@pytest.mark.slow
 @on_all_sizes
 def test_everything_else_gathers_and_equals_plain_operations(world: Worlds, size: int) -> None:
     world(size).run(compare_gathered)
@@ -162,6 +165,7 @@ def run_random_table() -> None:
                 check_same(pair.sharded, pair.plain, f"{name} after {case}")
 
 
+@pytest.mark.slow
 @on_all_sizes
 def test_random_numbers_are_those_of_one_process(world: Worlds, size: int) -> None:
     world(size).run(run_random_table)

@@ -67,6 +67,7 @@ def compare_foreach() -> None:
         check_same(mine, twins, f"plain tensors of {case}")
 
 
+@pytest.mark.slow
 @on_all_sizes
 def test_operations_on_lists_equal_plain_ones(world: Worlds, size: int) -> None:
     world(size).run(compare_foreach)
@@ -99,6 +100,7 @@ def clip_by_norm(foreach: bool | None) -> None:
                 check_same(pair.sharded.grad, pair.plain.grad, f"gradient of {pair.name} for order {order}")
 
 
+@pytest.mark.slow
 @on_all_sizes
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_torchs_clipping_by_norm_equals_one_process(world: Worlds, size: int, foreach: bool | None) -> None:

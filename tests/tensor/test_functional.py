@@ -55,6 +55,7 @@ def test_a_model_runs_with_other_tensors_in_the_place_of_its_parameters() -> Non
             close(found, expected, "with the parameters of a copy")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_transforms_of_functions_work_on_parameters_and_through_units() -> None:
     for strategy in STRATEGIES:
@@ -100,6 +101,7 @@ NORMS: dict[str, Callable[[nn.Linear], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_computed_weights_train_as_in_one_process() -> None:
     with quietly("`torch.nn.utils.weight_norm` is deprecated", "This class is deprecated"):
@@ -130,6 +132,7 @@ def _train_beside(name: str, norm: Callable[[nn.Linear], nn.Module], strategy: s
         close(models[0].eval()(X), models[1].eval()(X), name)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_parameters_become_a_vector_and_come_back_from_one() -> None:
     trial = Trial(linears(), Sharding(units=UNITS))
@@ -153,6 +156,7 @@ class BorrowsAWeight(nn.Module):
         return F.linear(self.linear(x), self.others[0].weight).tanh()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_weight_of_one_unit_is_used_in_the_forward_of_another() -> None:
     with quietly():

@@ -29,6 +29,7 @@ def square_and_decay(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return square(model, rank, step) + 0.1 * penalty
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_hooks_set_after_sharding_change_gradients_until_they_are_removed() -> None:
     for strategy in STRATEGIES:

@@ -58,6 +58,7 @@ def compare_gradients(shard_size: int | None) -> None:
             check_same(pair.sharded.grad, pair.plain.grad, f"gradient of {key} after {name}", rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "shard_size"), [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (2, 1)])
 def test_gradients_of_uses_outside_a_unit_are_the_mean_over_all_ranks(
     world: Worlds, size: int, shard_size: int

@@ -37,6 +37,7 @@ def compare_reductions() -> None:
     compare(REDUCTIONS, sharded=False, calls=None)
 
 
+@pytest.mark.slow
 @on_all_sizes
 def test_reductions_over_all_elements_are_global(world: Worlds, size: int) -> None:
     world(size).run(compare_reductions)
@@ -46,6 +47,7 @@ def compare_extremes() -> None:
     compare(EXTREMES, sharded=False, calls="all_gather", empty=False)
 
 
+@pytest.mark.slow
 @on_all_sizes
 def test_extremes_are_global_where_some_rank_has_no_element(world: Worlds, size: int) -> None:
     world(size).run(compare_extremes)

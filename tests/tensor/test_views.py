@@ -104,6 +104,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_written_to_a_view_reaches_the_parameter_on_every_rank(world: Worlds, size: int) -> None:
     world(size).run(run_writes)

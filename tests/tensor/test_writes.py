@@ -149,6 +149,7 @@ def compare_right(size: int) -> None:
         check_same(pair.sharded.grad, pair.plain.grad, f"gradient after {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
 def test_what_operations_write_without_saying_so_reaches_the_shards(world: Worlds, ranks: int, size: int) -> None:
     world(ranks).run(compare_right, size)
@@ -186,6 +187,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 @on_ranks(2)
 def test_what_cannot_be_the_same_on_all_ranks_is_refused_by_name_and_changes_nothing(size: int) -> None:
@@ -200,6 +202,7 @@ def test_what_cannot_be_the_same_on_all_ranks_is_refused_by_name_and_changes_not
         check_same(pair.sharded.grad, pair.plain.grad, f"gradient after {name}")
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_collectives_inside_of_a_coalescing_block_are_refused() -> None:
     pair = both(2)

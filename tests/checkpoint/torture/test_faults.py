@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardeddp.checkpoint.clean import sweep
 from shardeddp.checkpoint.find import WORKING_NAME, find_checkpoints
-from shardeddp.comm import exchange
+from shardeddp.comm import all_gather_bytes
 from shardeddp.errors import CheckpointError
 from support import crashes
 from support.torture_saves import Strike, alone, disk_of, save, step_of
@@ -43,7 +43,7 @@ def attempt(target: Path, step: int, context: Any) -> list[str]:
             text = str(error)
         group = dist.group.WORLD
         assert group is not None
-        return [answer.decode() for answer in exchange(text.encode(), group)]
+        return [answer.decode() for answer in all_gather_bytes(text.encode(), group)]
 
 
 def check(target: Path, step: int, texts: list[str]) -> bool:
@@ -66,7 +66,7 @@ def fail_at(folder: str, number: int, victim: int, points: int | None, seed: int
     attempt(target, step, counting)
     group = dist.group.WORLD
     assert group is not None
-    count = int(exchange(str(counting.seen).encode(), group)[victim])
+    count = int(all_gather_bytes(str(counting.seen).encode(), group)[victim])
     chosen = random.Random(seed).sample(range(1, count + 1), count if points is None else min(points, count))
     results: Counter[str] = Counter()
     for n in chosen:
@@ -223,6 +223,7 @@ def kill_at(stage: Stage, points: list[int]) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_a_kill_at_some_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     count = crashes.count_calls(stage.act(2))

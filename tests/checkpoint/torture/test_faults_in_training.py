@@ -47,6 +47,7 @@ def train(folder: str, asynchronous: bool, steps: int, budget: int | None, path:
     return "", trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_full_disk_on_one_rank_stops_the_training_on_all(world: Worlds, tmp_path: Path, asynchronous: bool) -> None:
     folder = tmp_path / "checkpoints"

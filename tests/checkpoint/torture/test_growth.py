@@ -51,6 +51,7 @@ def save_through(saver: Saver, snapshot: Snapshot, folder: str, group: dist.Proc
     saver.wait()
 
 
+@pytest.mark.slow
 def test_a_save_takes_less_memory_than_two_chunks_and_one_in_a_thread_one_copy_of_the_shard(
     world: Worlds, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def check_growth(world: Worlds, folder: Path, saves: int, asynchronous: bool) ->
         assert late[2] <= 1.01 * early[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_nothing_grows_over_saves(world: Worlds, tmp_path: Path, asynchronous: bool) -> None:
     check_growth(world, tmp_path, 50, asynchronous)

@@ -78,6 +78,7 @@ def found(original: Files, marker: Path, tmp_path_factory: pytest.TempPathFactor
     return {names.get(number, "honest"): (outcome, seconds, nbytes) for number, outcome, seconds, nbytes in lines}
 
 
+@pytest.mark.slow
 def test_the_honest_one_is_read(found: dict[str, tuple[str, float, int]]) -> None:
     assert found["honest"][0] == "read"
 
@@ -100,6 +101,7 @@ def test_what_other_tools_would_run_is_not_read(
     assert not marker.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["{folder}/../victim", "{folder}/../victim.ckpt", "{victim}", "{folder}/link/victim"]
 )
