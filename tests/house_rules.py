@@ -7,7 +7,7 @@ import ast
 import graphlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,6 @@ LAYERS = (
     ("__init__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-MAX_LINES = 900
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 LIGHTNING_USERS = "lightning/"
@@ -359,17 +358,38 @@ def missing_annotations(files: Sequence[Source]) -> Iterator[Finding]:
                     yield Finding(path=file.path, line=node.lineno, subject=node.name, problem=problem)
 
 
-def long_files(files: Sequence[Source]) -> Iterator[Finding]:
-    """A file is read in one sitting."""
-    for file in files:
-        count = len(file.text.splitlines())
-        if count > MAX_LINES:
-            problem = f"{count} lines, at most {MAX_LINES} were expected: it wants to be two files"
-            yield Finding(path=file.path, line=MAX_LINES + 1, subject="length", problem=problem)
+def concrete_overrides(files: Sequence[Source]) -> Iterator[Finding]:
+    """No method with a body replaces another one of ours: a reader would have to know which of them runs."""
+    classes = {
+        node.name: (file, node) for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)
+    }
+    for file, node in classes.values():
+        above = {method for base in _bases(node, classes) for method in _concrete(base)}
+        for method in sorted(above & set(_concrete(node))):
+            problem = "a method of ours replaces another one: make that abstract, or give one class the other as a part"
+            yield Finding(path=file.path, line=node.lineno, subject=f"{node.name}.{method}", problem=problem)
+
+
+def _bases(node: ast.ClassDef, classes: Mapping[str, tuple[Source, ast.ClassDef]]) -> Iterator[ast.ClassDef]:
+    for name in (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases):
+        if name in classes:
+            yield classes[name][1]
+            yield from _bases(classes[name][1], classes)
+
+
+def _concrete(node: ast.ClassDef) -> Iterator[str]:
+    """Names of the methods with a body; constructors call each other."""
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name != "__init__":
+            body = [
+                line for line in item.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ]
+            if body and not any("abstract" in ast.unparse(decorator) for decorator in item.decorator_list):
+                yield item.name
 
 
 def state_by_hasattr(files: Sequence[Source]) -> Iterator[Finding]:
-    """State is declared: no `hasattr`, or `getattr` with a default, on oneself or for a private name."""
+    """State is declared: no `hasattr`, `getattr` with a default, or look into `vars()`, on oneself or for a private name."""
     for file in files:
         for node in ast.walk(file.tree):
             match node:
@@ -379,11 +399,15 @@ def state_by_hasattr(files: Sequence[Source]) -> Iterator[Finding]:
                     pass
                 case ast.Compare(name, [ast.In() | ast.NotIn()], [ast.Attribute(owner, "__dict__")]):
                     pass
+                case ast.Compare(name, [ast.In() | ast.NotIn()], [ast.Call(ast.Name("vars"), [owner])]):
+                    pass
+                case ast.Call(ast.Attribute(ast.Call(ast.Name("vars"), [owner]), "get"), [name, *_]):
+                    pass
                 case _:
                     continue
             word = str(name.value) if isinstance(name, ast.Constant) else ""
-            private = word.startswith("_") and not word.endswith("__")
-            if private or ast.unparse(owner) in ("self", "cls"):
+            private = word.startswith("_") and not word.endswith("__") and word not in TORCH_PRIVATES
+            if (file.inner != LIGHTNING_PRIVATE and private) or ast.unparse(owner) in ("self", "cls"):
                 problem = "state is declared in __init__ or in a dataclass, not discovered"
                 yield Finding(path=file.path, line=node.lineno, subject=ast.unparse(node), problem=problem)
 

@@ -13,7 +13,13 @@ from house_rules import SRC, Finding, Source
 
 ROOT = Path(__file__).resolve().parents[1]
 
-EXCUSED: dict[tuple[str, str, str], str] = {}
+EXCUSED: dict[tuple[str, str, str], str] = {
+    (
+        "state_by_hasattr",
+        f"{SRC}tensor/unsharded.py",
+        "vars(self).get(OURS[-1])",
+    ): "torch asks a parameter that it is making for attributes, before it refers to the sharded one",
+}
 """(rule, file, subject of the finding) -> why this one stays."""
 
 Rule = Callable[[Sequence[Source]], Iterator[Finding]]
@@ -29,12 +35,12 @@ RULES: list[Rule] = [
     house.stray_lightning,
     house.missing_docstrings,
     house.missing_annotations,
-    house.long_files,
+    house.concrete_overrides,
     house.state_by_hasattr,
     house.machine_paths,
 ]
 OF_EVERY_FILE = (house.machine_paths,)
-OF_ALL_PYTHON = (house.missing_docstrings, house.missing_annotations, house.long_files)
+OF_ALL_PYTHON = (house.missing_docstrings, house.missing_annotations)
 
 
 @cache
@@ -114,8 +120,8 @@ def test_every_argument_and_every_result_has_a_type() -> None:
     assert broken(house.missing_annotations) == []
 
 
-def test_no_file_is_longer_than_one_sitting() -> None:
-    assert broken(house.long_files) == []
+def test_no_method_of_ours_replaces_another() -> None:
+    assert broken(house.concrete_overrides) == []
 
 
 def test_state_is_declared_and_not_discovered() -> None:
@@ -155,7 +161,7 @@ def spaced(text: str) -> str:
 
 
 def test_the_rules_are_given_the_package_and_its_tests() -> None:
-    seen = {file.path for file in under_the_rule(house.long_files)}
+    seen = {file.path for file in under_the_rule(house.missing_docstrings)}
     assert {f"{SRC}__init__.py", "tests/test_house.py", "tests/house_rules.py"} <= seen
 
 
@@ -257,11 +263,19 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
     (house.missing_annotations, {"wrap.py": "class A:\n    def __init__(self, *, size=1) -> None: ..."}),
     (house.missing_annotations, {"wrap.py": "class A:\n    @staticmethod\n    def f(x) -> None: ..."}),
     (house.missing_annotations, {"wrap.py": "def f() -> None:\n    def g(cls) -> int: ..."}),
-    (house.long_files, {"wrap.py": "x = 1\n" * (house.MAX_LINES + 1)}),
+    (
+        house.concrete_overrides,
+        {
+            "a.py": "class A:\n    def f(self) -> int:\n        return 1",
+            "b.py": "class B(a.A[int]):\n    def f(self) -> int:\n        return 2",
+        },
+    ),
     (house.state_by_hasattr, {"wrap.py": "hasattr(self, 'ready')"}),
     (house.state_by_hasattr, {"wrap.py": "getattr(self, name, None)"}),
     (house.state_by_hasattr, {"wrap.py": "hasattr(module, '_shardeddp_unit')"}),
     (house.state_by_hasattr, {"wrap.py": "'ready' not in self.__dict__"}),
+    (house.state_by_hasattr, {"wrap.py": "vars(module).get('_shardeddp_unit')"}),
+    (house.state_by_hasattr, {"wrap.py": "'ready' in vars(self)"}),
     (house.machine_paths, {"wrap.py": "DATA = '" + "/home/" + "me/data'"}),
     (house.machine_paths, {"notes.md": "cd " + "/work/" + "main"}),
 ]
@@ -320,7 +334,13 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
         house.missing_annotations,
         {"wrap.py": "class A:\n    @classmethod\n    def f(cls, x: int, *a: int, **k: int) -> None: ..."},
     ),
-    (house.long_files, {"wrap.py": "x = 1\n" * house.MAX_LINES}),
+    (
+        house.concrete_overrides,
+        {
+            "a.py": "class A:\n    @abstractmethod\n    def f(self) -> int:\n        return 1\n    def g(self) -> None:\n        '...'",
+            "b.py": "class B(A, Other):\n    def f(self) -> int:\n        return 2\n    def g(self) -> None:\n        return",
+        },
+    ),
     (
         house.state_by_hasattr,
         {"wrap.py": "hasattr(module, 'flatten_parameters')\ngetattr(fn, '__name__', '?')\ngetattr(self, name)"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -18,26 +19,44 @@ from shardeddp.tensor.unsharded import outside_of
 # -- Local parameters: tensors that an element-wise optimizer steps on, on the device or in host memory
 
 
-class LocalParameters:
-    """What an optimizer steps on instead of sharded parameters: this rank's elements, where they live."""
+class LocalParameters(ABC):
+    """Tensors that an optimizer steps on instead of sharded parameters: this rank's elements."""
 
+    @abstractmethod
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The local parameter; always the same object for a parameter."""
-        return parameter.raw_local if isinstance(parameter, ShardTensor) else parameter
 
+    @abstractmethod
     def gradient_of(self, local: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of a local parameter, from this rank's part of the sharded one's."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Bring what the step needs to where it runs."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Bring the new values to the shards."""
+
+
+class DeviceShards(LocalParameters):
+    """The main shards themselves."""
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return parameter.raw_local if isinstance(parameter, ShardTensor) else parameter
+
+    def gradient_of(self, local: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:  # noqa: D102
         return gradient
 
-    def arrive(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None:  # noqa: D102
+        return
 
-    def depart(self) -> None:
-        """A step has ended."""
+    def end_step(self) -> None:  # noqa: D102
+        return
 
 
 class HostCopies(LocalParameters):
-    """Local parameters in host memory: gradients are copied there before a step, parameters back after it.
+    """Copies in host memory: gradients are copied there before a step, parameters back after it.
 
     DeepSpeed's ZeRO-Offload (https://arxiv.org/abs/2101.06840) keeps the states there in the same way. Copies are
     pinned where there is a device that copies from them, and all of a step's travel before one wait for them.
@@ -65,7 +84,7 @@ class HostCopies(LocalParameters):
         return host
 
     @torch.no_grad()
-    def arrive(self) -> None:  # noqa: D102
+    def begin_step(self) -> None:  # noqa: D102
         for device, host in self._gradients.values():
             host.copy_(device, non_blocking=True)
         for local, (copy, version) in self._copies.items():
@@ -74,7 +93,7 @@ class HostCopies(LocalParameters):
         self._wait()
 
     @torch.no_grad()
-    def depart(self) -> None:  # noqa: D102
+    def end_step(self) -> None:  # noqa: D102
         for local, (copy, _) in self._copies.items():
             if copy in self._gradients:
                 local.copy_(copy, non_blocking=True)
@@ -107,7 +126,7 @@ class LocalStep(SwappedStep):
 
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, offload: bool = False) -> None:
         self._offload = offload
-        self._local_parameters = HostCopies() if offload else LocalParameters()
+        self._local_parameters = HostCopies() if offload else DeviceShards()
         self._groups: list[_GroupLocalParameters] = []
         # torch's own do not ask whether a parameter requires a gradient; others may leave out one that does not.
         self._marks_trained = type(optimizer) not in ELEMENTWISE
@@ -118,13 +137,13 @@ class LocalStep(SwappedStep):
             self._groups = [_GroupLocalParameters(self._local_parameters) for _ in groups]
             self._prefer_fused()
         found = [each.follow(its, known) for each, its, known in zip(self._groups, groups, gradients, strict=True)]
-        self._local_parameters.arrive()
+        self._local_parameters.begin_step()
         if self._marks_trained:
             self._require_grad(groups, True)
         return found
 
     def _bring_back(self) -> None:
-        self._local_parameters.depart()
+        self._local_parameters.end_step()
 
     def _let_go(self) -> None:
         if self._marks_trained:

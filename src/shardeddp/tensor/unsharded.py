@@ -172,11 +172,6 @@ class OfSharded(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return sharded_of(self).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = copy.deepcopy(sharded_of(self), memo)
-        return memo[id(self)]
-
     def __getattr__(self, name: str) -> Any:
         reference = vars(self).get(OURS[-1])  # none yet while the parameter is being made
         found = {} if reference is None else sharded_of(self).user_attributes()
@@ -226,6 +221,11 @@ class ReleasedParameter(OfSharded):
     Who has kept a reference from inside of the unit's forward computes with the same values, gathered for each use.
     Changing an object's class is invisible to autograd, which holds the implementation and not the Python object.
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(sharded_of(self), memo)
+        return memo[id(self)]
 
     @classmethod
     def __torch_function__(
