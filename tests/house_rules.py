@@ -389,7 +389,7 @@ def _concrete(node: ast.ClassDef) -> Iterator[str]:
 
 
 def state_by_hasattr(files: Sequence[Source]) -> Iterator[Finding]:
-    """State is declared: no `hasattr`, `getattr` with a default, or look into `vars()`, on oneself or for a private name."""
+    """State is declared: no `hasattr`, `getattr` with a default or `vars` finds it, in oneself or by a private name."""
     for file in files:
         for node in ast.walk(file.tree):
             match node:

@@ -266,8 +266,8 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
     (
         house.concrete_overrides,
         {
-            "a.py": "class A:\n    def f(self) -> int:\n        return 1",
-            "b.py": "class B(a.A[int]):\n    def f(self) -> int:\n        return 2",
+            "a.py": "class A:\n    def f(self) -> int: return 1",
+            "b.py": "class B(a.A[int]):\n    def f(self) -> int: return 2",
         },
     ),
     (house.state_by_hasattr, {"wrap.py": "hasattr(self, 'ready')"}),
@@ -337,8 +337,8 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
     (
         house.concrete_overrides,
         {
-            "a.py": "class A:\n    @abstractmethod\n    def f(self) -> int:\n        return 1\n    def g(self) -> None:\n        '...'",
-            "b.py": "class B(A, Other):\n    def f(self) -> int:\n        return 2\n    def g(self) -> None:\n        return",
+            "a.py": "class A:\n    @abstractmethod\n    def f(self) -> int:\n        return 1\n    def g(self): ...",
+            "b.py": "class B(A, Other):\n    def f(self) -> int: return 2\n    def g(self): return 3",
         },
     ),
     (
