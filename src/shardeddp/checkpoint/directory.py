@@ -41,11 +41,11 @@ from shardeddp.errors import CheckpointError
 #
 # [Note: how a checkpoint is committed]
 # It is written into ``.tmp-checkpoint-<uuid>`` beside its target, flushed, and takes the target's place in one step:
-# by a
-# rename where there is nothing, else by an exchange of the two names. What was there before is then called
+# by a rename where there is nothing, else by an exchange of the two names. What was there before is then called
 # ``.del-<uuid>`` and deleted, manifest first. Where the system cannot exchange names, the old one is called
-# ``.old-<name>-<uuid>`` between two renames. A process that dies anywhere leaves the old checkpoint or the new one, and
-# entries with names of these three forms. Sweeping gives ``.old`` its name back if that is free, and deletes the rest.
+# ``.old-<name>-<uuid>`` between two renames. A process that dies anywhere leaves the old checkpoint or the new one,
+# and entries with names of these three forms. Sweeping gives ``.old`` its name back if that is free, and deletes the
+# rest.
 #
 # The process that writes a staging directory holds a lock on it (on the directory itself, nothing is left behind).
 # The kernel frees it however that process ends, so a staging directory that can be locked is abandoned; a process

@@ -19,10 +19,9 @@ from shardeddp.errors import CheckpointError
 #
 # A pickle is a program, and Python's reader executes it. This reader is a machine for the subset that data needs: it
 # imports nothing, calls nothing that the file names, and sets no attribute of any class. A global is looked up in a
-# table
-# of the caller; what the table holds is an inert value, or a :class:`Maker` that turns the arguments in the file into
-# one. What it builds is at most a constant times as large as the file: a reference to the memo costs no copy, and
-# lengths are checked against the bytes that are left before anything is allocated.
+# table of the caller; what the table holds is an inert value, or a :class:`Maker` that turns the arguments in the
+# file into one. What it builds is at most a constant times as large as the file: a reference to the memo costs no
+# copy, and lengths are checked against the bytes that are left before anything is allocated.
 
 MAX_STACK = 1_000_000
 """Values under construction; a pickler writes containers in batches of 1000, tuples whole."""
@@ -368,8 +367,7 @@ _CODES: Mapping[int, Callable[[_Machine], Any]] = {
 #
 # ``torch.load`` does not compare the CRCs that ``torch.save`` writes; this reader does. It takes nothing on trust: a
 # record lies inside of the archive, is neither compressed nor encrypted, and is as long as its tensor says, before it
-# is
-# read.
+# is read.
 
 READ_NBYTES = 4 * 2**20
 MAX_PICKLE_NBYTES = 64 * 2**20

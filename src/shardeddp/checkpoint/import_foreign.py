@@ -37,10 +37,10 @@ from shardeddp.plan.layout import Box, Interval, boxes
 
 # -- Reads the index of a checkpoint of ``torch.distributed.checkpoint`` without running it, and checks what it says
 #
-# The index, ``.metadata``, is a pickle of three mappings: what each name is, with the boxes that a tensor is stored in;
-# the path of keys that each name was made of; and where the bytes of each box and each object are. All that follows
-# from
-# them is checked here, against each other and against the sizes of the files, before a byte of a tensor is read.
+# The index, ``.metadata``, is a pickle of three mappings: what each name is, with the boxes that a tensor is stored
+# in; the path of keys that each name was made of; and where the bytes of each box and each object are. All that
+# follows from them is checked here, against each other and against the sizes of the files, before a byte of a tensor
+# is read.
 
 MAX_CUT_DIMS = 6
 """Dims along which a tensor may be cut into boxes; a device mesh has fewer."""

@@ -46,9 +46,9 @@ def block_checksums(elements: torch.Tensor) -> tuple[str, ...]:
 # -- Data files: tensors and objects appended as items that ``torch.load`` reads, and hashed on their way to the disk
 #
 # [Note: the frame of a tensor's item]
-# An item is a zip archive of stored records, as ``torch.save`` writes it, but ``torch.save`` needs one more copy of the
-# tensor and a slow CRC. What surrounds the payload depends only on dtype and shape, so it is made once for each of
-# them::
+# An item is a zip archive of stored records, as ``torch.save`` writes it, but ``torch.save`` needs one more copy of
+# the tensor and a slow CRC. What surrounds the payload depends only on dtype and shape, so it is made once for each
+# of them::
 #
 #     head     three small records that say what the payload is, and the local header of the payload's own record,
 #              padded so that the payload starts on a multiple of 64 bytes

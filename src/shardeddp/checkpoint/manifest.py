@@ -26,13 +26,11 @@ from shardeddp.plan.layout import Box, Interval, interval_of
 #
 # - ``__{rank}_{k}.distcp``: data, a sequence of items. An item is what ``torch.save`` makes of one tensor (or of one
 #   other object): a zip archive whose records are stored as they are. The *payload* of a tensor's item, its raw
-# elements
-#   in row-major order, is what this package reads.
+#   elements in row-major order, is what this package reads.
 # - ``manifest.json``: this module.
 # - ``state.json``: everything that is not a tensor of the model or an optimizer, without pickle.
 # - ``.metadata``, ``meta.pt``: the indexes of ``torch.distributed.checkpoint`` and of Lightning over the same data.
-# They
-#   are pickles; this package writes them and never reads them.
+#   They are pickles; this package writes them and never reads them.
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -190,9 +190,8 @@ def _shorten(text: str) -> str:
 # -- State trees as JSON: what JSON has is written as it is, what it lacks under a tag, and what is code not at all
 #
 # A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the *parts* of the
-# value,
-# a simpler value that is encoded in turn, so the codec of a type says only how to take it apart and put it together.
-# Nothing in the data names what is imported or called: tags are looked up in a table.
+# value, a simpler value that is encoded in turn, so the codec of a type says only how to take it apart and put it
+# together. Nothing in the data names what is imported or called: tags are looked up in a table.
 #
 #     encode({"lr": 0.1, "betas": (0.9, inf)}, put) == {"lr": 0.1, "betas": {"$tuple": [0.9, {"$float": "7ff0..."}]}}
 

@@ -134,17 +134,14 @@ def _decorated_caller() -> str:
 # -- Desync: finds out why a rank waits, when the others will never come to what it waits for
 #
 # Every rank counts what it begins: agreements and calls on the host by group and kind
-# (:mod:`shardeddp.comm.agreement`),
-# gathers and reductions by stream. All ranks begin them in one order, so of two ranks that are in step none is ahead of
-# the
-# other in one thing and behind it in another. Where that is so and both stand still, neither can ever go on: it is an
-# error on both, however long the timeout is. A rank that is merely late is behind in everything, and waited for.
+# (:mod:`shardeddp.comm.agreement`), gathers and reductions by stream. All ranks begin them in one order, so of two
+# ranks that are in step none is ahead of the other in one thing and behind it in another. Where that is so and both
+# stand still, neither can ever go on: it is an error on both, however long the timeout is. A rank that is merely late
+# is behind in everything, and waited for.
 #
-# Nothing is sent while ranks go on. One that has stood still in communication for a second asks its neighbours in each
-# of
-# its groups, some six ranks however many there are: between those that have come to one place and those that have come
-# to
-# another there is always a pair of neighbours.
+# Nothing is sent while ranks go on. One that has stood still in communication for a second asks its neighbours in
+# each of its groups, some six ranks however many there are: between those that have come to one place and those that
+# have come to another there is always a pair of neighbours.
 #
 # What a user asks torch for, without us, is seen in the stack of the thread that waits for it and counted by torch.
 

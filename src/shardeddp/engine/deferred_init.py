@@ -328,12 +328,9 @@ def _whole_parameter(item: Deferred) -> nn.Parameter:
 # [Note: the order of random draws]
 # Eager constructors finish children first, in the order in which they were registered, and a module's own
 # ``reset_parameters`` runs at the end of its constructor. So modules are visited in post-order, and each draws for
-# whole
-# parameters on the host: the same numbers in the same order. Two things leave no trace on the meta device and are told
-# by
-# the caller, or guessed: which of its owners has drawn a tied parameter (guess: the first), and where the generator
-# stood
-# (guess: where it stands now).
+# whole parameters on the host: the same numbers in the same order. Two things leave no trace on the meta device and
+# are told by the caller, or guessed: which of its owners has drawn a tied parameter (guess: the first), and where the
+# generator stood (guess: where it stands now).
 
 
 @dataclass(frozen=True, kw_only=True)

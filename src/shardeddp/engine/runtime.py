@@ -36,8 +36,7 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 # -- BufferSync: buffers follow rank 0, as under DistributedDataParallel
 #
 # Those that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay each rank's own, as
-# they
-# do there with ``broadcast_buffers=False``.
+# they do there with ``broadcast_buffers=False``.
 
 
 class BufferSync:

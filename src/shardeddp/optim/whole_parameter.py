@@ -329,11 +329,9 @@ class NumberElsewhere:
 
 # -- OwnedStates: what owners keep of whole parameters, seen by every rank as sharded tensors that lie with one rank
 #
-# What a rank knows of another's states is their form: how they are called, their shapes and dtypes, and where there is
-# a
-# number. Owners tell it after a step that has changed it. Elements of tensors never travel for that, and numbers when
-# all
-# ranks ask for the states as a whole.
+# What a rank knows of another's states is their form: how they are called, their shapes and dtypes, and where there
+# is a number. Owners tell it after a step that has changed it. Elements of tensors never travel for that, and numbers
+# when all ranks ask for the states as a whole.
 
 
 class OwnedStates(OutsideStates):
@@ -550,9 +548,8 @@ def _dtype(name: str) -> torch.dtype:
 # -- OwnedStep: an optimizer that looks at parameters as wholes steps on whole ones, each on one rank, its owner
 #
 # Before a step, every rank sends its shards of values and gradients to their owners, and the new values travel back
-# after
-# it: each rank sends and receives its own shards three times, which is what one all-gather of the model moves for three
-# ranks, and less for more. States stay with the owners.
+# after it: each rank sends and receives its own shards three times, which is what one all-gather of the model moves
+# for three ranks, and less for more. States stay with the owners.
 
 
 class OwnedStep(SwappedStep):

@@ -85,17 +85,15 @@ def with_unsharded(inputs: Any) -> list[Any]:
 # -- What ``torch.autograd.Function`` is given in the place of sharded parameters: full tensors, and their gradients
 #
 # ``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of a function would
-# compute with a shard, its backward return a gradient that nobody averages, and a kernel read memory that is not there.
-# All calls of ``apply``, also by references that were taken at import, pass their arguments through one private
-# function
-# of torch; that one is extended here.
+# compute with a shard, its backward return a gradient that nobody averages, and a kernel read memory that is not
+# there. All calls of ``apply``, also by references that were taken at import, pass their arguments through one
+# private function of torch; that one is extended here.
 #
 # A backward that builds a graph (adjoint methods, reversible layers) asks for gradients with respect to the arguments
-# that its forward has seen, while what it runs may use the parameters themselves. In one process the two are one leaf.
-# So
-# whoever asks for the gradient of such an argument asks for that of the parameter: torch's way into its engine, private
-# as well, is extended for that, and for `backward(inputs=...)`: who names a sharded parameter means all of its uses. So
-# does who asks for its node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
+# that its forward has seen, while what it runs may use the parameters themselves. In one process the two are one
+# leaf. So whoever asks for the gradient of such an argument asks for that of the parameter: torch's way into its
+# engine, private as well, is extended for that, and for `backward(inputs=...)`: who names a sharded parameter means
+# all of its uses. So does who asks for its node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
 
 _NAMED = 5  # parameters in a message
 
