@@ -17,7 +17,7 @@ SRC = f"src/{PACKAGE}/"
 
 # From the bottom up; a file is in the layer of its first folder, or of its own name.
 LAYERS = (
-    ("errors", "config"),
+    ("errors", "config", "torch_private"),
     ("plan",),
     ("comm",),
     ("tensor",),
@@ -79,6 +79,8 @@ TORCH_PRIVATES = frozenset(
         "_version",
     )
 )
+
+TORCH_PRIVATE = "torch_private.py"
 
 COLLECTIVE = re.compile(
     r"_?(all_gather|all_reduce|all_to_all|broadcast|gather|reduce_scatter|scatter|new_subgroups)\w*"
@@ -300,6 +302,22 @@ def _foreign_words(file: Source) -> Iterator[tuple[str, int, bool]]:
         text = ast.unparse(owner)
         if text.partition(".")[0] not in foreign:
             yield word, node.lineno, text in ("self", "cls", "super()", "vars(self)")
+
+
+def stray_torch_privates(files: Sequence[Source]) -> Iterator[Finding]:
+    """A private name of torch is used in one file; those of its objects are listed above."""
+    for file in files:
+        for dotted, line in file.uses if file.inner != TORCH_PRIVATE else ():
+            words = dotted.split(".")
+            private = any(word.startswith("_") and not word.endswith("_") for word in words[1:])
+            if (
+                re.fullmatch(r"torch(\.\w+)+", dotted)
+                and words[1] != "ops"
+                and private
+                and words[-1] not in TORCH_PRIVATES
+            ):
+                problem = f"private to torch: {TORCH_PRIVATE} gives it a plain name and looks for it"
+                yield Finding(path=file.path, line=line, subject=dotted, problem=problem)
 
 
 def stray_collectives(files: Sequence[Source]) -> Iterator[Finding]:

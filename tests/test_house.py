@@ -30,6 +30,7 @@ RULES: list[Rule] = [
     house.impure_plans,
     house.borrowed_privates,
     house.foreign_privates,
+    house.stray_torch_privates,
     house.stray_collectives,
     house.foreign_engines,
     house.stray_lightning,
@@ -97,6 +98,10 @@ def test_private_names_stay_in_their_file() -> None:
 
 def test_private_names_of_lightning_stand_in_one_file() -> None:
     assert broken(house.foreign_privates) == []
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    assert broken(house.stray_torch_privates) == []
 
 
 def test_collectives_are_issued_in_comm_only() -> None:
@@ -223,6 +228,12 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
         house.foreign_privates,
         {"lightning/strategy.py": "class A(ParallelStrategy):\n    def f(self) -> None: self._layer_sync.x"},
     ),
+    (
+        house.stray_torch_privates,
+        {"engine/unit.py": "import torch\ntorch._C._current_graph_task_id()"},
+    ),
+    (house.stray_torch_privates, {"engine/unit.py": "from torch.utils import _pytree as pytree"}),
+    (house.stray_torch_privates, {"engine/unit.py": "from torch._dynamo import OptimizedModule"}),
     (house.stray_collectives, {"engine/unit.py": "import torch.distributed as dist\ndist.all_reduce(x)"}),
     (house.stray_collectives, {"engine/unit.py": "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"}),
     (house.stray_collectives, {"engine/unit.py": "import torch.distributed\ntorch.distributed.barrier()"}),
@@ -313,6 +324,10 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
             "lightning/b.py": "class B(A):\n    def f(self) -> None:\n        self._x\n        vars(self)['_x']",
             "lightning/c.py": "import sys\nimport torch\ntorch._C.f()\nsys._getframe()\nmodule._parameters\nx.get('_')",
         },
+    ),
+    (
+        house.stray_torch_privates,
+        {"torch_private.py": "import torch\ntorch._C", "a.py": "import torch\ntorch.__version__\nmodule._parameters"},
     ),
     (house.stray_collectives, {"comm/backends.py": "import torch.distributed as dist\ndist.all_reduce(x)"}),
     (house.stray_collectives, {"wrap.py": "import torch.distributed as dist\ndist.get_rank()\nx.scatter(0, i, y)"}),

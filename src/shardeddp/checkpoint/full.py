@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch._utils import _rebuild_tensor_v3
 
 from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.durable import make_directories, preflight
@@ -25,6 +24,7 @@ from shardeddp.checkpoint.snapshot import ParameterNames, Share, compare_shares,
 from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.config import CheckpointOptions
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import rebuild_tensor
 
 # -- Full state: every sharded tensor of a nested state gathered, one at a time, to ordinary tensors on the host
 
@@ -269,7 +269,7 @@ class _Pickler(pickle.Pickler):
         storage = _Storage(key, obj.numel() * obj.element_size())
         hooks: OrderedDict[int, Any] = OrderedDict()
         # torch.save takes this function for its newer dtypes; it serves all of them.
-        return _rebuild_tensor_v3, (storage, 0, shape, strides, False, hooks, obj.dtype)
+        return rebuild_tensor, (storage, 0, shape, strides, False, hooks, obj.dtype)
 
 
 def plain(value: Any) -> Any:

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardeddp.checkpoint.manifest import Item, Manifest, StoredTensor
+from shardeddp.torch_private import StorageInfo
 
 DCP_VERSION = "1.0.0"
 """Of the layout that is written here, as ``torch.distributed.checkpoint`` counts."""
@@ -34,7 +34,7 @@ def dcp_metadata(manifest: Manifest) -> Metadata:
     """
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, StorageInfo] = {}
     for name, tensor in manifest.tensors.items():
         stored[name] = _tensor_metadata(tensor)
         paths[name] = tensor.path
@@ -83,8 +83,8 @@ def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
     )
 
 
-def _place(item: Item) -> _StorageInfo:
-    return _StorageInfo(item.file, item.offset, item.nbytes)
+def _place(item: Item) -> StorageInfo:
+    return StorageInfo(item.file, item.offset, item.nbytes)
 
 
 def _plain(value: Any) -> Any:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch._utils import _rebuild_tensor_v3
 
 from shardeddp.checkpoint.manifest import BLOCK_NBYTES, Item, StoredFile
 from shardeddp.errors import CheckpointError
+from shardeddp.torch_private import rebuild_tensor
 
 # -- Checksums: xxh3 of 128 bits (https://xxhash.com), of the memory of tensors block by block; they find accidents
 
@@ -287,7 +287,7 @@ class _Rebuilt:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # torch.save takes this function for its newer dtypes; it serves all of them.
-        return _rebuild_tensor_v3, self.arguments
+        return rebuild_tensor, self.arguments
 
 
 class _Pickler(pickle.Pickler):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardeddp.checkpoint.durable import open_regular
 from shardeddp.checkpoint.find import read_manifest
@@ -21,6 +20,7 @@ from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Interval, interval_of
 from shardeddp.tensor.operations import asks_only_about
+from shardeddp.torch_private import make_wrapper_subclass, pytree, without_torch_function
 
 # -- Reading: elements of stored tensors by interval, every block checked against its checksum before it is used
 
@@ -154,7 +154,7 @@ class LazyTensor(torch.Tensor):
     _kept: torch.Tensor | None  # its elements, of this shape, instead of those on the disk
 
     def __new__(cls, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:  # noqa: D102
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        made = make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.path = path
         made._read = read
         made._staged = {}
@@ -219,7 +219,7 @@ class LazyTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if asks_only_about(func) and func.__name__ not in ("detach", "__set__", "zeros_like", "empty_like"):
                 return func(*args, **(kwargs or {}))
         return _on_whole(func, args, kwargs)
@@ -239,7 +239,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -
             read[id(lazy)] = lazy, lazy.whole() if lazy._kept is None else lazy._kept
         return read[id(lazy)][1]
 
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         arguments: Any = pytree.tree_map_only(LazyTensor, plain, (args, kwargs or {}))
     versions = {key: tensor._version for key, (_, tensor) in read.items()}
     result = func(*arguments[0], **arguments[1])

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, Reduction, reduce_highest
 from shardeddp.comm.backends import disconnect
 from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation
 from shardeddp.errors import DesyncError
+from shardeddp.torch_private import COLLECTIVES_FILE, backend_config, process_groups
 
 # -- CallFingerprints: before an operation that needs all ranks, and that a user may call anywhere, see that all come
 
@@ -152,7 +152,6 @@ _BUSY_S = 5.0
 """The same for a rank that does not wait in communication that we know of: it may be about to go on."""
 
 _COMM = str(Path(__file__).parent)
-_C10D = distributed_c10d.__file__
 _STANDARD = str(Path(threading.__file__).parent)
 _OF_TORCH = {
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "all_reduce",
@@ -254,8 +253,8 @@ class DesyncCheck:
     def _break_off(self) -> None:
         """Let all that this rank waits for fail: its connections are closed."""
         self._over = True
-        for group in list(distributed_c10d._world.pg_map):
-            backends = distributed_c10d._world.pg_backend_config.get(group, "")
+        for group in process_groups():
+            backends = backend_config(group)
             if "gloo" in backends:
                 disconnect(group)
             if "nccl" in backends:
@@ -287,7 +286,7 @@ _TORCH = "torch "
 
 def _counted_by_torch(own: set[str]) -> Progress:
     """How many operations torch has begun in the groups that are not ours."""
-    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    groups: list[Any] = process_groups()
     return {
         _TORCH + group.group_name: {"operations": group._get_sequence_number_for_group()}
         for group in groups
@@ -301,7 +300,7 @@ def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:
         frame = frame.f_back  # an event or a lock that is waited for
     if frame is None:
         return False, ""
-    if frame.f_code.co_filename == _C10D and frame.f_code.co_name in _OF_TORCH:
+    if frame.f_code.co_filename == COLLECTIVES_FILE and frame.f_code.co_name in _OF_TORCH:
         group: Any = frame.f_locals.get("group") or dist.group.WORLD
         return True, "" if group.group_name in own else _TORCH + group.group_name
     return _file(frame).startswith(_COMM), ""
@@ -319,7 +318,7 @@ def _describe(frame: FrameType | None) -> tuple[str, str]:
     if callee is None:
         return "Python", ABOUT_COLLECTIVES
     inside = "" if within is None or within is callee else _name(within)
-    if innermost is not None and _file(innermost) == _C10D:
+    if innermost is not None and _file(innermost) == COLLECTIVES_FILE:
         inside = f"torch.distributed.{_name(innermost)}"
     if _package(callee) == "torch":
         return inside or "the forward of a module", ABOUT_COLLECTIVES

@@ -10,13 +10,13 @@ import traceback
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from shardeddp.comm.backends import disconnect
 from shardeddp.comm.liveness import LivenessProbe, place_of
 from shardeddp.comm.rendezvous import has_agent_store
 from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 from shardeddp.errors import DesyncError, LostRankError, RankError
+from shardeddp.torch_private import process_groups
 
 # -- Failures: the first rank that fails leaves its traceback where the others find it when their transfers break
 
@@ -200,7 +200,7 @@ def _leave(client: StoreClient, readers: int) -> None:
     """Let the others see that this rank ends, and this many of them read why."""
     # The end of the process closes connections only after all other exit handlers (a logger's upload may take minutes).
     # Ranks that look for the reason must also break their wait while the store is there, which ends with its host.
-    for group in list(distributed_c10d._world.pg_map):
+    for group in process_groups():
         disconnect(group)
     deadline = time.monotonic() + LOOKUP_S
     with contextlib.suppress(LostStoreError):

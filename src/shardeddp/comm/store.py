@@ -14,7 +14,8 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from shardeddp.torch_private import default_store
 
 # -- Notes: what ranks leave for each other in the store of the process group, where collectives cannot be relied on
 
@@ -56,7 +57,7 @@ class StoreClient:
     """
 
     def __init__(self, topic: str, rank: int) -> None:
-        default = distributed_c10d._get_default_store()
+        default = default_store()
         self._desk = _DESKS.get(default) or _Desk(default)
         _DESKS[default] = self._desk
         store = dist.PrefixStore(f"shardeddp/{topic}", self._desk.store)

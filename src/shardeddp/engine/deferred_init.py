@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.engine.unit import register
@@ -19,6 +18,7 @@ from shardeddp.tensor.operations import written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, mark_written
 from shardeddp.tensor.unsharded import swap_bodies
 from shardeddp.tensor.views import GatheredView
+from shardeddp.torch_private import TorchDispatchMode
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, join
 
 # -- Drawing: what an initialization writes, and random numbers for sharded tensors that are rank 0's on every rank

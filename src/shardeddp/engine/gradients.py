@@ -16,6 +16,7 @@ from shardeddp.plan.layout import FlatLayout
 from shardeddp.tensor.memoryless import store_gradient, stored_gradient, stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
+from shardeddp.torch_private import foreach_copy_, without_torch_function
 
 # -- GradientMemory: the flat tensors that the gradients of one flat group lie in
 
@@ -411,7 +412,7 @@ class GroupGradients:
         Args:
             across_replicas: Whether the sums of the shard groups are averaged now, or wait for a later micro-batch.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             kept = self._kept()
             if self._memory.shard is None or self._are_held(kept):
                 self._renew_shard(kept)
@@ -483,7 +484,7 @@ class GroupGradients:
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used; the others keep what they had."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for i, sharded in enumerate(self._sharded):
                 if not used[i]:
                     continue
@@ -517,7 +518,7 @@ class GroupGradients:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, scale, out=target)
         elif targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
         for i, gradient in outside.items():
             slots[i].add_(gradient, alpha=1.0 if scale is None else scale)
 

@@ -20,6 +20,7 @@ from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, sharded_class
 from shardeddp.tensor.unsharded import OURS, swap_bodies
+from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.tree import ParameterSpec
 
 
@@ -102,7 +103,7 @@ class FlatGroup:
     @property
     def trainable(self) -> bool:
         """Whether any of the parameters requires a gradient now."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return any(unsharded.requires_grad for unsharded in self.unsharded)
 
     def cost(self) -> GroupCost:
@@ -210,7 +211,7 @@ class FlatGroup:
         self._gathered_versions = self._known_versions = versions
 
     def _writes(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return [unsharded._version for unsharded in self.unsharded]
 
     @torch.no_grad()
@@ -246,7 +247,7 @@ class FlatGroup:
 
     def keep_write_of(self, index: int) -> None:
         """Bring what was written to the main shard if this parameter is among it: somebody reads that."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             is_written = self.unsharded[index]._version != self._seen_writes[index]
         if is_written:
             self.keep_writes()
@@ -294,7 +295,7 @@ class FlatGroup:
 
     def _keep_requires_grad(self) -> None:
         """Freeze or unfreeze sharded parameters whose unsharded ones were frozen or unfrozen inside a step."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
                 if torch.Tensor.requires_grad.__get__(sharded) != unsharded.requires_grad:  # type: ignore[attr-defined]
                     sharded.requires_grad_(unsharded.requires_grad)

@@ -14,9 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -32,6 +29,15 @@ from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained
 from shardeddp.tensor.memoryless import never_traced
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import (
+    OptimizedModule,
+    are_transforms_active,
+    current_backward,
+    engine,
+    foreach_copy_,
+    temporarily_clear_interpreter_stack,
+    without_torch_function,
+)
 
 # -- BufferSync: buffers follow rank 0, as under DistributedDataParallel
 #
@@ -72,7 +78,7 @@ class BufferSync:
             self._mesh.world.broadcast_(flat.view(torch.uint8), 0).wait()  # whatever the backend thinks of the dtype
             if self._mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
-                torch._foreach_copy_(buffers, [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)])
+                foreach_copy_(buffers, [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)])
 
 
 def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
@@ -271,7 +277,7 @@ def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
     hook.follow()
     parameters = progress.unit.unsharded_parameters()
     progress.expected = set(range(len(parameters)))
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         for index, parameter in enumerate(parameters):
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
@@ -477,7 +483,7 @@ class Runtime:
 
     def _enter(self, progress: UnitProgress) -> None:
         """Gather the unit, and what comes next."""
-        if torch._C._are_functorch_transforms_active():
+        if are_transforms_active():
             self._enter_transformed(progress)
             return
         if self._saves_views and progress is not self._root:
@@ -524,7 +530,7 @@ class Runtime:
 
     def leave(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
         """A forward of the unit has ended: announce its backward, and reshard it."""
-        if torch._C._are_functorch_transforms_active():
+        if are_transforms_active():
             self._leave_transformed(progress)
             return
         if self._saves_views and progress is not self._root:
@@ -641,7 +647,7 @@ class Runtime:
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
-        Variable._execution_engine.queue_callback(self._end_backward)
+        engine.queue_callback(self._end_backward)
         self._backward_kind = backward_kind(self._backwards)
         self._backwards += 1
         self.agreement.begin(self._backward_kind)
@@ -680,7 +686,7 @@ class Runtime:
     # -- shared
 
     def _in_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
+        return current_backward() != -1
 
     def _ensure_unsharded(self, progress: UnitProgress) -> None:
         unit = progress.unit

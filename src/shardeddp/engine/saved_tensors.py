@@ -19,8 +19,7 @@ from torch import nn
 
 from shardeddp.engine.storage import GatheredBuffer, SavedView
 from shardeddp.tensor.unsharded import UnshardedParameter
-
-_autograd: Any = vars(torch._C)["_autograd"]
+from shardeddp.torch_private import are_hooks_enabled, disable_hooks, pop_hooks, push_hooks, top_hooks
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -45,8 +44,8 @@ class SavedTensors:
     def enter(self) -> None:
         """Set hooks, on top of those that others have set."""
         hooks = None
-        if torch.is_grad_enabled() and _autograd._saved_tensors_hooks_is_enabled():
-            below = _autograd._top_saved_tensors_default_hooks(True)
+        if torch.is_grad_enabled() and are_hooks_enabled():
+            below = top_hooks(True)
             top = _ours(below)
             if top is None or top.buffers is not self.buffers:
                 hooks = _Hooks(self.buffers, self._restore, below)
@@ -83,12 +82,12 @@ class _Hooks:
         self._set = False
 
     def push(self) -> None:
-        _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        push_hooks(self.pack, self.unpack)
         self._set = True
 
     def pop(self) -> None:
-        if self._set and _ours(_autograd._top_saved_tensors_default_hooks(True)) is self:
-            _autograd._pop_saved_tensors_default_hooks()
+        if self._set and _ours(top_hooks(True)) is self:
+            pop_hooks()
         self._set = False
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -134,13 +133,13 @@ def _let_transforms_pass() -> None:
     They say so by one private function of torch, called before anything else; ours take themselves back first, for the
     rest of that forward.
     """
-    disable = _autograd._saved_tensors_hooks_disable
+    disable = disable_hooks.current
     if isinstance(disable, FunctionType):
         return  # done
 
     def make_way(error_message: str, fail_if_non_empty: bool = True) -> None:
-        while fail_if_non_empty and (hooks := _ours(_autograd._top_saved_tensors_default_hooks(True))) is not None:
+        while fail_if_non_empty and (hooks := _ours(top_hooks(True))) is not None:
             hooks.pop()
         disable(error_message, fail_if_non_empty)
 
-    _autograd._saved_tensors_hooks_disable = make_way
+    disable_hooks.replace(make_way)

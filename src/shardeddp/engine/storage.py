@@ -13,6 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.tensor.unsharded import OURS, released_class, unsharded_class
+from shardeddp.torch_private import (
+    make_subclass,
+    set_data,
+    storage_of_weak_reference,
+    storage_use_count,
+    without_torch_function,
+)
 from shardeddp.wrap.tree import ParameterSpec
 
 # -- Where flat buffers get their memory from, and views of a parameter's part of them
@@ -44,7 +51,6 @@ def local_view(shard: torch.Tensor, layout: FlatLayout, index: int, slice_rank: 
 # -- GatheredBuffer: the memory that an all-gather fills, and the unsharded parameters, which are views of it
 
 _set_attribute = object.__setattr__  # past that of OfSharded: twice for each parameter and gather
-_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]  # past the property of UnshardedParameter
 
 
 class SavedView(NamedTuple):
@@ -120,7 +126,7 @@ class GatheredBuffer:
 
     def count_references(self) -> None:
         """Note how many references there are to each parameter, now that hooks are set and nothing has used it."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             self._references = [parameter._use_count() for parameter in self.parameters]  # type: ignore[attr-defined]
 
     def allocate(self) -> torch.Tensor:
@@ -145,7 +151,7 @@ class GatheredBuffer:
                 self.parameters, self._pieces, self.layout.slots, self._classes, strict=True
             ):
                 _set_attribute(parameter, "__class__", usable)
-                _set_data(parameter, pieces[piece].view(slot.shape))
+                set_data(parameter, pieces[piece].view(slot.shape))
         self._is_bound = True
         if self.watched is not None:
             self.watched[self.flat.untyped_storage()._cdata] = self
@@ -154,17 +160,17 @@ class GatheredBuffer:
         """Drop the memory; the parameters raise from here on."""
         if self.flat is None:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for parameter, placeholder, references, (_, released) in zip(
                 self.parameters, self._placeholders, self._references, self._classes, strict=True
             ):
                 if parameter._use_count() <= references:  # type: ignore[attr-defined]
-                    _set_data(parameter, placeholder)
+                    set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
         storage = self.flat.untyped_storage()
         self.flat, self._is_bound = None, False
         self._forget_expired()
-        if torch._C._storage_Use_Count(storage._cdata) > _ASKING:
+        if storage_use_count(storage._cdata) > _ASKING:
             # Views that have left are saved like others. The weak reference keeps the number from being used again.
             self._outlived[storage._cdata] = StorageWeakRef(storage)
         elif self.watched is not None:
@@ -180,13 +186,13 @@ class GatheredBuffer:
         if self._outlived or self.flat is None or not self._is_bound:
             return bool(self._outlived)
         storage = self.flat.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata) > _ASKING + 1 + len(self.parameters)
+        return storage_use_count(storage._cdata) > _ASKING + 1 + len(self.parameters)
 
     def outlived(self) -> list[torch.Tensor]:
         """The memory of former gathers that something still refers to; 1D, padded_numel."""
         found: list[torch.Tensor] = []
         for reference in self._outlived.values():
-            storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # None when it is gone
+            storage: Any = storage_of_weak_reference(reference.cdata)  # None when it is gone
             if storage is not None:
                 found.append(torch.empty(0, dtype=self.dtype, device=self._device).set_(storage))
         return found
@@ -206,7 +212,7 @@ class GatheredBuffer:
         offset = int(tensor.storage_offset())
         place = bisect_right(self._offsets, offset) - 1
         if self.flat is None:
-            with torch._C.DisableTorchFunctionSubclass():  # its class leads elsewhere
+            with without_torch_function():  # its class leads elsewhere
                 version = self.parameters[place]._version
         else:
             version = self.parameters[place]._version
@@ -232,7 +238,7 @@ class GatheredBuffer:
         usable, released = self._classes[index]
         # .data: a version counter of its own, as in an unsharded model.
         values = self._placeholders[index].data
-        parameter: Any = torch.Tensor._make_subclass(usable, values, spec.parameter.requires_grad)
+        parameter: Any = make_subclass(usable, values, spec.parameter.requires_grad)
         vars(parameter).update(zip(OURS, (spec.fqn, spec.dtype), strict=False))
         _set_attribute(parameter, "__class__", released)
         return parameter

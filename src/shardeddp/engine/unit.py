@@ -22,6 +22,7 @@ from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
+from shardeddp.torch_private import will_execute, without_torch_function
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
 # -- Unit: parameters that are gathered together, in which of three states they are, and the verbs between them
@@ -296,7 +297,7 @@ class Unit:
 
     def trainable(self) -> set[int]:
         """Numbers of the unsharded parameters that require a gradient now."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return {i for i, parameter in enumerate(self.unsharded_parameters()) if parameter.requires_grad}
 
     def has_unsharded_gradient(self) -> bool:
@@ -505,6 +506,6 @@ class UnitProgress:
 
 def _is_to_run(node: Node) -> bool:
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[arg-type]
+        return bool(will_execute.current(node))
     except RuntimeError:
         return False  # `autograd.grad` with respect to this very parameter: the gradient is returned, not left

@@ -12,14 +12,21 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _higher_order_ops
 from torch.autograd.graph import save_on_cpu
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardeddp.config import ActivationCheckpointing, Modules
 from shardeddp.engine.runtime import find_tensors
 from shardeddp.errors import ConfigurationError
+from shardeddp.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    all_operation_names,
+    has_kernel,
+    higher_order_operations,
+    pytree,
+)
 from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.tree import class_of, compiled_shells, imported, nearest, uncompiled
 
@@ -129,8 +136,8 @@ def _named(name: str) -> list[Operation]:
     """The operations of a name: with or without namespace and overload, with ``.`` or ``::`` behind the namespace."""
     qualified = _qualified(name)
     namespace, _, rest = qualified.partition(".")
-    if namespace == "higher_order" and rest in _higher_order_ops:
-        return [_higher_order_ops[rest]]
+    if namespace == "higher_order" and rest in higher_order_operations:
+        return [higher_order_operations[rest]]
     operation, _, overload = rest.partition(".")
     registered = _registered()
     overloads = registered.get(f"{namespace}.{operation}", [])
@@ -149,7 +156,7 @@ def _qualified(name: str) -> str:
     """The name with its namespace, which is ``aten`` where the first part is an operation of aten, or all there is."""
     dotted = name.replace("::", ".").removeprefix("torch.ops.").removeprefix("torch.")
     first, _, rest = dotted.partition(".")
-    if dotted in _higher_order_ops:
+    if dotted in higher_order_operations:
         return f"higher_order.{dotted}"
     return f"aten.{dotted}" if not rest or f"aten.{first}" in _registered() else dotted
 
@@ -157,7 +164,7 @@ def _qualified(name: str) -> str:
 def _registered() -> dict[str, list[str]]:
     """The names of the overloads of every operation that is registered now, by ``namespace.operation``."""
     operations: defaultdict[str, list[str]] = defaultdict(list)
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in all_operation_names():
         namespace, _, rest = name.partition("::")
         operation, _, overload = rest.partition(".")
         operations[f"{namespace}.{operation}"].append(overload or "default")
@@ -173,7 +180,7 @@ def _overloads(packet: OpOverloadPacket) -> list[Operation]:
 def _is_composite(operation: Operation) -> bool:
     if isinstance(operation, HigherOrderOperator):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+    return has_kernel(operation.name(), "CompositeImplicitAutograd")
 
 
 # -- Recomputation: a module's forward that keeps its inputs alone and is run again in backward
@@ -250,7 +257,7 @@ class Recomputation:
         Only activations are moved: leaves (a parameter that is passed in) live on the device anyway, and so does what
         is not differentiable (a mask, a table of rotations), which is mostly shared by all blocks.
         """
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         moved = {
             index: leaf
             for index, leaf in enumerate(leaves)
@@ -264,7 +271,7 @@ class Recomputation:
             complete = list(kept)
             for index, tensor in zip(indices, tensors, strict=True):
                 complete[index] = tensor
-            positional, named = tree_unflatten(complete, structure)
+            positional, named = pytree.tree_unflatten(complete, structure)
             return self.__wrapped__(*positional, **named)
 
         pinned = any(tensor.is_cuda for tensor in moved.values())

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.swa_utils import AveragedModel
 
 from shardeddp.checkpoint.restore import load_model
@@ -31,6 +30,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.uneven_data import EvenTraining, UnevenEvaluation
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import IncompatibleKeys, parse_to
 
 # -- The summary of a sharded model: Lightning's own table, with the column that it has for sharded models
 
@@ -124,9 +124,9 @@ class Averages:
         self._versions = [(name, parameter, parameter._version) for name, parameter in module.named_parameters()]
 
     def _postpone(self, module: nn.Module, cast: bool) -> None:
-        def remember(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
+        def remember(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> IncompatibleKeys:
             self._loads.append(partial(load_model, module, state_dict, strict, cast))
-            return _IncompatibleKeys([], [])
+            return IncompatibleKeys([], [])
 
         self._replace(module, "load_state_dict", remember)
 
@@ -199,7 +199,7 @@ def _moves_its_copy(callback: Callback) -> bool:
 
 def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """In the place of ``Module.to``: converts, and does not move."""
-    dtype = torch._C._nn._parse_to(*args, **kwargs)[1]  # type: ignore[attr-defined]  # as Module.to reads its arguments
+    dtype = parse_to(*args, **kwargs)[1]  # as Module.to reads its arguments
     return module if dtype is None else type(module).to(module, dtype)
 
 

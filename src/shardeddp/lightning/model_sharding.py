@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch._guards import TracingContext
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardeddp.comm import run_on_all_ranks
@@ -27,6 +26,7 @@ from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import Restore
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.report import describe_units
+from shardeddp.torch_private import TracingContext
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.tree import UnitSpec
 

@@ -6,6 +6,7 @@ import torch
 
 from shardeddp.tensor.dispatch import norms
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import foreach_mul_
 
 
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -50,7 +51,7 @@ def clip_grad_norm_(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     locals_ = [_local(gradient) for gradient in gradients]
     if locals_:
-        torch._foreach_mul_(locals_, scale.to(locals_[0].device))
+        foreach_mul_(locals_, scale.to(locals_[0].device))
     return norm
 
 

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import optim
-from torch.utils import _pytree as pytree
 
 from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes, gather_results
 from shardeddp.engine.storage import allocate, release
@@ -19,6 +18,7 @@ from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, Swappe
 from shardeddp.plan.layout import Interval
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather
 from shardeddp.tensor.unsharded import outside_of
+from shardeddp.torch_private import pytree
 
 # -- Ownership: which rank steps which whole parameter, so that all ranks have as much to do
 

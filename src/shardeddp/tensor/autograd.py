@@ -7,18 +7,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.utils as functorch_utils
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import graph as autograd_graph
 from torch.autograd.graph import GradientEdge, Node
-from torch.utils import _pytree as pytree
 
 from shardeddp.tensor.backward import asking, retaining
 from shardeddp.tensor.operations import asks_only_about
 from shardeddp.tensor.shard_tensor import ShardTensor, gather, handlers, origin_of, refuse_recorded_write
 from shardeddp.tensor.unsharded import OfSharded, ReleasedParameter, outside_of, sharded_of, successor_of
 from shardeddp.tensor.views import Gathered, GatheredView
+from shardeddp.torch_private import (
+    engine_run,
+    function_arguments,
+    node_of_tensor,
+    pytree,
+    temporarily_clear_interpreter_stack,
+    will_execute,
+    without_torch_function,
+)
 
 # -- ``torch.autograd.grad`` with respect to sharded parameters: this rank's own gradients, whole, as under DDP
 
@@ -109,9 +114,9 @@ def extend_functions(pending_writes: PendingWrites) -> None:
             units, with their names, for the error of a backward that needs their former values. Held weakly.
     """
     _PENDING[:] = [*(each for each in _PENDING if each() is not None), weakref.WeakMethod(pending_writes)]
-    unwrap = functorch_utils.unwrap_dead_wrappers
-    engine_run: Any = torch.autograd._engine_run_backward
-    found_node, engine_executes = autograd_graph._get_grad_fn_or_grad_acc, torch._C._will_engine_execute_node
+    unwrap, run, found_node, executes = (
+        each.current for each in (function_arguments, engine_run, node_of_tensor, will_execute)
+    )
     if unwrap.__module__ == __name__:
         return
 
@@ -124,7 +129,7 @@ def extend_functions(pending_writes: PendingWrites) -> None:
     def run_backward(outputs: Any, grad_outputs: Any, retain_graph: bool, *args: Any, **kwargs: Any) -> Any:
         try:
             with retaining(retain_graph):
-                return engine_run(outputs, grad_outputs, retain_graph, *args, **kwargs)
+                return run(outputs, grad_outputs, retain_graph, *args, **kwargs)
         except RuntimeError as error:
             _name_written(error, outputs)
             raise
@@ -142,7 +147,7 @@ def extend_functions(pending_writes: PendingWrites) -> None:
             return run_backward(outputs, *args, **kwargs)
         asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]
         graph = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": flags[0]}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return asked_gradients(outputs, asked, grad_outputs=grad_outputs, **graph)
 
     def node_of(tensor: Any) -> Node:
@@ -150,17 +155,17 @@ def extend_functions(pending_writes: PendingWrites) -> None:
         if not isinstance(sharded, ShardTensor) or sharded.unsharded is None or not sharded.requires_grad:
             return found_node(tensor)
         sharded.listen()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return found_node(sharded.unsharded)
 
-    def will_execute(node: Node) -> bool:
+    def executes_node(node: Node) -> bool:
         successor = successor_of(node)
-        return engine_executes(node if successor is None else node_of(successor))
+        return executes(node if successor is None else node_of(successor))
 
-    functorch_utils.unwrap_dead_wrappers = unwrap_dead_wrappers
-    torch._C._will_engine_execute_node = will_execute  # asked with nodes of parameters before they were sharded, too
-    autograd_graph._get_grad_fn_or_grad_acc = node_of  # that of `register_multi_grad_hook` and `get_gradient_edge`
-    torch.autograd._engine_run_backward = engine_run_backward
+    function_arguments.replace(unwrap_dead_wrappers)
+    will_execute.replace(executes_node)  # asked with nodes of parameters before they were sharded, too
+    node_of_tensor.replace(node_of)
+    engine_run.replace(engine_run_backward)
 
 
 def _origin(asked: Any, together: set[int]) -> ShardTensor | None:

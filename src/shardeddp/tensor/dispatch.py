@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardeddp.comm import CollectiveHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.tensor.operations import reshapes, written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, handlers, mark_written
 from shardeddp.tensor.views import Gathered, hand_out, refuse_overlapping, run_on_whole, views_among
+from shardeddp.torch_private import pytree
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.tensor.unsharded import accumulate_in
+from shardeddp.torch_private import current_backward, engine, without_torch_function
 
 GradientHook = Callable[[torch.Tensor], torch.Tensor | None]
 CompletionHook = Callable[[torch.Tensor], None]
@@ -67,7 +67,7 @@ class GradientHooks:
         if self.listens or sharded is None or unsharded is None:
             return
         self.listens = True
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             trainable = unsharded.requires_grad
             torch.Tensor.requires_grad_(unsharded, True)  # a frozen parameter takes no hook, and may be unfrozen later
             # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks know the model.
@@ -84,11 +84,10 @@ class GradientHooks:
 
     def announce(self) -> None:
         """The backward that is running changes ``.grad``: call the hooks of completion at its end."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if self._due == backward or not self._when_complete:
             return
         self._due = backward
-        engine = Variable._execution_engine
         # One callback behind the other: at the end of the end, when the engine has installed what it has reduced.
         engine.queue_callback(lambda: engine.queue_callback(self._complete))
 

@@ -7,6 +7,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from shardeddp.torch_private import get_gradient, set_gradient, without_torch_function
+
 # -- Keeps dynamo, the tracer of ``torch.compile``, out of functions that communicate or move memory
 
 P = ParamSpec("P")
@@ -29,26 +31,23 @@ def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 # -- What autograd and the engine have as gradients, past the ``grad`` that sharded and unsharded parameters show
 
-_get_gradient: Any = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined]  # past the property
-_set_gradient: Any = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
-
 
 def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """What autograd and the engine have as a parameter's gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _get_gradient(parameter)
+    with without_torch_function():
+        return get_gradient(parameter)
 
 
 def stored_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """The same of many."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [_get_gradient(parameter) for parameter in parameters]
+    with without_torch_function():
+        return [get_gradient(parameter) for parameter in parameters]
 
 
 def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Set that, and leave what waits to be reduced alone."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _set_gradient(parameter, gradient)
+    with without_torch_function():
+        set_gradient(parameter, gradient)
 
 
 # -- Memoryless: tensors without memory of their own, which say so by name to whoever asks for it

@@ -4,7 +4,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from shardeddp.torch_private import TensorBase, pytree
 
 _NAMES = {
     "__get__",
@@ -85,7 +86,7 @@ _TRUTHS = {
 _ASKED = _NAMES | _TRUTHS
 
 # Attributes that are operations.
-_COMPUTED_ATTRIBUTES = {vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_COMPUTED_ATTRIBUTES = {vars(TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
 
 # Python functions of torch that autograd does not follow: nn.init works under no_grad, collectives have no backward.

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
@@ -37,6 +36,13 @@ from shardeddp.tensor.backward import are_asked
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks
 from shardeddp.tensor.memoryless import Memoryless, never_traced, store_gradient, stored_gradient
 from shardeddp.tensor.unsharded import OfSharded, SameParameter, sharded_of
+from shardeddp.torch_private import (
+    make_subclass,
+    make_wrapper_subclass,
+    pytree,
+    refuse_data_pointer,
+    without_torch_function,
+)
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """A function or an operation of torch, its arguments and its keyword arguments to its result."""
@@ -160,7 +166,7 @@ class ShardTensor(Memoryless, torch.Tensor):
     _place: int  # of the parameter there
 
     def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
-        made = torch.Tensor._make_wrapper_subclass(
+        made = make_wrapper_subclass(
             cls, spec.shape, dtype=local.dtype, device=spec.device_of(local), requires_grad=requires_grad
         )
         made._local = local
@@ -175,7 +181,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         made._aliases = None
         made._writes = None
         made._place = 0
-        torch._C._set_throw_on_mutable_data_ptr(made)  # it has none: kernels that are handed it fail, and do not crash
+        refuse_data_pointer(made)  # it has none: kernels that are handed it fail, and do not crash
         return made
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> None:
@@ -195,7 +201,7 @@ class ShardTensor(Memoryless, torch.Tensor):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Whether operations on it are recorded; setting it reaches the unsharded parameter as well."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @requires_grad.setter
@@ -203,7 +209,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         self.requires_grad_(requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardTensor:  # type: ignore[override]  # noqa: D102
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             super().requires_grad_(requires_grad)
             if self._unsharded is not None:
                 self._unsharded.requires_grad_(requires_grad)
@@ -283,7 +289,7 @@ class ShardTensor(Memoryless, torch.Tensor):
     def register_hook(self, hook: GradientHook) -> RemovableHandle:  # type: ignore[override]
         """Call a hook with each gradient on its way to the parameter; see :class:`GradientHooks`."""
         if not self.is_leaf or not self.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return super().register_hook(hook)
         return self._made_hooks().add(hook)
 
@@ -298,7 +304,7 @@ class ShardTensor(Memoryless, torch.Tensor):
     def register_post_accumulate_grad_hook(self, hook: CompletionHook) -> RemovableHandle:
         """Call a hook with the parameter when a backward has completed its gradient; see :class:`GradientHooks`."""
         if not self.is_leaf or not self.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return super().register_post_accumulate_grad_hook(hook)
         return self._made_hooks().add_completion(hook)
 
@@ -322,7 +328,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         leaf = self if self._unsharded is None or not (self._hooks and self._hooks.listens) else self._unsharded
         # Not by way of Function.apply, which hands sharded arguments out as full ones.
         apply: Any = super(torch.autograd.Function, _FullTensor)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return apply.apply(leaf, weakref.ref(self), operation)
 
     def route_gradient(self) -> None:
@@ -330,7 +336,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         if self._is_routed or not (self.requires_grad and self.is_leaf):
             return
         self._is_routed = True
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             # Weak: autograd holds hooks where the garbage collector cannot see them.
             super().register_hook(_weakly(self, ShardTensor._take_gradient))
             super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
@@ -443,7 +449,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         if kind is nn.Parameter:
             parameter = nn.Parameter(whole, self.requires_grad)
         else:
-            parameter = torch.Tensor._make_subclass(kind, whole, self.requires_grad)
+            parameter = make_subclass(kind, whole, self.requires_grad)
         vars(parameter).update(self.user_attributes())
         return parameter
 
@@ -514,7 +520,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return handlers.function(func, args, kwargs)
 
     @classmethod

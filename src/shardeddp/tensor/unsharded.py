@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardeddp.tensor.memoryless import never_traced, store_gradient, stored_gradient
+from shardeddp.torch_private import make_subclass, no_torch_function, pytree, swap_tensor_impl, without_torch_function
 
 # -- Give a parameter another body and keep its identity, so that references taken before sharding stay valid
 
@@ -31,7 +31,7 @@ def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
     """
     others = first._use_count() - 1  # type: ignore[attr-defined]  # torch.utils.swap_tensors asks the same
     recorded = get_gradient_edge(first).node if first.requires_grad and others else None
-    torch._C._swap_tensor_impl(first, second)
+    swap_tensor_impl(first, second)
     if recorded is not None:
         recorded.register_prehook(_refuse_backward)
         _metadata_of(recorded)[_IDENTITY] = weakref.ref(first)
@@ -137,12 +137,12 @@ class SameParameter(torch.Tensor):
     def like(parameter: torch.Tensor) -> torch.Tensor:
         """Of the parameter's shape."""
         true = torch.ones((), dtype=torch.bool, device=parameter.device)
-        return torch.Tensor._make_subclass(SameParameter, true.expand(parameter.shape))
+        return make_subclass(SameParameter, true.expand(parameter.shape))
 
     def __bool__(self) -> bool:
         return True
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
 
 class OfSharded(nn.Parameter):
@@ -209,7 +209,7 @@ class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIn
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             kind = next(base for base in type(self).__mro__ if not issubclass(base, OfSharded))
-            copied = torch.Tensor._make_subclass(kind, self.detach().clone(), self.requires_grad)
+            copied = make_subclass(kind, self.detach().clone(), self.requires_grad)
             vars(copied).update(copy.deepcopy(sharded_of(self).user_attributes(), memo))
             memo[id(self)] = copied
         return memo[id(self)]
@@ -245,7 +245,7 @@ class ReleasedParameter(OfSharded):
 def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
     """Let autograd add up the gradients of an unsharded parameter in another dtype than its own, from now on."""
     former = stored_gradient(unsharded)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         if unsharded.grad_dtype is dtype or (former is not None and former.is_sparse):
             return
         store_gradient(unsharded, None)  # torch refuses to change the dtype of one that is there

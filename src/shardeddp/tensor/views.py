@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.utils import _pytree as pytree
 
 from shardeddp.comm import agree_on_any_alike
 from shardeddp.tensor.memoryless import Memoryless
@@ -22,6 +20,7 @@ from shardeddp.tensor.shard_tensor import (
     outside_of_graphs,
     refuse_recorded_write,
 )
+from shardeddp.torch_private import coalesces, is_alias_of, make_subclass, no_torch_function, pytree
 
 # -- The full elements of a ShardTensor: gathered for one operation, or behind views that write through to the shard
 
@@ -103,7 +102,7 @@ class Gathered:
 
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor shares memory with the full elements."""
-        return tensor.layout is torch.strided and torch._C._is_alias_of(tensor, self.full)  # type: ignore[attr-defined]
+        return tensor.layout is torch.strided and is_alias_of(tensor, self.full)
 
     def _shard_version(self) -> int:
         local = self.sharded.to_local()
@@ -121,7 +120,7 @@ class GatheredView(Memoryless, torch.Tensor):
     _gathered: Gathered
 
     def __new__(cls, plain: torch.Tensor, gathered: Gathered) -> GatheredView:  # noqa: D102
-        made = torch.Tensor._make_subclass(cls, plain)
+        made = make_subclass(cls, plain)
         made._plain, made._gathered = plain, gathered
         return made
 
@@ -178,7 +177,7 @@ class GatheredView(Memoryless, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().detach().clone().__reduce_ex__(protocol)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     @outside_of_graphs
@@ -293,7 +292,7 @@ def _refuse_late(func: Any, asked: Gathered, targets: Sequence[Gathered]) -> Non
     """Refuse operations whose result arrives when nothing of ours runs."""
     if asked.sharded.spec.mesh.world.size == 1:
         return
-    if distributed_c10d._world.pg_coalesce_state:
+    if coalesces():
         raise NotImplementedError(
             f"{func} on {asked.sharded.spec.fqn}, which is sharded, inside of a block that coalesces collectives: "
             f"expected one that runs by itself. Communicate a copy of it (full_tensor()) or leave the block"

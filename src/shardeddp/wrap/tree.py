@@ -9,8 +9,9 @@ from pkgutil import resolve_name
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.nn.utils import parametrize
+
+from shardeddp.torch_private import OptimizedModule
 
 # -- Scripted and traced modules: their parameters live in C++, where they can be read and replaced like any other's
 

@@ -1,0 +1,195 @@
+"""Private names of torch: the only file that uses them, each under a plain name and looked for when it is imported.
+
+Attributes of tensors and modules that torch has had for years (``_version``, ``_parameters``, hooks) are used where
+they are needed; ``tests/house_rules.py`` lists them.
+"""
+
+# Other files import from here what is imported here.
+# pyright: reportUnusedImport=false
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardeddp.errors import ConfigurationError
+
+NEEDS = ">=2.11"
+"""Releases of torch that ``pyproject.toml`` allows."""
+
+
+def _private(path: str, parameters: str | None = None) -> Any:
+    """A private name of torch.
+
+    Args:
+        path: Module and name, as in ``torch.autograd.graph:_get_grad_fn_or_grad_acc``.
+        parameters: Of a Python function that is called or replaced, those that it has to have, separated by blanks.
+
+    Raises:
+        ConfigurationError: The installed release does not have it, or has it with other parameters.
+    """
+    module, _, names = path.partition(":")
+    found: Any = import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name, None)
+    place = path.replace(":", ".")
+    if found is None:
+        raise _changed(f"{place}: expected to be there, found nothing")
+    if parameters is not None:
+        has = " ".join(inspect.signature(found).parameters)
+        if has != parameters:
+            raise _changed(f"{place}: expected ({parameters.replace(' ', ', ')}), found ({has.replace(' ', ', ')})")
+    return found
+
+
+def _changed(problem: str) -> ConfigurationError:
+    return ConfigurationError(f"torch {torch.__version__} has changed {problem}. shardeddp needs torch {NEEDS}")
+
+
+if TYPE_CHECKING:
+    from torch._dynamo import OptimizedModule as OptimizedModule
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
+    from torch._guards import TracingContext as TracingContext
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    OptimizedModule = _private("torch._dynamo:OptimizedModule")
+    temporarily_clear_interpreter_stack = _private("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")
+    TracingContext = _private("torch._guards:TracingContext")
+    HigherOrderOperator = _private("torch._ops:HigherOrderOperator")
+    OpOverload = _private("torch._ops:OpOverload")
+    OpOverloadPacket = _private("torch._ops:OpOverloadPacket")
+    StorageInfo = _private("torch.distributed.checkpoint.filesystem:_StorageInfo")
+    IncompatibleKeys = _private("torch.nn.modules.module:_IncompatibleKeys")
+    pytree = import_module("torch.utils._pytree")
+    TorchDispatchMode = _private("torch.utils._python_dispatch:TorchDispatchMode")
+
+# -- tensors
+
+without_torch_function: Any = _private("torch._C:DisableTorchFunctionSubclass")
+"""Context manager in which functions of torch work on subclasses as on plain tensors."""
+
+no_torch_function: Any = _private("torch._C:_disabled_torch_function_impl")
+"""The ``__torch_function__`` of a subclass whose functions are those of plain tensors."""
+
+TensorBase: Any = _private("torch._C:TensorBase")
+get_gradient: Any = TensorBase.grad.__get__
+set_gradient: Any = TensorBase.grad.__set__
+set_data: Any = TensorBase.data.__set__
+
+swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = _private("torch._C:_swap_tensor_impl")
+make_subclass: Any = _private("torch:Tensor._make_subclass")
+"""An object of a class over the memory of a tensor, past its constructor."""
+
+make_wrapper_subclass: Any = _private("torch:Tensor._make_wrapper_subclass")
+"""An object of a class with a shape and a dtype, and no memory."""
+
+storage_of_weak_reference: Any = _private("torch:UntypedStorage._new_with_weak_ptr")
+refuse_data_pointer: Callable[[torch.Tensor], None] = _private("torch._C:_set_throw_on_mutable_data_ptr")
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private("torch._C:_is_alias_of")
+storage_use_count: Callable[[int], int] = _private("torch._C:_storage_Use_Count")
+"""Number of references of C++ to a storage, given as its ``_cdata``."""
+
+foreach_copy_: Any = _private("torch:_foreach_copy_")
+foreach_mul_: Any = _private("torch:_foreach_mul_")
+parse_to: Any = _private("torch._C:_nn._parse_to")
+"""Device, dtype and further arguments as ``Module.to`` reads them."""
+
+rebuild_tensor: Any = _private(
+    "torch._utils:_rebuild_tensor_v3",
+    "storage storage_offset size stride requires_grad backward_hooks dtype metadata",
+)
+
+# -- autograd
+
+current_backward: Callable[[], int] = _private("torch._C:_current_graph_task_id")
+"""Number of the backward that runs on this thread, or -1."""
+
+are_transforms_active: Callable[[], bool] = _private("torch._C:_are_functorch_transforms_active")
+engine: Any = _private("torch.autograd:Variable._execution_engine")
+
+
+class Replaceable:
+    """A function of torch that may be replaced, and is called through its module.
+
+    Args:
+        path: Module and name.
+        parameters: Of a Python function, those that it has to have.
+    """
+
+    def __init__(self, path: str, parameters: str | None = None) -> None:
+        _private(path, parameters)
+        module, _, self._name = path.partition(":")
+        self._module: Any = import_module(module)
+
+    @property
+    def current(self) -> Any:
+        """The function as it is now."""
+        return getattr(self._module, self._name)
+
+    def replace(self, function: Callable[..., Any]) -> None:
+        """Let torch call another function in its place."""
+        setattr(self._module, self._name, function)
+
+
+function_arguments = Replaceable("torch._functorch.utils:unwrap_dead_wrappers", "args")
+"""Every ``autograd.Function.apply`` passes its arguments through it."""
+
+engine_run = Replaceable("torch.autograd:_engine_run_backward", "t_outputs args kwargs")
+"""The way of ``backward`` and ``autograd.grad`` into the engine."""
+
+node_of_tensor = Replaceable("torch.autograd.graph:_get_grad_fn_or_grad_acc", "t")
+"""The node of a tensor, for ``register_multi_grad_hook`` and ``get_gradient_edge``."""
+
+will_execute = Replaceable("torch._C:_will_engine_execute_node")
+"""Whether the backward that is running will come to a node."""
+
+# -- the stack of saved-tensor hooks
+
+are_hooks_enabled: Callable[[], bool] = _private("torch._C._autograd:_saved_tensors_hooks_is_enabled")
+top_hooks: Callable[[bool], Any] = _private("torch._C._autograd:_top_saved_tensors_default_hooks")
+push_hooks: Callable[[Any, Any], None] = _private("torch._C._autograd:_push_saved_tensors_default_hooks")
+pop_hooks: Callable[[], None] = _private("torch._C._autograd:_pop_saved_tensors_default_hooks")
+
+disable_hooks = Replaceable("torch._C._autograd:_saved_tensors_hooks_disable")
+"""Disables the hooks, with the error for whoever sets some then."""
+
+# -- operations
+
+all_operation_names: Callable[[], Sequence[str]] = _private("torch._C:_dispatch_get_all_op_names")
+has_kernel: Callable[[str, str], bool] = _private("torch._C:_dispatch_has_kernel_for_dispatch_key")
+higher_order_operations: Any = _private("torch._ops:_higher_order_ops")
+
+# -- process groups
+
+_c10d: Any = import_module("torch.distributed.distributed_c10d")
+_world: Any = _private("torch.distributed.distributed_c10d:_world")
+COLLECTIVES_FILE: str = _c10d.__file__
+"""Source of the functions that issue collectives."""
+
+default_store: Callable[[], dist.Store] = _private("torch.distributed.distributed_c10d:_get_default_store", "")
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Every process group of this process."""
+    return list(_world.pg_map)
+
+
+def backend_config(group: dist.ProcessGroup) -> str:
+    """Backends of a group by device, as torch writes them; empty if it is gone."""
+    return _world.pg_backend_config.get(group, "")
+
+
+def coalesces() -> bool:
+    """Whether collectives are being coalesced."""
+    return bool(_world.pg_coalesce_state)
