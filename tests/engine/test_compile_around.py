@@ -142,6 +142,7 @@ def saved_bytes(loss: torch.Tensor) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "backend"), [("in place", "inductor"), ("wrapped", "aot_eager")])
 @on_ranks(2)
 def test_nothing_of_a_gathered_buffer_lives_between_forward_and_backward(way: str, backend: str) -> None:

@@ -121,6 +121,7 @@ def check(found: list[dict[str, Any]], steps: int = 2) -> None:
     assert all(4.5 < each["loss"] < 6.5 and each["trained"] for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("several_nodes", "one_node", "lora")])
 def test_a_file_for_one_machine_trains(world: Worlds, tmp_path: Path, name: str) -> None:
     found = world(2).run(train, name, str(tmp_path))

@@ -73,6 +73,7 @@ def test_a_program_trains_resumes_and_converts_where_the_other_package_is_not_in
     assert said["resumed"]["val"] < said["fitted"]["val"]
 
 
+@pytest.mark.slow
 def test_both_packages_train_alike_and_write_the_same_checkpoints(
     programs: dict[str, tuple[Path, dict[str, Any]]],
 ) -> None:

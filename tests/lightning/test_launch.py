@@ -118,6 +118,7 @@ def test_a_script_trains_tests_predicts_and_saves_on_every_rank(by_script: tuple
     assert said[0]["test"] == said[1]["test"]
 
 
+@pytest.mark.slow
 def test_ranks_of_one_machine_listen_on_loopback_alone(by_script: tuple[Finished, Any]) -> None:
     assert [each["listens_on"] for each in by_script[0].said] == [["127.0.0.1"]] * 2
 
