@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from shardeddp.comm.liveness import LivenessProbe
 from shardeddp.comm.propagation import ErrorPropagation, is_transfer_error
@@ -26,7 +25,7 @@ BROKEN = "[gloo] Timed out waiting 8000ms for recv operation to complete"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     store = MemoryStore()
-    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr("shardeddp.comm.store.default_store", lambda: store)
     yield store
     store.runs.set()
 
@@ -70,7 +69,7 @@ def test_a_hiccup_of_the_store_does_not_keep_notes_from_being_made(store: Memory
 
 def test_a_store_that_another_thread_keeps_busy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: busy)
+    monkeypatch.setattr("shardeddp.comm.store.default_store", lambda: busy)
     client, others = StoreClient("topic", 0), StoreClient("topic", 1)
     waits = threading.Thread(target=busy.wait, args=(["missing"], timedelta(seconds=20)))
     waits.start()
