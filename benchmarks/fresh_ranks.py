@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.multiprocessing as mp
 from rich.console import Console
-from rich.progress import progress
+from rich.progress import track
 
 
 class Rounds(Protocol):
@@ -44,7 +44,7 @@ def in_turn(
         A name, and what each rank has left, by rank.
     """
     jobs = [(round_, name) for round_ in range(setting.rounds) for name in names]
-    for number, (round_, name) in enumerate(progress(jobs, "measuring", console=Console(stderr=True))):
+    for number, (round_, name) in enumerate(track(jobs, "measuring", console=Console(stderr=True))):
         # Every second round backwards, so that nobody always runs after the same neighbour.
         name = name if round_ % 2 == 0 else names[::-1][names.index(name)]
         port = 20000 + (os.getpid() + number) % 20000

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 from rich.console import Console
-from rich.progress import progress
+from rich.progress import track
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
@@ -315,7 +315,7 @@ def main() -> None:
     ]  # fmt: skip
     results: dict[Job, Figures | Failed] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for job in progress(jobs, "measuring"):
+        for job in track(jobs, "measuring"):
             results[job] = run(job, Path(folder))
             if options.output is not None:  # after each, for a run that is cut short
                 options.output.write_text(markdown(results, options))

@@ -43,7 +43,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import progress
+from rich.progress import track
 from rich.table import Table
 from torch import nn
 
@@ -200,7 +200,7 @@ def run(names: Sequence[str], setting: Setting) -> Results:
     # Every second round backwards, so that nobody always runs after the same neighbour.
     jobs = [name for round_ in range(setting.rounds) for name in names[:: 1 if round_ % 2 == 0 else -1]]
     with LinkedNodes(setting.delay) as nodes, tempfile.TemporaryDirectory() as place:
-        for number, name in enumerate(progress(jobs, "measuring", console=Console(stderr=True))):
+        for number, name in enumerate(track(jobs, "measuring", console=Console(stderr=True))):
             folder = Path(place, str(number))
             folder.mkdir()
             ranks = launch(nodes, name, setting, folder, 20000 + number)
