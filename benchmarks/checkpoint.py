@@ -84,7 +84,9 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     engine = ENGINES[name](setting.ranks, setting.layers)
     found = Measured(shard_nbytes=sum(shard.nbytes for shard in engine.shards()))
     for number in range(setting.repeats + 1):
-        _measure_once(engine, Path(folder) / f"checkpoint-{number}", found, rank == 0 and name != "stock")
+        _measure_once(
+            engine, Path(folder) / f"checkpoint-{number}", found, rank == 0 and name != "stock"
+        )
     if setting.profile and rank == 0 and name != "stock":
         os.dup2(stdout, 1)
     if setting.profile:
@@ -166,8 +168,12 @@ def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Meas
     results: dict[str, list[Measured]] = {name: [] for name in names}
     for name, found in in_turn(measure, names, setting, folder):
         ranks = [Measured(**figures) for figures in found]
-        ranks[0].save_nbytes = [max(it) for it in zip(*(rank.save_nbytes for rank in ranks), strict=True)]
-        ranks[0].load_nbytes = [max(it) for it in zip(*(rank.load_nbytes for rank in ranks), strict=True)]
+        ranks[0].save_nbytes = [
+            max(it) for it in zip(*(rank.save_nbytes for rank in ranks), strict=True)
+        ]
+        ranks[0].load_nbytes = [
+            max(it) for it in zip(*(rank.load_nbytes for rank in ranks), strict=True)
+        ]
         results[name].append(ranks[0])
     return results
 
@@ -224,13 +230,21 @@ def _most(rounds: list[Measured], name: str) -> int:
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="what to compare")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="what to compare"
+    )
     sizes = {"ranks": 2, "megabytes": 1000, "repeats": 3, "rounds": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: where temporary files go")
-    parser.add_argument("--profile", action="store_true", help="print where the time of our save and load goes")
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured; default: where temporary files go"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the time of our save and load goes"
+    )
     parser.add_argument("--save", type=Path, help="write all figures to this file")
     options = vars(parser.parse_args())
     names, save, place = options.pop("only"), options.pop("save"), options.pop("folder")
@@ -240,7 +254,10 @@ def main() -> None:
     Console().print(table(results, setting))
     if save is not None:
         save.write_text(
-            json.dumps({name: [asdict(item) for item in items] for name, items in results.items()}, indent=1)
+            json.dumps(
+                {name: [asdict(item) for item in items] for name, items in results.items()},
+                indent=1,
+            )
         )
 
 

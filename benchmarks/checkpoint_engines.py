@@ -142,7 +142,10 @@ class Stock:
         state = self._state()
         dcp.load(state, checkpoint_id=path)
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
         )
 
     def _state(self) -> dict[str, Any]:
@@ -152,7 +155,10 @@ class Stock:
     def shards(self) -> list[torch.Tensor]:
         """Local parts."""
         state = self._optimizer.state.values()
-        tensors = [*self._model.parameters(), *(it[name] for it in state for name in ("exp_avg", "exp_avg_sq"))]
+        tensors = [
+            *self._model.parameters(),
+            *(it[name] for it in state for name in ("exp_avg", "exp_avg_sq")),
+        ]
         return [tensor.to_local().detach() for tensor in tensors]  # type: ignore[attr-defined]
 
 

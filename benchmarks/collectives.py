@@ -57,9 +57,17 @@ def cases(rank: int, ranks: int, numel: int) -> list[Case]:
         ("all-gather", "point to point (ours)", lambda: ours.all_gather_(buffer).wait()),
         ("reduce-scatter", "gloo's own", lambda: dist.reduce_scatter_tensor(shard, buffer)),
         ("reduce-scatter", "all-to-all, local mean", all_to_all),
-        ("reduce-scatter", "point to point, local mean (ours)", lambda: ours.reduce_scatter(shard, buffer).wait()),
+        (
+            "reduce-scatter",
+            "point to point, local mean (ours)",
+            lambda: ours.reduce_scatter(shard, buffer).wait(),
+        ),
         ("all-reduce", "gloo's own, division", averaged_all_reduce),
-        ("all-reduce", "point to point, local mean (ours)", lambda: ours.all_reduce_(buffer, "mean").wait()),
+        (
+            "all-reduce",
+            "point to point, local mean (ours)",
+            lambda: ours.all_reduce_(buffer, "mean").wait(),
+        ),
     ]
 
 
@@ -80,7 +88,9 @@ def measure(rank: int, setting: Setting, port: int, folder: str) -> None:
     """Time every case on one rank, all cases once per repeat."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=setting.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=setting.ranks
+    )
     rows: list[Row] = []
     for mebibytes in setting.mebibytes:
         compared = cases(rank, setting.ranks, mebibytes * 2**18)
@@ -111,9 +121,13 @@ def time_in_turn(compared: Sequence[Case], repeats: int) -> list[list[float]]:
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="default 2")
-    parser.add_argument("--mebibytes", type=int, nargs="+", default=[13, 64], help="buffer sizes, default 13 and 64")
+    parser.add_argument(
+        "--mebibytes", type=int, nargs="+", default=[13, 64], help="buffer sizes, default 13 and 64"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="default 15")
     setting = Setting(**vars(parser.parse_args()))
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +138,9 @@ def main() -> None:
 
 def table(rows: Sequence[Row], setting: Setting) -> Table:
     """One line per size and case."""
-    shown = Table(title=f"gloo, {setting.ranks} ranks, fp32, medians of {setting.repeats}, torch {torch.__version__}")
+    shown = Table(
+        title=f"gloo, {setting.ranks} ranks, fp32, medians of {setting.repeats}, torch {torch.__version__}"
+    )
     for column in ("collective", "composition"):
         shown.add_column(column)
     for column in ("buffer", "time"):

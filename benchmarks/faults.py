@@ -75,7 +75,9 @@ class Model(LightningModule):
 
     def __init__(self, fault: str, odd: bool, depth: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)) for _ in range(depth)
+        )
         self.fault, self.odd = fault, odd
 
     def now(self, fault: str, step: int = AT) -> bool:
@@ -156,12 +158,20 @@ def train(fault: str, rank: int, folder: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    said = "exception in forward" if fault in (FIRST_FAILS, "exception, and a checkpoint on exceptions") else fault
+    said = (
+        "exception in forward"
+        if fault in (FIRST_FAILS, "exception, and a checkpoint on exceptions")
+        else fault
+    )
     model = Model(said, odd, depth)
     sys.stdout.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\n")
     sys.stdout.flush()
-    _wait_for(lambda: _marks(Path(folder), "at", 1))  # ranks start up to seconds apart, which is no fault
-    trainer.fit(model, DataLoader(Tokens(count, odd and fault == "exception in the data"), batch_size=2))
+    _wait_for(
+        lambda: _marks(Path(folder), "at", 1)
+    )  # ranks start up to seconds apart, which is no fault
+    trainer.fit(
+        model, DataLoader(Tokens(count, odd and fault == "exception in the data"), batch_size=2)
+    )
 
 
 # -- who injects and watches
@@ -211,7 +221,9 @@ class Seen:
         """The first line of the last exception that it has printed, unless it only says that a transfer broke."""
         lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in self.output.splitlines()]
         found = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-        return next((line for line in reversed(found) if "gloo" not in line), found[-1] if found else "")
+        return next(
+            (line for line in reversed(found) if "gloo" not in line), found[-1] if found else ""
+        )
 
 
 def inject(fault: str, folder: Path) -> list[Seen]:
@@ -266,7 +278,9 @@ def _start(fault: str, rank: int, port: str, folder: Path) -> subprocess.Popen[b
         "OMP_NUM_THREADS": "1",
     }
     if fault == OTHER_CODE and rank == 1:
-        environment["PYTHONPATH"] = os.pathsep.join([str(_change_code(folder)), os.environ.get("PYTHONPATH", "")])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(_change_code(folder)), os.environ.get("PYTHONPATH", "")]
+        )
     command = [sys.executable, "-W", "ignore", __file__, "--run", fault, "--folder", str(folder)]
     with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
         return subprocess.Popen(command, env=environment, stdout=out, stderr=err)
@@ -275,7 +289,9 @@ def _start(fault: str, rank: int, port: str, folder: Path) -> subprocess.Popen[b
 def _change_code(folder: Path) -> Path:
     """Where a copy of the package is that differs by a line."""
     package = folder / "other" / "shardeddp"
-    shutil.copytree(Path(shardeddp.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(shardeddp.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (package / "__init__.py").open("a") as file:
         file.write("# a line that other ranks do not have\n")
     return package.parent
@@ -284,8 +300,15 @@ def _change_code(folder: Path) -> Path:
 def _marks(folder: Path, name: str, needed: int) -> float:
     """When the last rank has come to a point for the time that is asked for; 0 before that."""
     texts = [(folder / f"{rank}.out").read_text() for rank in range(2)]
-    found = [[json.loads(line)[name] for line in text.splitlines() if line.startswith("{")] for text in texts]
-    return max(marks[needed - 1] for marks in found) if all(len(marks) >= needed for marks in found) else 0.0
+    found = [
+        [json.loads(line)[name] for line in text.splitlines() if line.startswith("{")]
+        for text in texts
+    ]
+    return (
+        max(marks[needed - 1] for marks in found)
+        if all(len(marks) >= needed for marks in found)
+        else 0.0
+    )
 
 
 def _wait_for(condition: Callable[[], float]) -> float:
@@ -305,7 +328,11 @@ def show(rows: list[tuple[str, list[Seen]]], *, markdown: bool) -> None:
         [
             fault if rank == 0 else "",
             str(rank),
-            "frozen" if not seen.seconds else "HANGS" if seen.code is None else f"{seen.seconds:.1f} s",
+            "frozen"
+            if not seen.seconds
+            else "HANGS"
+            if seen.code is None
+            else f"{seen.seconds:.1f} s",
             "" if seen.code is None else str(seen.code),
             seen.last_error,
         ]
@@ -314,7 +341,9 @@ def show(rows: list[tuple[str, list[Seen]]], *, markdown: bool) -> None:
     ]
     if markdown:
         for line in [head, ["---"] * len(head), *body]:
-            sys.stdout.write("| " + " | ".join(cell.replace("|", "/")[:160] for cell in line) + " |\n")
+            sys.stdout.write(
+                "| " + " | ".join(cell.replace("|", "/")[:160] for cell in line) + " |\n"
+            )
         return
     table = Table(*head)
     for line in body:
@@ -324,8 +353,12 @@ def show(rows: list[tuple[str, list[Seen]]], *, markdown: bool) -> None:
 
 def main() -> None:
     """Read the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[""], help="faults whose name begins like this")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="faults whose name begins like this"
+    )
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

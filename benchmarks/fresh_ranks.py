@@ -50,7 +50,13 @@ def in_turn(
         port = 20000 + (os.getpid() + number) % 20000
         with tempfile.TemporaryDirectory(dir=folder) as place:
             mp.spawn(measure, (name, setting, port, place), nprocs=setting.ranks)
-            yield name, [json.loads(Path(place, f"{rank}.json").read_text()) for rank in range(setting.ranks)]
+            yield (
+                name,
+                [
+                    json.loads(Path(place, f"{rank}.json").read_text())
+                    for rank in range(setting.ranks)
+                ],
+            )
 
 
 def become_rank(rank: int, ranks: int, port: int) -> int:
@@ -65,7 +71,9 @@ def become_rank(rank: int, ranks: int, port: int) -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     stdout = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # rank 0 prints a table of units that would tear the progress bar
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 1
+    )  # rank 0 prints a table of units that would tear the progress bar
     torch.manual_seed(0)
     return stdout
 

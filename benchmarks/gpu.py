@@ -116,7 +116,9 @@ def measure(index: int, job: Job, target: str) -> None:
             hardware=_hardware(device),
             step_s=step_s,
             peak_nbytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-            reserved_nbytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+            reserved_nbytes=torch.cuda.max_memory_reserved(device)
+            if device.type == "cuda"
+            else None,
             host_s=host_s,
             host_optimizer_s=host_optimizer_s,
         )
@@ -182,7 +184,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _profiled(figures: Figures, engine: Engine, tokens: torch.Tensor, device: torch.device) -> Figures:
+def _profiled(
+    figures: Figures, engine: Engine, tokens: torch.Tensor, device: torch.device
+) -> Figures:
     """The figures with the launches of one step, from the profiler's trace."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +198,9 @@ def _profiled(figures: Figures, engine: Engine, tokens: torch.Tensor, device: to
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text(errors="replace"))["traceEvents"]
     kinds = Counter(event.get("cat") for event in events)
-    copies = sum(event.get("cat") == "cpu_op" and event.get("name") in COPY_OPERATORS for event in events)
+    copies = sum(
+        event.get("cat") == "cpu_op" and event.get("name") in COPY_OPERATORS for event in events
+    )
     # Without the right to read the device's counters the profiler sees none of it, and a step has some kernels.
     return replace(
         figures,
@@ -205,7 +211,9 @@ def _profiled(figures: Figures, engine: Engine, tokens: torch.Tensor, device: to
 
 
 def _hardware(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    )
 
 
 def run(job: Job, folder: Path) -> Figures | Failed:
@@ -233,8 +241,16 @@ HEADINGS = (
 
 def rows(results: dict[Job, Figures | Failed], model: str, ranks: int) -> list[list[str]]:
     """The lines of one table: one model in one world. What is plain is always that of world size 1."""
-    found = {job.engine: figures for job, figures in results.items() if job.model == model and job.world == ranks}
-    alone = {job.engine: figures for job, figures in results.items() if job.model == model and job.world == 1}
+    found = {
+        job.engine: figures
+        for job, figures in results.items()
+        if job.model == model and job.world == ranks
+    }
+    alone = {
+        job.engine: figures
+        for job, figures in results.items()
+        if job.model == model and job.world == 1
+    }
     plain, fsdp2 = (_measured(each) for each in (alone.get("plain"), found.get("fsdp2")))
     units = CONFIGS[model].num_layers + 1
     lines: list[list[str]] = []
@@ -275,7 +291,10 @@ def title(model: str, ranks: int, options: argparse.Namespace) -> str:
 
 def markdown(results: dict[Job, Figures | Failed], options: argparse.Namespace) -> str:
     """All tables, with the date, the hardware and the command."""
-    hardware = next((figures.hardware for figures in results.values() if isinstance(figures, Figures)), "unknown")
+    hardware = next(
+        (figures.hardware for figures in results.values() if isinstance(figures, Figures)),
+        "unknown",
+    )
     parts = [
         f"# {hardware}, {date.today()}",
         f"torch {torch.__version__}, Python {platform.python_version()}; medians of {options.steps} steps.",
@@ -283,8 +302,15 @@ def markdown(results: dict[Job, Figures | Failed], options: argparse.Namespace) 
     ]
     for model in options.model:
         for ranks in options.world:
-            lines = [list(HEADINGS), ["---", *["---:"] * (len(HEADINGS) - 1)], *rows(results, model, ranks)]
-            parts += [f"## {title(model, ranks, options)}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+            lines = [
+                list(HEADINGS),
+                ["---", *["---:"] * (len(HEADINGS) - 1)],
+                *rows(results, model, ranks),
+            ]
+            parts += [
+                f"## {title(model, ranks, options)}",
+                "\n".join(f"| {' | '.join(line)} |" for line in lines),
+            ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -323,14 +349,24 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     compared = ["plain", "fsdp1", "fsdp2", "full_shard"]
-    parser.add_argument("--only", nargs="+", choices=list(ENGINES), default=compared, help=f"default {compared}")
-    parser.add_argument("--model", nargs="+", choices=list(CONFIGS), default=["1B"], help="default 1B")
-    parser.add_argument("--world", nargs="+", type=int, default=[1, 8, 64], help="world sizes, default 1 8 64")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(ENGINES), default=compared, help=f"default {compared}"
+    )
+    parser.add_argument(
+        "--model", nargs="+", choices=list(CONFIGS), default=["1B"], help="default 1B"
+    )
+    parser.add_argument(
+        "--world", nargs="+", type=int, default=[1, 8, 64], help="world sizes, default 1 8 64"
+    )
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank, default 1")
     parser.add_argument("--steps", type=int, default=20, help="default 20")
-    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-true", help="default bf16-true")
+    parser.add_argument(
+        "--precision", choices=list(PRECISIONS), default="bf16-true", help="default bf16-true"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
     parser.add_argument("--output", type=Path, help="write the tables to this Markdown file")
     return parser.parse_args()

@@ -23,7 +23,6 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 from llama import Block, Llama, LlamaConfig
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision
-from shardeddp.engine.deferred_init import DeferredRecord
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
@@ -93,7 +92,9 @@ def plain(model: Llama, device: torch.device, dtypes: Dtypes) -> Engine:
     fill(model)
     casts = dtypes.main is not dtypes.compute
     return Engine(
-        model, adamw(model), autocast=lambda: torch.autocast(device.type, dtypes.compute) if casts else nullcontext()
+        model,
+        adamw(model),
+        autocast=lambda: torch.autocast(device.type, dtypes.compute) if casts else nullcontext(),
     )
 
 
@@ -145,7 +146,7 @@ def sharded_dp(strategy: str) -> Callable[[Llama, torch.device, Dtypes], Engine]
                 for parameter in model.parameters():
                     parameter.zero_()
 
-        runtime = shard_model(units, mesh, sharding, Prefetch(), DeferredRecord(load=load))
+        runtime = shard_model(units, mesh, sharding, Prefetch(), load=load)
         fill(model)
         optimizer = adamw(model)
         attach_optimizer(optimizer, runtime.parameters_changed)
@@ -202,7 +203,11 @@ def world(size: int, device: torch.device) -> Iterator[None]:
             dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False),
         )
         dist.init_process_group(
-            backend, store=store, rank=0, world_size=1, device_id=device if device.type == "cuda" else None
+            backend,
+            store=store,
+            rank=0,
+            world_size=1,
+            device_id=device if device.type == "cuda" else None,
         )
         yield
     else:

@@ -57,7 +57,9 @@ class Losses(L.Callback):
         self.found: list[str] = []
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any
+    ) -> None:
         self.found.append(float(outputs["loss"]).hex())
 
 
@@ -66,13 +68,17 @@ def train(rank: int, name: str, setting: Setting, port: int, folder: str) -> Non
     become_rank(rank, setting.ranks, port)
     torch.set_num_threads(1)
     run, losses, accumulated = RUNS[name], Losses(), 2
-    strategy = ShardedDP(run["strategy"], shard_size=2 if run["strategy"] == "hybrid_shard" else None)
+    strategy = ShardedDP(
+        run["strategy"], shard_size=2 if run["strategy"] == "hybrid_shard" else None
+    )
     trainer = L.Trainer(
         strategy=strategy, precision=run["precision"], accelerator="cpu", devices=setting.ranks, callbacks=[losses],
         max_steps=setting.steps, accumulate_grad_batches=accumulated, gradient_clip_val=1.0, default_root_dir=folder,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    tokens = torch.randint(VOCABULARY, (setting.steps * accumulated * setting.ranks * ROWS, LENGTH + 1))
+    tokens = torch.randint(
+        VOCABULARY, (setting.steps * accumulated * setting.ranks * ROWS, LENGTH + 1)
+    )
     data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
     module = GPTModule(vocab_size=VOCABULARY, dim=64, num_layers=4, num_heads=4, warmup_steps=5)
     trainer.fit(module, DataLoader(data, batch_size=ROWS))
@@ -80,7 +86,9 @@ def train(rank: int, name: str, setting: Setting, port: int, folder: str) -> Non
     with strategy.summon_full_params():
         for parameter in module.parameters():
             digest.update(parameter.detach().numpy().tobytes())
-    Path(folder, f"{rank}.json").write_text(json.dumps({"losses": losses.found, "weights": digest.hexdigest()}))
+    Path(folder, f"{rank}.json").write_text(
+        json.dumps({"losses": losses.found, "weights": digest.hexdigest()})
+    )
 
 
 def first_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> str | None:
@@ -97,7 +105,9 @@ def first_difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]
 
 def main() -> None:
     """Train all, record or compare; exit code 1 if anything differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30)
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--record", type=Path, help="file to write")

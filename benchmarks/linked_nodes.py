@@ -56,7 +56,9 @@ def sent_nbytes() -> int:
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
             return int(counters.split()[8])
-    raise RuntimeError(f"expected the interface {INTERFACE}, found none: this process is on no node")
+    raise RuntimeError(
+        f"expected the interface {INTERFACE}, found none: this process is on no node"
+    )
 
 
 class LinkedNodes:
@@ -85,11 +87,16 @@ class LinkedNodes:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._remove()
 
-    def start(self, node: int, command: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
+    def start(
+        self, node: int, command: Sequence[str], variables: Mapping[str, str], log: Path
+    ) -> None:
         """Start a process on a node; its output goes to ``log``."""
         environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": INTERFACE}
         with log.open("wb") as output:
@@ -110,9 +117,13 @@ class LinkedNodes:
         until = time.monotonic() + timeout_s
         try:
             while any(process.poll() is None for process in self._processes):
-                failed = [place for place, process in enumerate(self._processes) if process.returncode]
+                failed = [
+                    place for place, process in enumerate(self._processes) if process.returncode
+                ]
                 if failed:
-                    raise RuntimeError(f"process {failed[0]} ended with {self._processes[failed[0]].returncode}")
+                    raise RuntimeError(
+                        f"process {failed[0]} ended with {self._processes[failed[0]].returncode}"
+                    )
                 if time.monotonic() > until:
                     raise TimeoutError(f"processes still run after {timeout_s:g} s")
                 time.sleep(0.1)
@@ -134,7 +145,19 @@ class LinkedNodes:
             _run("ip", "-n", space, "link", "set", INTERFACE, "up")
         if self._delay_ms:
             try:
-                _run("tc", "-n", first, "qdisc", "replace", "dev", INTERFACE, "root", "netem", "delay", "1ms")
+                _run(
+                    "tc",
+                    "-n",
+                    first,
+                    "qdisc",
+                    "replace",
+                    "dev",
+                    INTERFACE,
+                    "root",
+                    "netem",
+                    "delay",
+                    "1ms",
+                )
             except RuntimeError as error:
                 raise MissingMeans(
                     f"a delay of {self._delay_ms:g} ms needs tc's netem, which this kernel lacks ({error}); leave "
@@ -150,10 +173,14 @@ class LinkedNodes:
 
     def _remove(self) -> None:
         self._end_processes()
-        there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout.split()
+        there = subprocess.run(
+            ["ip", "netns", "list"], capture_output=True, text=True, check=False
+        ).stdout.split()
         for space in self._spaces:
             if space in there:
-                inside = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
+                inside = subprocess.run(
+                    ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
+                )
                 for pid in inside.stdout.split():
                     os.kill(int(pid), signal.SIGKILL)  # what a rank has started and not ended
                 subprocess.run(["ip", "netns", "del", space], check=False)  # and with it the link
@@ -164,7 +191,9 @@ def _check_means() -> None:
         raise MissingMeans("network namespaces are made by root: run it as root (sudo -E)")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise MissingMeans(f"expected the programs ip and tc, found no {' and no '.join(missing)}: install iproute2")
+        raise MissingMeans(
+            f"expected the programs ip and tc, found no {' and no '.join(missing)}: install iproute2"
+        )
 
 
 def _run(*command: str) -> None:

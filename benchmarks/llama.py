@@ -25,16 +25,32 @@ class LlamaConfig:
 
     def narrow(self) -> LlamaConfig:
         """As many modules and parameters, all of them tiny: what is left of a step is the host's part."""
-        return replace(self, vocab_size=512, dim=256, hidden=512, num_heads=4, num_kv_heads=2, length=16)
+        return replace(
+            self, vocab_size=512, dim=256, hidden=512, num_heads=4, num_kv_heads=2, length=16
+        )
 
 
 CONFIGS = {
-    "tiny": LlamaConfig(vocab_size=512, dim=128, hidden=256, num_layers=3, num_heads=4, num_kv_heads=2, length=32),
+    "tiny": LlamaConfig(
+        vocab_size=512, dim=128, hidden=256, num_layers=3, num_heads=4, num_kv_heads=2, length=32
+    ),
     "1B": LlamaConfig(
-        vocab_size=32_000, dim=2048, hidden=5632, num_layers=22, num_heads=32, num_kv_heads=4, length=2048
+        vocab_size=32_000,
+        dim=2048,
+        hidden=5632,
+        num_layers=22,
+        num_heads=32,
+        num_kv_heads=4,
+        length=2048,
     ),
     "8B": LlamaConfig(
-        vocab_size=128_256, dim=4096, hidden=14_336, num_layers=32, num_heads=32, num_kv_heads=8, length=2048
+        vocab_size=128_256,
+        dim=4096,
+        hidden=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        length=2048,
     ),
 }
 
@@ -53,7 +69,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix every position of x (B, T, D) with the positions before it."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         mixed = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
         )
@@ -102,7 +121,9 @@ class Llama(nn.Module):
 def rotary_table(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (T, K / 2), in dtype and on device of ``like``."""
     exponent = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    angle = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), ROPE_BASE**-exponent)
+    angle = torch.outer(
+        torch.arange(length, device=like.device, dtype=torch.float32), ROPE_BASE**-exponent
+    )
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 

@@ -69,7 +69,11 @@ class Contestant:
         self.runtime: Runtime | None = None
         if strategy != ALONE:
             size = 1 if strategy == "no_shard" else options.ranks
-            mesh = Mesh(Topology(world_size=options.ranks, shard_size=size), torch.device("cpu"), timedelta(minutes=1))
+            mesh = Mesh(
+                Topology(world_size=options.ranks, shard_size=size),
+                torch.device("cpu"),
+                timedelta(minutes=1),
+            )
             units = build_units(self.model, resolve_policy("auto"))
             self.runtime = shard_model(units, mesh, find_sharding(strategy), Prefetch())
         self.optimizers = make_optimizers(self.model, name)
@@ -120,11 +124,17 @@ def measure(rank: int, options: argparse.Namespace, strategy: str, port: int, fo
         dist.destroy_process_group()
 
 
-def run(options: argparse.Namespace, strategy: str, number: int) -> dict[str, list[tuple[float, float]]]:
+def run(
+    options: argparse.Namespace, strategy: str, number: int
+) -> dict[str, list[tuple[float, float]]]:
     """Measure one strategy in fresh processes."""
     ranks = 1 if strategy == ALONE else options.ranks
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (options, strategy, 20000 + (os.getpid() + number) % 20000, folder), nprocs=ranks)
+        mp.spawn(
+            measure,
+            (options, strategy, 20000 + (os.getpid() + number) % 20000, folder),
+            nprocs=ranks,
+        )
         return json.loads(Path(folder, "times.json").read_text())
 
 
@@ -135,14 +145,20 @@ def undisturbed(seconds: list[float]) -> float:
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = {"dim": 256, "layers": 4, "heads": 4, "batch": 8, "length": 128}
     for name, default in {**sizes, "ranks": 2, "steps": 15, "warmup": 3, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--strategies", nargs="+", default=["full_shard"], help="default full_shard")
+    parser.add_argument(
+        "--strategies", nargs="+", default=["full_shard"], help="default full_shard"
+    )
     options = parser.parse_args()
     strategies = [ALONE, *options.strategies]
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {name: {"AdamW": [], "Muon": []} for name in strategies}
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {
+        name: {"AdamW": [], "Muon": []} for name in strategies
+    }
     for round_ in range(options.rounds):
         for place, strategy in enumerate(strategies):
             for name, times in run(options, strategy, len(strategies) * round_ + place).items():
@@ -155,10 +171,18 @@ def main() -> None:
     for column in ("", *columns):
         shown.add_column(column, justify="right" if column else "left")
     for strategy, times in found.items():
-        steps = {name: [list(seconds) for seconds in zip(*times[name], strict=True)] for name in ("AdamW", "Muon")}
-        figures = [f"{1e3 * statistics.median(seconds):.0f} ms" for name in steps for seconds in steps[name]]
+        steps = {
+            name: [list(seconds) for seconds in zip(*times[name], strict=True)]
+            for name in ("AdamW", "Muon")
+        }
+        figures = [
+            f"{1e3 * statistics.median(seconds):.0f} ms"
+            for name in steps
+            for seconds in steps[name]
+        ]
         ratios = [
-            summary(steps["Muon"][0]) / summary(steps["AdamW"][0]) for summary in (statistics.median, undisturbed)
+            summary(steps["Muon"][0]) / summary(steps["AdamW"][0])
+            for summary in (statistics.median, undisturbed)
         ]
         shown.add_row(strategy, *figures, *(f"{ratio:.2f}" for ratio in ratios))
     Console().print(shown)

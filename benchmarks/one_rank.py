@@ -83,22 +83,30 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     become_rank(rank, 1, port)
     torch.set_num_threads(1)
     clock = Clock()
-    off: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    off: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar"), False
+    )
     trainer = L.Trainer(
         strategy=strategies()[name], accelerator="cpu", devices=1, max_steps=setting.steps, callbacks=[clock],
         default_root_dir=folder, **(off if setting.bare else {}),
     )  # fmt: skip
     trainer.fit(TenParameters(), DataLoader(TensorDataset(torch.randn(setting.steps, 9))))
-    steps = [end - start for start, end in zip(clock.starts, clock.starts[1:], strict=False)][WARMUP:]
+    steps = [end - start for start, end in zip(clock.starts, clock.starts[1:], strict=False)][
+        WARMUP:
+    ]
     Path(folder, f"{rank}.json").write_text(json.dumps({"step_s": statistics.median(steps)}))
 
 
 def main() -> None:
     """Measure in turn, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bare", action="store_true", help="without progress bar, logger and checkpoints")
+    parser.add_argument(
+        "--bare", action="store_true", help="without progress bar, logger and checkpoints"
+    )
     setting = Setting(**vars(parser.parse_args()))
     names = list(strategies())
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -108,7 +116,9 @@ def main() -> None:
     table = Table("strategy", "step (us)", "ratio", title="ten parameters, one rank")
     for name, steps in found.items():
         ratios = [ours / theirs for ours, theirs in zip(steps, found[names[0]], strict=True)]
-        table.add_row(name, f"{statistics.median(steps) * 1e6:.0f}", f"{statistics.median(ratios):.2f}")
+        table.add_row(
+            name, f"{statistics.median(steps) * 1e6:.0f}", f"{statistics.median(ratios):.2f}"
+        )
     Console().print(table)
 
 

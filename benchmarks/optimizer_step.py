@@ -39,15 +39,23 @@ VARIANTS = {
 }
 
 
-def measure(rank: int, ranks: int, parameters: int, numel: int, steps: int, port: int, folder: str) -> None:
+def measure(
+    rank: int, ranks: int, parameters: int, numel: int, steps: int, port: int, folder: str
+) -> None:
     """Time both sides, step by step in turn, on one rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
     results = {}
     for name, options in VARIANTS.items():
         model = nn.ParameterList([nn.Parameter(torch.randn(numel)) for _ in range(parameters)])
-        mesh = Mesh(Topology(world_size=ranks, shard_size=ranks), torch.device("cpu"), timedelta(minutes=1))
-        runtime = shard_model(build_units(model, resolve_policy(None)), mesh, find_sharding("full_shard"), Prefetch())
+        mesh = Mesh(
+            Topology(world_size=ranks, shard_size=ranks), torch.device("cpu"), timedelta(minutes=1)
+        )
+        runtime = shard_model(
+            build_units(model, resolve_policy(None)), mesh, find_sharding("full_shard"), Prefetch()
+        )
         sharded = list(model.parameters())
         for parameter in sharded:
             parameter.grad = torch.ones_like(parameter)
@@ -64,7 +72,9 @@ def measure(rank: int, ranks: int, parameters: int, numel: int, steps: int, port
     dist.destroy_process_group()
 
 
-def _in_turn(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, steps: int) -> tuple[list[float], list[float]]:
+def _in_turn(
+    ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, steps: int
+) -> tuple[list[float], list[float]]:
     times: tuple[list[float], list[float]] = ([], [])
     for step in range(steps + 3):
         for optimizer, seconds in zip((ours, theirs), times, strict=True):
@@ -77,7 +87,9 @@ def _in_turn(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, steps: 
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in {"ranks": 2, "parameters": 1000, "numel": 2048, "steps": 30}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     options = parser.parse_args()
@@ -96,7 +108,9 @@ def main() -> None:
         shown.add_column(column, justify="left" if column == "optimizer" else "right")
     for name, times in results.items():
         ours, theirs = (statistics.median(side) for side in times)
-        shown.add_row(name, f"{1e3 * ours:.2f} ms", f"{1e3 * theirs:.2f} ms", f"{ours / theirs:.2f}")
+        shown.add_row(
+            name, f"{1e3 * ours:.2f} ms", f"{1e3 * theirs:.2f} ms", f"{ours / theirs:.2f}"
+        )
     Console().print(shown)
 
 

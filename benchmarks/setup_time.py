@@ -29,6 +29,7 @@ from typing_extensions import override
 from fresh_ranks import become_rank, in_turn
 from shardeddp.comm import Mesh
 from shardeddp.engine.deferred_init import Materializer
+from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.plan.sharding_strategy import find_sharding
@@ -74,8 +75,14 @@ def build(setting: Setting) -> nn.Sequential:
 
 def ours(setting: Setting) -> tuple[float, float]:
     """Seconds until wrapped, and until usable."""
-    model = build(setting)
-    mesh = Mesh(Topology(world_size=setting.ranks, shard_size=setting.ranks), torch.device("cpu"), timedelta(minutes=5))
+    recording = Recording()
+    with recording.active():
+        model = build(setting)
+    mesh = Mesh(
+        Topology(world_size=setting.ranks, shard_size=setting.ranks),
+        torch.device("cpu"),
+        timedelta(minutes=5),
+    )
     filling: list[float] = []
     fill = Materializer.fill
 
@@ -87,7 +94,8 @@ def ours(setting: Setting) -> tuple[float, float]:
     Materializer.fill = timed  # type: ignore[method-assign]
     dist.barrier()
     start = time.perf_counter()
-    shard_model(build_units(model, resolve_policy([Block])), mesh, find_sharding("full_shard"), Prefetch())
+    units = build_units(model, resolve_policy([Block]))
+    shard_model(units, mesh, find_sharding("full_shard"), Prefetch(), recording=recording)
     usable = time.perf_counter() - start
     return usable - sum(filling), usable
 
@@ -125,7 +133,9 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
 
 def main() -> None:
     """Measure in turn, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=199, help="units beside the root")
     parser.add_argument("--dim", type=int, default=640)
     parser.add_argument("--ranks", type=int, default=2)
@@ -138,11 +148,18 @@ def main() -> None:
             found[name].append((ranks[0]["wrapped_s"], ranks[0]["usable_s"]))
     numel = sum(parameter.numel() for parameter in build(setting).parameters())
     table = Table("", "wrapped (s)", "ratio", "with values (s)", "ratio")
-    table.title = f"{numel / 1e9:.2f} billion parameters, {setting.blocks + 1} units, {setting.ranks} ranks"
+    table.title = (
+        f"{numel / 1e9:.2f} billion parameters, {setting.blocks + 1} units, {setting.ranks} ranks"
+    )
     for name, times in found.items():
         row = [name]
-        for each, base in zip(zip(*times, strict=True), zip(*found[names[0]], strict=True), strict=True):
-            row += [f"{statistics.median(each):.2f}", f"{statistics.median(each) / statistics.median(base):.2f}"]
+        for each, base in zip(
+            zip(*times, strict=True), zip(*found[names[0]], strict=True), strict=True
+        ):
+            row += [
+                f"{statistics.median(each):.2f}",
+                f"{statistics.median(each) / statistics.median(base):.2f}",
+            ]
         table.add_row(*row)
     Console().print(table)
 

@@ -79,7 +79,10 @@ class TorchFSDP1(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap blocks and root."""
         self.model = FullyShardedDataParallel(
-            self.model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+            self.model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
         )
 
 
@@ -148,7 +151,9 @@ class Clock(L.Callback):
     def __init__(self) -> None:
         self.starts: list[float] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """A step begins, optimizer step included."""
         self.starts.append(time.perf_counter())
 
@@ -160,7 +165,9 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     clock = Clock()
     module = Language(setting)
     data = torch.randint(
-        0, 256, (setting.ranks * setting.batch * (setting.steps + setting.warmup + 1), setting.length + 1)
+        0,
+        256,
+        (setting.ranks * setting.batch * (setting.steps + setting.warmup + 1), setting.length + 1),
     )
     trainer = L.Trainer(
         accelerator="cpu", devices=setting.ranks, strategy=strategy, max_steps=setting.steps + setting.warmup + 1,
@@ -171,7 +178,9 @@ def measure(rank: int, name: str, setting: Setting, port: int, folder: str) -> N
     Path("/proc/self/clear_refs").write_text("5")  # peak resident memory starts anew
     before = resident("VmRSS")
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=setting.batch))
-    steps = [end - start for start, end in zip(clock.starts, clock.starts[1:], strict=False)][setting.warmup :]
+    steps = [end - start for start, end in zip(clock.starts, clock.starts[1:], strict=False)][
+        setting.warmup :
+    ]
     figures = Measured(step_s=steps, peak_nbytes=resident("VmHWM") - before)
     Path(folder, f"{rank}.json").write_text(json.dumps(asdict(figures)))
 
@@ -182,7 +191,9 @@ def run(names: list[str], setting: Setting, folder: Path) -> dict[str, list[Meas
     for name, found in in_turn(measure, names, setting, folder):
         ranks = [Measured(**figures) for figures in found]
         results[name].append(
-            Measured(step_s=ranks[0].step_s, peak_nbytes=max(measured.peak_nbytes for measured in ranks))
+            Measured(
+                step_s=ranks[0].step_s, peak_nbytes=max(measured.peak_nbytes for measured in ranks)
+            )
         )
     return results
 
@@ -212,7 +223,9 @@ def table(results: dict[str, list[Measured]], setting: Setting) -> Table:
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -220,7 +233,16 @@ def main() -> None:
         default=[name for name in STRATEGIES if name not in HYBRIDS],
         help="what to compare",
     )
-    sizes = {"ranks": 2, "dim": 512, "blocks": 8, "batch": 8, "length": 128, "steps": 12, "warmup": 3, "rounds": 3}
+    sizes = {
+        "ranks": 2,
+        "dim": 512,
+        "blocks": 8,
+        "batch": 8,
+        "length": 128,
+        "steps": 12,
+        "warmup": 3,
+        "rounds": 3,
+    }
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--save", type=Path, help="write the figures of every step to this file")
@@ -232,7 +254,10 @@ def main() -> None:
     Console().print(table(results, setting))
     if save is not None:
         save.write_text(
-            json.dumps({name: [asdict(item) for item in items] for name, items in results.items()}, indent=1)
+            json.dumps(
+                {name: [asdict(item) for item in items] for name, items in results.items()},
+                indent=1,
+            )
         )
 
 

@@ -121,7 +121,9 @@ class Stages(L.Callback):
         self._sent_before = 0
         self.seen: list[Stage] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """A step begins, and with it the one before is over."""
         number, step = divmod(batch_idx, self._length)
         self._starts.append(time.perf_counter())
@@ -168,10 +170,14 @@ def measure(name: str, setting: Setting, folder: Path) -> None:
         enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=setting.batch))
-    Path(folder, f"{trainer.global_rank}.json").write_text(json.dumps([asdict(stage) for stage in stages.seen]))
+    Path(folder, f"{trainer.global_rank}.json").write_text(
+        json.dumps([asdict(stage) for stage in stages.seen])
+    )
 
 
-def launch(nodes: LinkedNodes, name: str, setting: Setting, folder: Path, port: int) -> list[list[Stage]]:
+def launch(
+    nodes: LinkedNodes, name: str, setting: Setting, folder: Path, port: int
+) -> list[list[Stage]]:
     """Start the ranks of a contestant on both nodes, as a launcher does; what each of them has seen, by rank."""
     work = json.dumps({"name": name, "setting": asdict(setting), "folder": str(folder)})
     for rank in range(RANKS):
@@ -181,13 +187,24 @@ def launch(nodes: LinkedNodes, name: str, setting: Setting, folder: Path, port: 
             "GROUP_RANK": node, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": RANKS_PER_NODE, "OMP_NUM_THREADS": 1,
         }  # fmt: skip
         command = [sys.executable, __file__, "--as-rank", work]
-        nodes.start(node, command, {key: str(value) for key, value in variables.items()}, folder / f"{rank}.log")
+        nodes.start(
+            node,
+            command,
+            {key: str(value) for key, value in variables.items()},
+            folder / f"{rank}.log",
+        )
     try:
         nodes.join(JOB_TIMEOUT_S)
     except (RuntimeError, TimeoutError) as error:
-        said = "\n".join(f"rank {rank}: ... {(folder / f'{rank}.log').read_text()[-1500:]}" for rank in range(RANKS))
+        said = "\n".join(
+            f"rank {rank}: ... {(folder / f'{rank}.log').read_text()[-1500:]}"
+            for rank in range(RANKS)
+        )
         raise RuntimeError(f"{name}: {error}\n{said}") from None
-    return [[Stage(**s) for s in json.loads((folder / f"{rank}.json").read_text())] for rank in range(RANKS)]
+    return [
+        [Stage(**s) for s in json.loads((folder / f"{rank}.json").read_text())]
+        for rank in range(RANKS)
+    ]
 
 
 Results = dict[str, dict[float, list[Stage]]]
@@ -198,7 +215,9 @@ def run(names: Sequence[str], setting: Setting) -> Results:
     """Measure all of them, several rounds over, at all rates."""
     results: Results = {name: {rate: [] for rate in setting.of(name)} for name in names}
     # Every second round backwards, so that nobody always runs after the same neighbour.
-    jobs = [name for round_ in range(setting.rounds) for name in names[:: 1 if round_ % 2 == 0 else -1]]
+    jobs = [
+        name for round_ in range(setting.rounds) for name in names[:: 1 if round_ % 2 == 0 else -1]
+    ]
     with LinkedNodes(setting.delay) as nodes, tempfile.TemporaryDirectory() as place:
         for number, name in enumerate(track(jobs, "measuring", console=Console(stderr=True))):
             folder = Path(place, str(number))
@@ -285,7 +304,11 @@ def table(figures: dict[str, dict[float, Figures]], setting: Setting) -> Table:
             own = figures[name][rate]
             shown_s = [own.wire_s, own.exposed_s, own.allowed_s] if rate != UNLIMITED else []
             verdict = "ok" if own.exposed_s <= own.allowed_s else "above"
-            cells = [f"{1e3 * own.step_s:.0f}", f"{own.sent_nbytes / 1e6:.1f}", *(f"{1e3 * s:.0f}" for s in shown_s)]
+            cells = [
+                f"{1e3 * own.step_s:.0f}",
+                f"{own.sent_nbytes / 1e6:.1f}",
+                *(f"{1e3 * s:.0f}" for s in shown_s),
+            ]
             shown.add_row(show_rate(rate), name, *cells, *([verdict] if shown_s else []))
         shown.add_section()
     return shown
@@ -298,7 +321,13 @@ def hybrid_verdicts(figures: dict[str, dict[float, Figures]], rates: Sequence[fl
         for rate in rates if full in figures and hybrid in figures else ():
             one, other = figures[full][rate], figures[hybrid][rate]
             expected, found = one.ideal_s / other.ideal_s, one.step_s / other.step_s
-            verdict = "no matter" if expected < 1 + SLACK else "as expected" if found > 1 else "NOT as expected"
+            verdict = (
+                "no matter"
+                if expected < 1 + SLACK
+                else "as expected"
+                if found > 1
+                else "NOT as expected"
+            )
             lines.append(
                 f"{hybrid} against {full}, limit {show_rate(rate)}: {expected:.2f} x faster expected, "
                 f"{found:.2f} x found: {verdict}"
@@ -308,15 +337,31 @@ def hybrid_verdicts(figures: dict[str, dict[float, Figures]], rates: Sequence[fl
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     others = [name for name in STRATEGIES if name != FLOOR]
     parser.add_argument("--only", nargs="+", choices=others, default=others, help="what to compare")
-    parser.add_argument("--rates", nargs="+", type=float, default=[10, 1, 0.1], help="Gbit/s, beside no limit")
-    sizes = {"dim": 192, "blocks": 16, "batch": 1, "length": 32, "steps": 3, "warmup": 1, "rounds": 2}
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[10, 1, 0.1], help="Gbit/s, beside no limit"
+    )
+    sizes = {
+        "dim": 192,
+        "blocks": 16,
+        "batch": 1,
+        "length": 32,
+        "steps": 3,
+        "warmup": 1,
+        "rounds": 2,
+    }
     for size, default in sizes.items():
         parser.add_argument(f"--{size}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--pause", type=float, default=45, help="ms that a block pauses in a step, default 45")
-    parser.add_argument("--delay", type=float, default=0, help="ms that a packet takes, one way; needs netem")
+    parser.add_argument(
+        "--pause", type=float, default=45, help="ms that a block pauses in a step, default 45"
+    )
+    parser.add_argument(
+        "--delay", type=float, default=0, help="ms that a packet takes, one way; needs netem"
+    )
     parser.add_argument("--save", type=Path, help="write the figures of every step to this file")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
@@ -325,7 +370,9 @@ def main() -> None:
         work = json.loads(as_rank)
         measure(work["name"], Setting(**work["setting"]), Path(work["folder"]))
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that contexts are left
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that contexts are left
     options["rates"] = (UNLIMITED, *options["rates"])
     setting = Setting(**options)
     try:

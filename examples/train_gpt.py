@@ -42,22 +42,37 @@ class TrainGPT(LightningCLI):
         """Add what a run does besides training."""
         parser.add_lightning_class_args(TextSampler, "sample")
         parser.link_arguments("data.block_size", "sample.context")
-        parser.add_argument("--report.steps", type=int, default=30, help="How many optimizer steps are measured.")
-        parser.add_argument("--report.ddp", type=bool, default=True, help="Measure them under DDP too, after the fit.")
+        parser.add_argument(
+            "--report.steps", type=int, default=30, help="How many optimizer steps are measured."
+        )
+        parser.add_argument(
+            "--report.ddp",
+            type=bool,
+            default=True,
+            help="Measure them under DDP too, after the fit.",
+        )
 
     def before_fit(self) -> None:
         """Have the fit measured."""
-        self.meter = StepMeter(strategy_label(self.config.fit.trainer.strategy), self.config.fit.report.steps)
-        self.trainer.callbacks.insert(0, self.meter)  # first, so that no other callback's time is measured
+        self.meter = StepMeter(
+            strategy_label(self.config.fit.trainer.strategy), self.config.fit.report.steps
+        )
+        self.trainer.callbacks.insert(
+            0, self.meter
+        )  # first, so that no other callback's time is measured
         num_parameters = sum(p.numel() for p in self.model.parameters())
         ranks = f"{self.trainer.world_size} {self.trainer.accelerator.name()} rank{'s' * (self.trainer.world_size > 1)}"
-        say(f"[bold]{self.meter.label}[/] on {ranks}, GPT with {num_parameters / 1e6:.1f} M parameters")
+        say(
+            f"[bold]{self.meter.label}[/] on {ranks}, GPT with {num_parameters / 1e6:.1f} M parameters"
+        )
 
     def after_fit(self) -> None:
         """Report what the fit left behind and what it cost."""
         say(f"Log and checkpoints: {self.trainer.log_dir}")
         if self.meter.figures is None:
-            say(f"Nothing was measured: the fit ended before step {self.meter.last_step} (see --report.steps).")
+            say(
+                f"Nothing was measured: the fit ended before step {self.meter.last_step} (see --report.steps)."
+            )
             return
         # A single rank draws its batches in another order than DDP's sampler would, and has nobody to talk to.
         compares = self.config.fit.report.ddp and self.trainer.world_size > 1
@@ -68,7 +83,9 @@ class TrainGPT(LightningCLI):
         config = self.config.fit
         meter = StepMeter("DDP", config.report.steps, stop=True)
         changed: dict[str, Any] = {
-            "strategy": DDPStrategy(gradient_as_bucket_view=True),  # the gradients once in memory, not twice
+            "strategy": DDPStrategy(
+                gradient_as_bucket_view=True
+            ),  # the gradients once in memory, not twice
             "callbacks": [meter],
             "logger": False,
             "limit_val_batches": 0,
@@ -97,7 +114,10 @@ def strategy_label(strategy: str | Namespace) -> str:
 
 def loggers() -> list[dict[str, Any]]:
     """CSV files, and TensorBoard where it is installed."""
-    csv = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "gpt"}}
+    csv = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": "runs", "name": "gpt"},
+    }
     board = {
         "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
         "init_args": {"save_dir": "runs", "name": "tensorboard", "default_hp_metric": False},
@@ -108,7 +128,9 @@ def loggers() -> list[dict[str, Any]]:
 def quieten() -> None:
     """Keep the terminal for what this run has to say."""
     for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # which accelerators exist, tips, one line per process
+        logging.getLogger(name).setLevel(
+            logging.WARNING
+        )  # which accelerators exist, tips, one line per process
     # A batch is a slice of a text in memory: worker processes would only cost time.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Raised by every Lightning up to 2.6 on torch 2.13, inside Lightning.

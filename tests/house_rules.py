@@ -142,12 +142,16 @@ class Source:
     @property
     def module(self) -> str:
         """The dotted name under which the file is imported."""
-        return ".".join([PACKAGE, *Path(self.inner).with_suffix("").parts]).removesuffix(".__init__")
+        return ".".join([PACKAGE, *Path(self.inner).with_suffix("").parts]).removesuffix(
+            ".__init__"
+        )
 
     @cached_property
     def imports(self) -> tuple[Import, ...]:
         """Every imported name, wherever the statement stands."""
-        package = self.module if self.inner.endswith("__init__.py") else self.module.rpartition(".")[0]
+        package = (
+            self.module if self.inner.endswith("__init__.py") else self.module.rpartition(".")[0]
+        )
         return tuple(_imports(self.tree, package))
 
     @cached_property
@@ -155,7 +159,8 @@ class Source:
         """(dotted name, line) of every import and every attribute, with local names replaced by what they stand for."""
         # `import a.b` binds `a`; every other form binds the whole of what it names.
         bound = {
-            i.local_name: i.local_name if i.target.startswith(i.local_name + ".") else i.target for i in self.imports
+            i.local_name: i.local_name if i.target.startswith(i.local_name + ".") else i.target
+            for i in self.imports
         }
         found = [(name.target, name.line) for name in self.imports]
         for node in ast.walk(self.tree):
@@ -169,11 +174,18 @@ def _imports(node: ast.AST, package: str, in_function: bool = False) -> Iterator
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         prefix = ""
         if isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            parents = (
+                package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            )
             prefix = ".".join([*parents, *([node.module] if node.module else [])]) + "."
         for alias in node.names:
             local = alias.asname or (alias.name if prefix else alias.name.partition(".")[0])
-            yield Import(target=prefix + alias.name, local_name=local, line=node.lineno, in_function=in_function)
+            yield Import(
+                target=prefix + alias.name,
+                local_name=local,
+                line=node.lineno,
+                in_function=in_function,
+            )
     in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     for child in ast.iter_child_nodes(node):
         yield from _imports(child, package, in_function)
@@ -194,7 +206,9 @@ def upward_imports(files: Sequence[Source]) -> Iterator[Finding]:
                 layer = word if word in RANK else "__init__"
                 if RANK[layer] > RANK[own]:
                     problem = f"{own} may import from its own layer or a lower one, and {layer} lies above it"
-                    yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
+                    yield Finding(
+                        path=file.path, line=name.line, subject=name.target, problem=problem
+                    )
 
 
 def import_circles(files: Sequence[Source]) -> Iterator[Finding]:
@@ -239,7 +253,9 @@ def borrowed_privates(files: Sequence[Source]) -> Iterator[Finding]:
             word = dotted.rpartition(".")[2]
             borrowed = dotted.startswith(PACKAGE + ".") and not LIGHTNING_CLASS.match(dotted)
             if borrowed and word.startswith("_") and not word.endswith("__"):
-                problem = "private to another file: make it public there, or ask for what it answers"
+                problem = (
+                    "private to another file: make it public there, or ask for what it answers"
+                )
                 yield Finding(path=file.path, line=line, subject=dotted, problem=problem)
 
 
@@ -266,13 +282,23 @@ def _definitions(tree: ast.Module) -> Iterator[str]:
     """Names that a file gives to functions, classes, fields and attributes."""
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 yield name
-            case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name("self" | "cls" | "made" | "other")):
+            case ast.Attribute(
+                attr=name, ctx=ast.Store(), value=ast.Name("self" | "cls" | "made" | "other")
+            ):
                 yield name
             case ast.AnnAssign(target=ast.Name(name)) | ast.Assign(targets=[ast.Name(name)]):
                 yield name
-            case ast.Call(func=ast.Attribute(attr="update", value=ast.Call(ast.Name("vars"), [ast.Name("self")]))):
+            case ast.Call(
+                func=ast.Attribute(
+                    attr="update", value=ast.Call(ast.Name("vars"), [ast.Name("self")])
+                )
+            ):
                 yield from (word.arg for word in node.keywords if word.arg)
             case _:
                 pass
@@ -287,13 +313,19 @@ def _foreign_words(file: Source) -> Iterator[tuple[str, int, bool]]:
                 pass
             case ast.Subscript(value=owner, slice=ast.Constant(str(word))):
                 pass
-            case ast.Call(ast.Name("getattr" | "setattr" | "delattr"), [owner, ast.Constant(str(word)), *_]):
+            case ast.Call(
+                ast.Name("getattr" | "setattr" | "delattr"), [owner, ast.Constant(str(word)), *_]
+            ):
                 pass
-            case ast.Call(ast.Attribute(owner, "get" | "pop" | "setdefault"), [ast.Constant(str(word)), *_]):
+            case ast.Call(
+                ast.Attribute(owner, "get" | "pop" | "setdefault"), [ast.Constant(str(word)), *_]
+            ):
                 pass
             case ast.Compare(ast.Constant(str(word)), [ast.In() | ast.NotIn()], [owner]):
                 pass
-            case ast.Call(ast.Attribute(ast.Call(ast.Name("vars"), [owner]), "update"), keywords=words):
+            case ast.Call(
+                ast.Attribute(ast.Call(ast.Name("vars"), [owner]), "update"), keywords=words
+            ):
                 own = ast.unparse(owner) == "self"
                 yield from ((word.arg, node.lineno, own) for word in words if word.arg)
                 continue
@@ -316,7 +348,9 @@ def stray_torch_privates(files: Sequence[Source]) -> Iterator[Finding]:
                 and private
                 and words[-1] not in TORCH_PRIVATES
             ):
-                problem = f"private to torch: {TORCH_PRIVATE} gives it a plain name and looks for it"
+                problem = (
+                    f"private to torch: {TORCH_PRIVATE} gives it a plain name and looks for it"
+                )
                 yield Finding(path=file.path, line=line, subject=dotted, problem=problem)
 
 
@@ -325,7 +359,9 @@ def stray_collectives(files: Sequence[Source]) -> Iterator[Finding]:
     for file in files:
         for dotted, line in file.uses if not file.inner.startswith("comm/") else ():
             home, _, word = dotted.rpartition(".")
-            if GROUP_METHOD.fullmatch(word) or (home.startswith(COLLECTIVE_HOMES) and COLLECTIVE.fullmatch(word)):
+            if GROUP_METHOD.fullmatch(word) or (
+                home.startswith(COLLECTIVE_HOMES) and COLLECTIVE.fullmatch(word)
+            ):
                 problem = "collectives and process groups belong to comm/"
                 yield Finding(path=file.path, line=line, subject=word, problem=problem)
 
@@ -335,9 +371,13 @@ def foreign_engines(files: Sequence[Source]) -> Iterator[Finding]:
     for file in files:
         written = [(text, line) for line, text in enumerate(file.text.splitlines(), start=1)]
         for text, line in {
-            (found.group(), line) for text, line in [*written, *file.uses] if (found := FOREIGN_ENGINE.search(text))
+            (found.group(), line)
+            for text, line in [*written, *file.uses]
+            if (found := FOREIGN_ENGINE.search(text))
         }:
-            yield Finding(path=file.path, line=line, subject=text, problem="the sharding engine is our own")
+            yield Finding(
+                path=file.path, line=line, subject=text, problem="the sharding engine is our own"
+            )
 
 
 def stray_lightning(files: Sequence[Source]) -> Iterator[Finding]:
@@ -347,7 +387,9 @@ def stray_lightning(files: Sequence[Source]) -> Iterator[Finding]:
             problem = ""
             if name.is_under(*LIGHTNING):
                 problem = f"both namespaces have to work: import it from {LIGHTNING_API}"
-            elif name.is_under(LIGHTNING_API, "lightning_utilities") and not file.inner.startswith(LIGHTNING_USERS):
+            elif name.is_under(LIGHTNING_API, "lightning_utilities") and not file.inner.startswith(
+                LIGHTNING_USERS
+            ):
                 problem = f"Lightning is known only to {LIGHTNING_USERS}"
             if problem:
                 yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
@@ -357,38 +399,63 @@ def missing_docstrings(files: Sequence[Source]) -> Iterator[Finding]:
     """Every file starts by saying what it is."""
     for file in files:
         if not ast.get_docstring(file.tree):
-            yield Finding(path=file.path, line=1, subject="docstring", problem="the file does not say what it is")
+            yield Finding(
+                path=file.path,
+                line=1,
+                subject="docstring",
+                problem="the file does not say what it is",
+            )
 
 
 def missing_annotations(files: Sequence[Source]) -> Iterator[Finding]:
     """Every argument and every result has a type; `self` and `cls` of a method have one already."""
     for file in files:
-        methods = [item for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef) for item in node.body]
+        methods = [
+            item
+            for node in ast.walk(file.tree)
+            if isinstance(node, ast.ClassDef)
+            for item in node.body
+        ]
         for node in ast.walk(file.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                static = any(ast.unparse(decorator) == "staticmethod" for decorator in node.decorator_list)
+                static = any(
+                    ast.unparse(decorator) == "staticmethod" for decorator in node.decorator_list
+                )
                 given = [*node.args.posonlyargs, *node.args.args]
                 given = given[1:] if node in methods and not static else given
-                given += [arg for arg in (*node.args.kwonlyargs, node.args.vararg, node.args.kwarg) if arg]
-                bare = [arg.arg for arg in given if not arg.annotation] + ([] if node.returns else ["the result"])
+                given += [
+                    arg for arg in (*node.args.kwonlyargs, node.args.vararg, node.args.kwarg) if arg
+                ]
+                bare = [arg.arg for arg in given if not arg.annotation] + (
+                    [] if node.returns else ["the result"]
+                )
                 if bare:
                     problem = f"without a type: {', '.join(bare)}"
-                    yield Finding(path=file.path, line=node.lineno, subject=node.name, problem=problem)
+                    yield Finding(
+                        path=file.path, line=node.lineno, subject=node.name, problem=problem
+                    )
 
 
 def concrete_overrides(files: Sequence[Source]) -> Iterator[Finding]:
     """No method with a body replaces another one of ours: a reader would have to know which of them runs."""
     classes = {
-        node.name: (file, node) for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)
+        node.name: (file, node)
+        for file in files
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef)
     }
     for file, node in classes.values():
         above = {method for base in _bases(node, classes) for method in _concrete(base)}
         for method in sorted(above & set(_concrete(node))):
             problem = "a method of ours replaces another one: make that abstract, or give one class the other as a part"
-            yield Finding(path=file.path, line=node.lineno, subject=f"{node.name}.{method}", problem=problem)
+            yield Finding(
+                path=file.path, line=node.lineno, subject=f"{node.name}.{method}", problem=problem
+            )
 
 
-def _bases(node: ast.ClassDef, classes: Mapping[str, tuple[Source, ast.ClassDef]]) -> Iterator[ast.ClassDef]:
+def _bases(
+    node: ast.ClassDef, classes: Mapping[str, tuple[Source, ast.ClassDef]]
+) -> Iterator[ast.ClassDef]:
     for name in (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases):
         if name in classes:
             yield classes[name][1]
@@ -400,9 +467,13 @@ def _concrete(node: ast.ClassDef) -> Iterator[str]:
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name != "__init__":
             body = [
-                line for line in item.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+                line
+                for line in item.body
+                if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
             ]
-            if body and not any("abstract" in ast.unparse(decorator) for decorator in item.decorator_list):
+            if body and not any(
+                "abstract" in ast.unparse(decorator) for decorator in item.decorator_list
+            ):
                 yield item.name
 
 
@@ -415,19 +486,32 @@ def state_by_hasattr(files: Sequence[Source]) -> Iterator[Finding]:
                     pass
                 case ast.Call(func=ast.Name("getattr"), args=[owner, name, _]):
                     pass
-                case ast.Compare(name, [ast.In() | ast.NotIn()], [ast.Attribute(owner, "__dict__")]):
+                case ast.Compare(
+                    name, [ast.In() | ast.NotIn()], [ast.Attribute(owner, "__dict__")]
+                ):
                     pass
-                case ast.Compare(name, [ast.In() | ast.NotIn()], [ast.Call(ast.Name("vars"), [owner])]):
+                case ast.Compare(
+                    name, [ast.In() | ast.NotIn()], [ast.Call(ast.Name("vars"), [owner])]
+                ):
                     pass
-                case ast.Call(ast.Attribute(ast.Call(ast.Name("vars"), [owner]), "get"), [name, *_]):
+                case ast.Call(
+                    ast.Attribute(ast.Call(ast.Name("vars"), [owner]), "get"), [name, *_]
+                ):
                     pass
                 case _:
                     continue
             word = str(name.value) if isinstance(name, ast.Constant) else ""
-            private = word.startswith("_") and not word.endswith("__") and word not in TORCH_PRIVATES
-            if (file.inner != LIGHTNING_PRIVATE and private) or ast.unparse(owner) in ("self", "cls"):
+            private = (
+                word.startswith("_") and not word.endswith("__") and word not in TORCH_PRIVATES
+            )
+            if (file.inner != LIGHTNING_PRIVATE and private) or ast.unparse(owner) in (
+                "self",
+                "cls",
+            ):
                 problem = "state is declared in __init__ or in a dataclass, not discovered"
-                yield Finding(path=file.path, line=node.lineno, subject=ast.unparse(node), problem=problem)
+                yield Finding(
+                    path=file.path, line=node.lineno, subject=ast.unparse(node), problem=problem
+                )
 
 
 def machine_paths(files: Sequence[Source]) -> Iterator[Finding]:

@@ -92,7 +92,9 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(cin, cout, 3)
         self.conv2 = nn.Conv2d(cout, cout, 3)
-        self.downsample = nn.Sequential(nn.Conv2d(cin, cout, 1), nn.BatchNorm2d(cout)) if cin != cout else None
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(cin, cout, 1), nn.BatchNorm2d(cout)) if cin != cout else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.conv2(self.conv1(x))
@@ -102,6 +104,10 @@ class ResNet18(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7)
-        for number, (cin, cout) in enumerate([(64, 64), (64, 128), (128, 256), (256, 512)], start=1):
-            setattr(self, f"layer{number}", nn.Sequential(BasicBlock(cin, cout), BasicBlock(cout, cout)))
+        for number, (cin, cout) in enumerate(
+            [(64, 64), (64, 128), (128, 256), (256, 512)], start=1
+        ):
+            setattr(
+                self, f"layer{number}", nn.Sequential(BasicBlock(cin, cout), BasicBlock(cout, cout))
+            )
         self.fc = nn.Linear(512, 1000)

@@ -26,7 +26,14 @@ from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap.tree import ParameterSpec
 
-SHAPES = {"matrix": (3, 5), "bias": (5,), "scalar": (), "single": (1,), "cube": (2, 3, 4), "empty": (0, 4)}
+SHAPES = {
+    "matrix": (3, 5),
+    "bias": (5,),
+    "scalar": (),
+    "single": (1,),
+    "cube": (2, 3, 4),
+    "empty": (0, 4),
+}
 SIZES = (1, 2, 3, 4)
 
 
@@ -46,10 +53,14 @@ def make_mesh(shard_size: int | None = None) -> Mesh:
     return Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
 
 
-def make_pairs(mesh: Mesh, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> dict[str, Pair]:
+def make_pairs(
+    mesh: Mesh, dtype: torch.dtype = torch.float32, requires_grad: bool = True
+) -> dict[str, Pair]:
     """A parameter of every shape with the same random content on all ranks, sharded as one flat buffer."""
     random = torch.Generator().manual_seed(1)
-    values = {name: (torch.randn(shape, generator=random) * 3).to(dtype) for name, shape in SHAPES.items()}
+    values = {
+        name: (torch.randn(shape, generator=random) * 3).to(dtype) for name, shape in SHAPES.items()
+    }
     return shard(mesh, values, requires_grad)
 
 
@@ -58,13 +69,24 @@ class _NothingWritten:
         return []
 
 
-def shard(mesh: Mesh, values: dict[str, torch.Tensor], requires_grad: bool = True) -> dict[str, Pair]:
+def shard(
+    mesh: Mesh, values: dict[str, torch.Tensor], requires_grad: bool = True
+) -> dict[str, Pair]:
     """Turn tensors of one dtype into the parameters of a flat buffer, as the engine does."""
-    extend_functions(_NothingWritten().pending_writes)  # on all ranks alike: some may have trained a model before
-    parameters = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
+    extend_functions(
+        _NothingWritten().pending_writes
+    )  # on all ranks alike: some may have trained a model before
+    parameters = {
+        name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()
+    }
     twins = {name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()}
-    specs = [ParameterSpec(fqn=name, parameter=parameter, owners=()) for name, parameter in parameters.items()]
-    FlatGroup(specs, layout_of(specs, mesh.topology.shard_size), mesh, SHARDING_STRATEGIES["full_shard"])
+    specs = [
+        ParameterSpec(fqn=name, parameter=parameter, owners=())
+        for name, parameter in parameters.items()
+    ]
+    FlatGroup(
+        specs, layout_of(specs, mesh.topology.shard_size), mesh, SHARDING_STRATEGIES["full_shard"]
+    )
     pairs: dict[str, Pair] = {}
     for name, parameter in parameters.items():
         assert isinstance(parameter, ShardTensor)
@@ -80,7 +102,8 @@ def whole(value: Any) -> Any:
 def check_same(found: Any, expected: Any, about: str, **tolerances: float) -> None:
     """The same structure, shapes, dtypes and values, whether sharded or not."""
     found, expected = (
-        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), whole(value)) for value in (found, expected)
+        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), whole(value))
+        for value in (found, expected)
     )
     message: Callable[[str], str] = lambda text: f"{about}, rank {dist.get_rank()}: {text}"  # noqa: E731
     torch.testing.assert_close(found, expected, equal_nan=True, msg=message, **tolerances)
@@ -104,7 +127,9 @@ Case = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 @torch.no_grad()
-def compare(cases: dict[str, Case], *, sharded: bool | None, calls: str | None = None, empty: bool = True) -> None:
+def compare(
+    cases: dict[str, Case], *, sharded: bool | None, calls: str | None = None, empty: bool = True
+) -> None:
     """Run every case on every shape, with the sharded parameter and with the plain one; a collective.
 
     Args:
@@ -124,7 +149,9 @@ def compare(cases: dict[str, Case], *, sharded: bool | None, calls: str | None =
             if calls is not None and mesh.topology.shard_size > 1:
                 assert [*issued.elements()] == calls.split(), f"{about} issued {dict(issued)}"
             if sharded is not None:
-                assert isinstance(found, ShardTensor) == sharded, f"{about} is a {type(found).__name__}"
+                assert isinstance(found, ShardTensor) == sharded, (
+                    f"{about} is a {type(found).__name__}"
+                )
             check_same(found, function(pair.plain, plain_operand(pair)), about)
             check_same(pair.sharded, pair.plain, f"{name} after {case}")
 

@@ -16,7 +16,9 @@ from support.exporting import checkpoint, flip, put, read_safetensors
 
 pytestmark = [
     pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled, unavailable or uninitialized"
+    ),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
@@ -112,7 +114,9 @@ def test_a_wrong_path_is_one_line(tmp_path: Path, capsys: Output, command: list[
 
 
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["consolidate", "-o", "a.ckpt"]])
-def test_a_directory_without_checkpoints_is_one_line(tmp_path: Path, capsys: Output, command: list[str]) -> None:
+def test_a_directory_without_checkpoints_is_one_line(
+    tmp_path: Path, capsys: Output, command: list[str]
+) -> None:
     status, out, err = run(capsys, *command, tmp_path)
     assert (status, out, len(err.splitlines())) == (1, "", 1)
     assert err.startswith(f"shardeddp {command[0]}: {tmp_path} is no")
@@ -135,7 +139,14 @@ def test_a_table_fits_the_terminal(
 
 def test_a_checkpoint_is_described(path: Path, capsys: Output) -> None:
     _, out, _ = run(capsys, "inspect", path)
-    for text in ("step 7, epoch 1", "1 rank, full_shard", "torch 2.13.0", "model.net.scale", "bfloat16", "280 B"):
+    for text in (
+        "step 7, epoch 1",
+        "1 rank, full_shard",
+        "torch 2.13.0",
+        "model.net.scale",
+        "bfloat16",
+        "280 B",
+    ):
         assert text in out
 
 
@@ -151,7 +162,10 @@ def test_inspection_reads_no_tensors(path: Path, capsys: Output) -> None:
     (path / DATA).write_bytes(bytes((path / DATA).stat().st_size))
     status, out, _ = run(capsys, "inspect", "--json", path)
     assert status == 0
-    assert {tensor["name"] for tensor in json.loads(out)["tensors"]} > {"model.net.scale", "model.net.mask"}
+    assert {tensor["name"] for tensor in json.loads(out)["tensors"]} > {
+        "model.net.scale",
+        "model.net.mask",
+    }
 
 
 def test_a_checkpoint_of_another_tool_is_not_taken_for_ours(tmp_path: Path, capsys: Output) -> None:
@@ -173,7 +187,10 @@ def test_the_weights_are_written(path: Path, tmp_path: Path, capsys: Output) -> 
     assert read_safetensors(target)[0]["scale"].dtype == torch.float16
     status, _, err = run(capsys, "consolidate", path, "-o", target)
     assert (status, "--force" in err) == (1, True)
-    assert run(capsys, "consolidate", path, "-o", target, "--force", "--max-shard-size", "100B")[0] == 0
+    assert (
+        run(capsys, "consolidate", path, "-o", target, "--force", "--max-shard-size", "100B")[0]
+        == 0
+    )
     assert (tmp_path / "model.safetensors.index.json").exists()
 
 

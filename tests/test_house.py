@@ -49,14 +49,23 @@ def project() -> tuple[Source, ...]:
     """Every file that is tracked or could be; without git, what lies outside hidden and generated folders."""
     try:
         command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        names = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
     except (FileNotFoundError, subprocess.CalledProcessError):
         folders = ("src", "tests", "examples", "configs", "docs", "benchmarks")
-        names = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).rglob("*")]
+        names = [
+            path.relative_to(ROOT).as_posix()
+            for folder in folders
+            for path in (ROOT / folder).rglob("*")
+        ]
         names = [name for name in names if "__pycache__" not in name and ".egg-info" not in name]
     paths = [ROOT / name for name in sorted(set(names))]
     return tuple(
-        Source(path=path.relative_to(ROOT).as_posix(), text=path.read_text(encoding="utf-8", errors="replace"))
+        Source(
+            path=path.relative_to(ROOT).as_posix(),
+            text=path.read_text(encoding="utf-8", errors="replace"),
+        )
         for path in paths
         if path.is_file()
     )
@@ -66,14 +75,20 @@ def under_the_rule(rule: Rule) -> list[Source]:
     if rule in OF_EVERY_FILE:
         return list(project())
     return [
-        file for file in project() if file.path.endswith(".py") and (rule in OF_ALL_PYTHON or file.path.startswith(SRC))
+        file
+        for file in project()
+        if file.path.endswith(".py") and (rule in OF_ALL_PYTHON or file.path.startswith(SRC))
     ]
 
 
 def broken(rule: Rule) -> list[str]:
     """What the tree does against the rule, without what is excused."""
     findings = rule(under_the_rule(rule))
-    return [str(found) for found in findings if (rule.__name__, found.path, found.subject) not in EXCUSED]
+    return [
+        str(found)
+        for found in findings
+        if (rule.__name__, found.path, found.subject) not in EXCUSED
+    ]
 
 
 def test_a_file_imports_only_from_its_own_layer_or_a_lower_one() -> None:
@@ -140,23 +155,35 @@ def test_no_tracked_file_names_a_path_of_somebodys_machine() -> None:
 def test_the_map_of_the_architecture_names_every_file_once() -> None:
     tree = (ROOT / "docs/architecture.md").read_text().split("```")[1].splitlines()
     folder, found = "", list[str]()
-    for name, indent in [(line.split()[0], len(line) - len(line.lstrip())) for line in tree if line[:1] == " "]:
+    for name, indent in [
+        (line.split()[0], len(line) - len(line.lstrip())) for line in tree if line[:1] == " "
+    ]:
         folder = "" if indent == 2 else folder
         if name.endswith("/"):
             folder = name
         else:
             found.append(f"{SRC}{folder}{name}")
-    files = [file.path for file in project() if file.path.startswith(SRC) and file.path.endswith(".py")]
-    assert sorted(found) == [path for path in files if not path.endswith("/__init__.py") or path.count("/") == 2]
+    files = [
+        file.path for file in project() if file.path.startswith(SRC) and file.path.endswith(".py")
+    ]
+    assert sorted(found) == [
+        path for path in files if not path.endswith("/__init__.py") or path.count("/") == 2
+    ]
 
 
 def test_words_that_the_vocabulary_has_replaced_are_not_used() -> None:
     table = (ROOT / "docs/vocabulary.md").read_text().partition("## Words that are not used")[2]
     words = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]
     assert "lane" in words
-    pattern = re.compile(rf"(?<![a-z])({'|'.join(map(re.escape, words))})s?(?![a-z])", re.IGNORECASE)
+    pattern = re.compile(
+        rf"(?<![a-z])({'|'.join(map(re.escape, words))})s?(?![a-z])", re.IGNORECASE
+    )
     files = [file for file in project() if file.path.startswith(SRC)]
-    used = [(file.path, found.group()) for file in files for found in pattern.finditer(spaced(file.text))]
+    used = [
+        (file.path, found.group())
+        for file in files
+        for found in pattern.finditer(spaced(file.text))
+    ]
     assert used == []
 
 
@@ -172,8 +199,12 @@ def test_the_rules_are_given_the_package_and_its_tests() -> None:
 
 @pytest.mark.slow
 def test_every_excuse_has_a_reason_and_still_excuses_something() -> None:
-    found = {(rule.__name__, f.path, f.subject) for rule in RULES for f in rule(under_the_rule(rule))}
-    assert [key for key, reason in EXCUSED.items() if key not in found or len(reason.split()) < 4] == []
+    found = {
+        (rule.__name__, f.path, f.subject) for rule in RULES for f in rule(under_the_rule(rule))
+    }
+    assert [
+        key for key, reason in EXCUSED.items() if key not in found or len(reason.split()) < 4
+    ] == []
 
 
 # Each rule on sources that break it and on sources that keep it: {path inside the package: text}.
@@ -183,22 +214,43 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
     (house.upward_imports, {"wrap/tree.py": "from shardeddp import engine"}),
     (house.upward_imports, {"engine/unit.py": "from .. import lightning"}),
     (house.upward_imports, {"engine/unit.py": "from ..report import table"}),
-    (house.upward_imports, {"report.py": "def f() -> None:\n    import shardeddp.lightning.strategy"}),
+    (
+        house.upward_imports,
+        {"report.py": "def f() -> None:\n    import shardeddp.lightning.strategy"},
+    ),
     (house.upward_imports, {"lightning/strategy.py": "from shardeddp import ShardedDP"}),
     (house.upward_imports, {"cli.py": "import shardeddp"}),
-    (house.upward_imports, {"plan/cost.py": "if TYPE_CHECKING:\n    from shardeddp.comm.mesh import Mesh"}),
+    (
+        house.upward_imports,
+        {"plan/cost.py": "if TYPE_CHECKING:\n    from shardeddp.comm.mesh import Mesh"},
+    ),
     (house.upward_imports, {"helpers.py": ""}),
-    (house.import_circles, {"plan/a.py": "from shardeddp.plan.b import x", "plan/b.py": "from . import a"}),
-    (house.import_circles, {"plan/__init__.py": "from .a import x", "plan/a.py": "from shardeddp.plan import y"}),
     (
         house.import_circles,
-        {"a.py": "import shardeddp.b", "b.py": "from .c import x", "c.py": "def f() -> None:\n    from .a import y"},
+        {"plan/a.py": "from shardeddp.plan.b import x", "plan/b.py": "from . import a"},
     ),
-    (house.import_circles, {"a.py": "from .b import x", "b.py": "if TYPE_CHECKING:\n    from .a import y"}),
+    (
+        house.import_circles,
+        {"plan/__init__.py": "from .a import x", "plan/a.py": "from shardeddp.plan import y"},
+    ),
+    (
+        house.import_circles,
+        {
+            "a.py": "import shardeddp.b",
+            "b.py": "from .c import x",
+            "c.py": "def f() -> None:\n    from .a import y",
+        },
+    ),
+    (
+        house.import_circles,
+        {"a.py": "from .b import x", "b.py": "if TYPE_CHECKING:\n    from .a import y"},
+    ),
     (house.imports_in_functions, {"wrap.py": "def f() -> None:\n    import json"}),
     (
         house.imports_in_functions,
-        {"wrap.py": "class A:\n    async def f(self) -> None:\n        if 1:\n            import json"},
+        {
+            "wrap.py": "class A:\n    async def f(self) -> None:\n        if 1:\n            import json"
+        },
     ),
     (house.impure_plans, {"plan/layout.py": "import torch"}),
     (house.impure_plans, {"plan/layout.py": "from numpy import prod"}),
@@ -208,10 +260,18 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
     (house.borrowed_privates, {"plan/cost.py": "from . import layout\nlayout._round_up(3)"}),
     (
         house.borrowed_privates,
-        {"lightning/a.py": "from shardeddp.lightning import namespace\nnamespace._is_installed('x')"},
+        {
+            "lightning/a.py": "from shardeddp.lightning import namespace\nnamespace._is_installed('x')"
+        },
     ),
-    (house.foreign_privates, {"lightning/api.py": "from lightning.pytorch.core.saving import _load_state"}),
-    (house.foreign_privates, {"lightning/launchers.py": "def f(loop: Any) -> None:\n    loop._combined_loader = None"}),
+    (
+        house.foreign_privates,
+        {"lightning/api.py": "from lightning.pytorch.core.saving import _load_state"},
+    ),
+    (
+        house.foreign_privates,
+        {"lightning/launchers.py": "def f(loop: Any) -> None:\n    loop._combined_loader = None"},
+    ),
     (
         house.foreign_privates,
         {
@@ -226,7 +286,9 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
     (house.foreign_privates, {"lightning/launchers.py": "'_summary' in vars(x)"}),
     (
         house.foreign_privates,
-        {"lightning/strategy.py": "class A(ParallelStrategy):\n    def f(self) -> None: self._layer_sync.x"},
+        {
+            "lightning/strategy.py": "class A(ParallelStrategy):\n    def f(self) -> None: self._layer_sync.x"
+        },
     ),
     (
         house.stray_torch_privates,
@@ -234,45 +296,87 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
     ),
     (house.stray_torch_privates, {"engine/unit.py": "from torch.utils import _pytree as pytree"}),
     (house.stray_torch_privates, {"engine/unit.py": "from torch._dynamo import OptimizedModule"}),
-    (house.stray_collectives, {"engine/unit.py": "import torch.distributed as dist\ndist.all_reduce(x)"}),
-    (house.stray_collectives, {"engine/unit.py": "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"}),
-    (house.stray_collectives, {"engine/unit.py": "import torch.distributed\ntorch.distributed.barrier()"}),
     (
         house.stray_collectives,
-        {"engine/unit.py": "from torch import distributed\ndistributed.reduce_scatter_tensor(x, y)"},
-    ),
-    (house.stray_collectives, {"engine/unit.py": "from torch.distributed import broadcast as tell"}),
-    (
-        house.stray_collectives,
-        {"engine/unit.py": "from torch.distributed import distributed_c10d as c\nf = c.all_to_all_single"},
+        {"engine/unit.py": "import torch.distributed as dist\ndist.all_reduce(x)"},
     ),
     (
         house.stray_collectives,
-        {"lightning/strategy.py": "import torch.distributed as dist\ndist.init_process_group('gloo')"},
+        {"engine/unit.py": "import torch\ntorch.distributed.all_gather_into_tensor(x, y)"},
     ),
-    (house.stray_collectives, {"lightning/strategy.py": "from torch.distributed.device_mesh import init_device_mesh"}),
+    (
+        house.stray_collectives,
+        {"engine/unit.py": "import torch.distributed\ntorch.distributed.barrier()"},
+    ),
+    (
+        house.stray_collectives,
+        {
+            "engine/unit.py": "from torch import distributed\ndistributed.reduce_scatter_tensor(x, y)"
+        },
+    ),
+    (
+        house.stray_collectives,
+        {"engine/unit.py": "from torch.distributed import broadcast as tell"},
+    ),
+    (
+        house.stray_collectives,
+        {
+            "engine/unit.py": "from torch.distributed import distributed_c10d as c\nf = c.all_to_all_single"
+        },
+    ),
+    (
+        house.stray_collectives,
+        {
+            "lightning/strategy.py": "import torch.distributed as dist\ndist.init_process_group('gloo')"
+        },
+    ),
+    (
+        house.stray_collectives,
+        {"lightning/strategy.py": "from torch.distributed.device_mesh import init_device_mesh"},
+    ),
     (
         house.stray_collectives,
         {"report.py": "import torch.distributed as dist\ndist.send(x, 1)\ndist.new_group()"},
     ),
-    (house.stray_collectives, {"wrap.py": "import torch\ntorch.ops._c10d_functional.all_reduce(x, 'sum', '0')"}),
-    (house.stray_collectives, {"wrap.py": "def f(group: ProcessGroup) -> None:\n    group.allreduce(x).wait()"}),
+    (
+        house.stray_collectives,
+        {"wrap.py": "import torch\ntorch.ops._c10d_functional.all_reduce(x, 'sum', '0')"},
+    ),
+    (
+        house.stray_collectives,
+        {"wrap.py": "def f(group: ProcessGroup) -> None:\n    group.allreduce(x).wait()"},
+    ),
     (house.foreign_engines, {"wrap.py": "from torch.distributed.fsdp import FSDPModule"}),
     (house.foreign_engines, {"wrap.py": "from torch.distributed import fsdp"}),
-    (house.foreign_engines, {"wrap.py": "import torch.distributed as dist\ndist.fsdp.fully_shard(m)"}),
+    (
+        house.foreign_engines,
+        {"wrap.py": "import torch.distributed as dist\ndist.fsdp.fully_shard(m)"},
+    ),
     (house.foreign_engines, {"comm/mesh.py": "import_module('torch.distributed.fsdp')"}),
-    (house.foreign_engines, {"comm/mesh.py": "from torch.distributed._composable import replicate"}),
+    (
+        house.foreign_engines,
+        {"comm/mesh.py": "from torch.distributed._composable import replicate"},
+    ),
     (house.stray_lightning, {"engine/runtime.py": "from shardeddp.lightning.api import Trainer"}),
     (house.stray_lightning, {"lightning/checkpointing.py": "import lightning as L"}),
     (house.stray_lightning, {"report.py": "from lightning.pytorch import Callback"}),
-    (house.stray_lightning, {"__init__.py": "from pytorch_lightning.strategies import StrategyRegistry"}),
+    (
+        house.stray_lightning,
+        {"__init__.py": "from pytorch_lightning.strategies import StrategyRegistry"},
+    ),
     (house.missing_docstrings, {"wrap.py": "import json\n'too late'"}),
     (house.missing_docstrings, {"plan/__init__.py": ""}),
     (house.missing_annotations, {"wrap.py": "def f(a, b: int) -> None: ..."}),
     (house.missing_annotations, {"wrap.py": "def f(a: int): ..."}),
     (house.missing_annotations, {"wrap.py": "def f(*args, **kwargs: int) -> None: ..."}),
-    (house.missing_annotations, {"wrap.py": "class A:\n    def __init__(self, *, size=1) -> None: ..."}),
-    (house.missing_annotations, {"wrap.py": "class A:\n    @staticmethod\n    def f(x) -> None: ..."}),
+    (
+        house.missing_annotations,
+        {"wrap.py": "class A:\n    def __init__(self, *, size=1) -> None: ..."},
+    ),
+    (
+        house.missing_annotations,
+        {"wrap.py": "class A:\n    @staticmethod\n    def f(x) -> None: ..."},
+    ),
     (house.missing_annotations, {"wrap.py": "def f() -> None:\n    def g(cls) -> int: ..."}),
     (
         house.concrete_overrides,
@@ -294,20 +398,35 @@ BREAKS: list[tuple[Rule, dict[str, str]]] = [
 KEEPS: list[tuple[Rule, dict[str, str]]] = [
     (
         house.upward_imports,
-        {"lightning/strategy.py": "import lightning\nfrom shardeddp.report import Table\nfrom .. import wrap"},
+        {
+            "lightning/strategy.py": "import lightning\nfrom shardeddp.report import Table\nfrom .. import wrap"
+        },
     ),
     (
         house.upward_imports,
-        {"__init__.py": "from shardeddp.lightning.strategy import ShardedDP", "config.py": "from .errors import E"},
+        {
+            "__init__.py": "from shardeddp.lightning.strategy import ShardedDP",
+            "config.py": "from .errors import E",
+        },
     ),
     (
         house.import_circles,
-        {"plan/__init__.py": "from .a import x", "plan/a.py": "from . import b", "plan/b.py": "import json"},
+        {
+            "plan/__init__.py": "from .a import x",
+            "plan/a.py": "from . import b",
+            "plan/b.py": "import json",
+        },
     ),
-    (house.imports_in_functions, {"wrap.py": "try:\n    import json\nexcept ImportError:\n    json = None"}),
+    (
+        house.imports_in_functions,
+        {"wrap.py": "try:\n    import json\nexcept ImportError:\n    json = None"},
+    ),
     (
         house.impure_plans,
-        {"plan/a.py": "import os.path\nfrom .b import x\nfrom shardeddp.errors import E", "wrap.py": "import torch"},
+        {
+            "plan/a.py": "import os.path\nfrom .b import x\nfrom shardeddp.errors import E",
+            "wrap.py": "import torch",
+        },
     ),
     (
         house.borrowed_privates,
@@ -327,13 +446,24 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
     ),
     (
         house.stray_torch_privates,
-        {"torch_private.py": "import torch\ntorch._C", "a.py": "import torch\ntorch.__version__\nmodule._parameters"},
+        {
+            "torch_private.py": "import torch\ntorch._C",
+            "a.py": "import torch\ntorch.__version__\nmodule._parameters",
+        },
     ),
-    (house.stray_collectives, {"comm/backends.py": "import torch.distributed as dist\ndist.all_reduce(x)"}),
-    (house.stray_collectives, {"wrap.py": "import torch.distributed as dist\ndist.get_rank()\nx.scatter(0, i, y)"}),
     (
         house.stray_collectives,
-        {"engine/unit.py": "def f(comm: Collectives) -> None:\n    comm.all_gather(x)\n    comm.barrier()"},
+        {"comm/backends.py": "import torch.distributed as dist\ndist.all_reduce(x)"},
+    ),
+    (
+        house.stray_collectives,
+        {"wrap.py": "import torch.distributed as dist\ndist.get_rank()\nx.scatter(0, i, y)"},
+    ),
+    (
+        house.stray_collectives,
+        {
+            "engine/unit.py": "def f(comm: Collectives) -> None:\n    comm.all_gather(x)\n    comm.barrier()"
+        },
     ),
     (house.foreign_engines, {"wrap.py": "from torch.distributed.tensor import DTensor"}),
     (
@@ -347,7 +477,9 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
     (house.missing_docstrings, {"wrap.py": '"""Policies."""'}),
     (
         house.missing_annotations,
-        {"wrap.py": "class A:\n    @classmethod\n    def f(cls, x: int, *a: int, **k: int) -> None: ..."},
+        {
+            "wrap.py": "class A:\n    @classmethod\n    def f(cls, x: int, *a: int, **k: int) -> None: ..."
+        },
     ),
     (
         house.concrete_overrides,
@@ -358,11 +490,15 @@ KEEPS: list[tuple[Rule, dict[str, str]]] = [
     ),
     (
         house.state_by_hasattr,
-        {"wrap.py": "hasattr(module, 'flatten_parameters')\ngetattr(fn, '__name__', '?')\ngetattr(self, name)"},
+        {
+            "wrap.py": "hasattr(module, 'flatten_parameters')\ngetattr(fn, '__name__', '?')\ngetattr(self, name)"
+        },
     ),
     (
         house.machine_paths,
-        {"run.sh": "#!/usr/bin/env bash\nls >/dev/null https://example.org/home/page ~/work/x ${D}/tmp/x"},
+        {
+            "run.sh": "#!/usr/bin/env bash\nls >/dev/null https://example.org/home/page ~/work/x ${D}/tmp/x"
+        },
     ),
 ]
 
@@ -371,12 +507,16 @@ def sources(texts: dict[str, str]) -> list[Source]:
     return [Source(path=SRC + path, text=text) for path, text in texts.items()]
 
 
-@pytest.mark.parametrize(("rule", "texts"), BREAKS, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("rule", "texts"), BREAKS, ids=lambda value: getattr(value, "__name__", None)
+)
 def test_a_rule_sees_a_source_that_breaks_it(rule: Rule, texts: dict[str, str]) -> None:
     assert [str(found) for found in rule(sources(texts))] != []
 
 
-@pytest.mark.parametrize(("rule", "texts"), KEEPS, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("rule", "texts"), KEEPS, ids=lambda value: getattr(value, "__name__", None)
+)
 def test_a_rule_leaves_a_source_that_keeps_it_alone(rule: Rule, texts: dict[str, str]) -> None:
     assert [str(found) for found in rule(sources(texts))] == []
 

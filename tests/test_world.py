@@ -79,7 +79,9 @@ def test_warnings_are_errors_on_ranks(world: Worlds) -> None:
 
 @pytest.mark.slow
 def test_a_hang_names_the_ranks_that_have_not_answered_and_where_they_are(world: Worlds) -> None:
-    with pytest.raises(WorldTimeout, match=r"(?s)ranks \[1\] of 2 had not answered after 1 s.*in hang_on"):
+    with pytest.raises(
+        WorldTimeout, match=r"(?s)ranks \[1\] of 2 had not answered after 1 s.*in hang_on"
+    ):
         world(2).run(hang_on, 1, timeout_s=1.0)
     assert world(2).run(total, 1.0) == [3.0, 3.0]
 

@@ -18,6 +18,7 @@ from torch import nn, optim
 
 from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision, Scope
+from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Prefetch, Runtime
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.engine.unit import Unit
@@ -70,7 +71,11 @@ class Sharding:
     """Ranks are known to use different units."""
 
     def apply(
-        self, model: nn.Module, autocast: torch.dtype | None = None, options: MixedPrecision | None = None
+        self,
+        model: nn.Module,
+        autocast: torch.dtype | None = None,
+        options: MixedPrecision | None = None,
+        recording: Recording | None = None,
     ) -> Runtime:
         """Shard a model in place, for a precision; a collective."""
         policy = NamePolicy(self.units) if self.units else SingleUnitPolicy()
@@ -78,14 +83,25 @@ class Sharding:
         dtypes = resolve_dtypes(options, autocast)
         units = assign_dtypes(model, build_units(model, policy), dtypes)
         cast_at_boundaries(model, units, dtypes)
-        return shard_model(units, self.mesh(), self.sharding, prefetch, uneven=self.uneven)
+        return shard_model(
+            units, self.mesh(), self.sharding, prefetch, recording=recording, uneven=self.uneven
+        )
 
     @property
     def sharding(self) -> ShardingStrategy:
         """What the strategy is to the engine."""
         given = SHARDING_STRATEGIES[self.strategy]
-        every = given.reduce_every_backward if self.reduce_every_backward is None else self.reduce_every_backward
-        return replace(given, regather_size=self.regather, reduce_every_backward=every, split_replicas=self.split)
+        every = (
+            given.reduce_every_backward
+            if self.reduce_every_backward is None
+            else self.reduce_every_backward
+        )
+        return replace(
+            given,
+            regather_size=self.regather,
+            reduce_every_backward=every,
+            split_replicas=self.split,
+        )
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
@@ -119,7 +135,9 @@ class Trial:
 
     def forward(self, loss: Loss, step: int = 0) -> torch.Tensor:
         """This rank's loss, as the strategy computes it."""
-        with self.runtime.step("training_step" if torch.is_grad_enabled() else "validation_step") as outputs:
+        with self.runtime.step(
+            "training_step" if torch.is_grad_enabled() else "validation_step"
+        ) as outputs:
             outputs.append(loss(self.model, dist.get_rank(), step))
         return outputs[0]
 
@@ -152,7 +170,9 @@ class Trial:
 
     def check_gradients(self) -> None:
         """Both have the same gradients, and none where the other has none."""
-        for (name, mine), expected in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
+        for (name, mine), expected in zip(
+            self.model.named_parameters(), self.reference.parameters(), strict=True
+        ):
             if expected.grad is None:
                 assert mine.grad is None, f"{name} has a gradient"
             else:
@@ -161,13 +181,17 @@ class Trial:
 
     def check_parameters(self) -> None:
         """Both have the same parameters."""
-        for (name, mine), expected in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
+        for (name, mine), expected in zip(
+            self.model.named_parameters(), self.reference.parameters(), strict=True
+        ):
             close(full(mine), expected, name)
 
     def check_rest(self) -> None:
         """The modules hold sharded parameters again."""
         for progress in self.runtime.progresses:
-            assert progress.unit.state.value == "sharded", f"{progress.unit.label} is {progress.unit.state.value}"
+            assert progress.unit.state.value == "sharded", (
+                f"{progress.unit.label} is {progress.unit.state.value}"
+            )
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,7 +202,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Equal but for the order of summation."""
     torch.testing.assert_close(
-        found, expected.detach(), rtol=2e-5, atol=1e-6, msg=lambda text: f"{name} on rank {dist.get_rank()}: {text}"
+        found,
+        expected.detach(),
+        rtol=2e-5,
+        atol=1e-6,
+        msg=lambda text: f"{name} on rank {dist.get_rank()}: {text}",
     )
 
 
@@ -219,7 +247,10 @@ class Chain(nn.Module):
         torch.manual_seed(0)
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(blocks)]
+            [
+                nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+                for _ in range(blocks)
+            ]
         )
         self.order = list(range(blocks))
 

@@ -124,17 +124,23 @@ class World:
 Worlds = Callable[[int], World]
 
 
-def on_ranks(size: int, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    size: int, timeout_s: float = TIMEOUT_S
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a function into a test that runs it on every rank; its arguments are parametrized, never fixtures."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(world: Worlds, **arguments: Any) -> None:
-            world(size).run(_run_body, body.__module__, body.__name__, arguments, timeout_s=timeout_s)
+            world(size).run(
+                _run_body, body.__module__, body.__name__, arguments, timeout_s=timeout_s
+            )
 
         signature = inspect.signature(body)
         world = inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)
-        vars(test)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), world])
+        vars(test)["__signature__"] = signature.replace(
+            parameters=[*signature.parameters.values(), world]
+        )
         return test
 
     return decorate
@@ -150,7 +156,9 @@ class Pool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         # What is slow to import; not the package under test, whose failure to import belongs into a test.
-        self._context.set_forkserver_preload(["torch.distributed", "torch.testing", "lightning.pytorch", "pytest"])
+        self._context.set_forkserver_preload(
+            ["torch.distributed", "torch.testing", "lightning.pytorch", "pytest"]
+        )
         self._folder = Path(tempfile.mkdtemp(prefix="world-"))
         self._ranks: list[Rank] = []
         self._calls = 0
@@ -167,10 +175,16 @@ class Pool:
             ranks = self._ranks[:size]
             for rank in ranks:
                 rank.answer = None
-                rank.connection.send((size, str(self._folder / f"store-{self._calls}"), call, timeout_s))
+                rank.connection.send(
+                    (size, str(self._folder / f"store-{self._calls}"), call, timeout_s)
+                )
             self._collect(ranks, timeout_s)
             _raise_failures(ranks)
-            results = [pickle.loads(rank.answer.payload) for rank in ranks if rank.answer and rank.answer.payload]
+            results = [
+                pickle.loads(rank.answer.payload)
+                for rank in ranks
+                if rank.answer and rank.answer.payload
+            ]
             for rank in ranks:
                 rank.connection.send("all ranks have answered")
         except BaseException:
@@ -201,7 +215,9 @@ class Pool:
         self._ranks += new
         for rank in new:
             if not rank.connection.poll(START_TIMEOUT_S):
-                raise WorldTimeout(f"{rank.process.name} had not started after {START_TIMEOUT_S:g} s")
+                raise WorldTimeout(
+                    f"{rank.process.name} had not started after {START_TIMEOUT_S:g} s"
+                )
             rank.connection.recv()
 
     def _start(self, rank: int) -> Rank:
@@ -236,17 +252,27 @@ def _receive(rank: Rank) -> Answer:
         return rank.connection.recv()
     except (EOFError, ConnectionError):
         rank.process.join(timeout=1.0)
-        error = RankDied(f"{rank.process.name} ended with exit code {rank.process.exitcode} in the middle of a call")
+        error = RankDied(
+            f"{rank.process.name} ended with exit code {rank.process.exitcode} in the middle of a call"
+        )
         return Answer(payload=pickle.dumps(error), failure=str(error), died=True)
 
 
 def _raise_failures(ranks: Sequence[Rank]) -> None:
-    failures = [(index, rank.answer) for index, rank in enumerate(ranks) if rank.answer and rank.answer.failure]
+    failures = [
+        (index, rank.answer)
+        for index, rank in enumerate(ranks)
+        if rank.answer and rank.answer.failure
+    ]
     if not failures:
         return
     # A rank that died says nothing itself; those that lost their connection to it are often heard first.
-    first = min(failures, key=lambda failure: (not failure[1].died, ranks[failure[0]].answered_at))[1]
-    text = "\n".join(f"--- rank {index} ---\n{answer.failure.rstrip()}" for index, answer in failures)
+    first = min(failures, key=lambda failure: (not failure[1].died, ranks[failure[0]].answered_at))[
+        1
+    ]
+    text = "\n".join(
+        f"--- rank {index} ---\n{answer.failure.rstrip()}" for index, answer in failures
+    )
     silent = [index for index, rank in enumerate(ranks) if rank.answer is None]
     if silent:
         text += f"\n--- ranks {silent} had not answered {GRACE_S:g} s later ---"
@@ -259,7 +285,9 @@ def _raise_failures(ranks: Sequence[Rank]) -> None:
 def _describe_missing(ranks: Sequence[Rank], timeout_s: float) -> str:
     """Which ranks have not answered, and where they are."""
     missing = [index for index, rank in enumerate(ranks) if rank.answer is None]
-    stacks = "\n".join(f"--- rank {index} ---\n{ranks[index].stack_file.read_text().rstrip()}" for index in missing)
+    stacks = "\n".join(
+        f"--- rank {index} ---\n{ranks[index].stack_file.read_text().rstrip()}" for index in missing
+    )
     return f"ranks {missing} of {len(ranks)} had not answered after {timeout_s:g} s; they were here:\n{stacks}"
 
 
@@ -290,7 +318,9 @@ def fresh_world(rank: int, size: int, store: str) -> Iterator[None]:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     file_store = dist.FileStore(store, size)
-    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=file_store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+    )
     yield
     gc.collect()  # what refers to groups in circles
     if dist.is_initialized():
@@ -302,7 +332,9 @@ def answer(call: bytes) -> Answer:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", "The `srun` command is available")  # a matter of the machine
+            warnings.filterwarnings(
+                "ignore", "The `srun` command is available"
+            )  # a matter of the machine
             function, args = pickle.loads(call)
             return Answer(payload=pickle.dumps(function(*args)))
     except BaseException as error:  # noqa: BLE001 - all of them belong to the test

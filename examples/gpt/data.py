@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 VOCAB_SIZE = 256
-WINDOWS_PER_BLOCK = 8  # training windows overlap: each begins an eighth of a block after the one before it
+WINDOWS_PER_BLOCK = (
+    8  # training windows overlap: each begins an eighth of a block after the one before it
+)
 
 
 def encode(text: str) -> Tensor:
@@ -30,11 +32,17 @@ def corpus() -> str:
     is the end of the corpus, was not read in training.
     """
     texts = [text.strip() for text in topics.values()]
-    bodies = [text.split("\n", 2)[-1].strip() for text in texts]  # without the title and its underline
+    bodies = [
+        text.split("\n", 2)[-1].strip() for text in texts
+    ]  # without the title and its underline
     kept = [
         text
         for index, (text, body) in enumerate(zip(texts, bodies, strict=True))
-        if not any(body in other for at, other in enumerate(texts) if at != index and len(other) > len(text))
+        if not any(
+            body in other
+            for at, other in enumerate(texts)
+            if at != index and len(other) > len(text)
+        )
     ]
     return "\n\n\n".join(kept)
 
@@ -81,7 +89,9 @@ class PydocText(L.LightningDataModule):
         validation_fraction: Share of the text, taken from its end, that is never trained on.
     """
 
-    def __init__(self, block_size: int = 128, batch_size: int = 8, validation_fraction: float = 0.1) -> None:
+    def __init__(
+        self, block_size: int = 128, batch_size: int = 8, validation_fraction: float = 0.1
+    ) -> None:
         super().__init__()
         self.block_size = block_size
         self.batch_size = batch_size

@@ -25,7 +25,9 @@ class LoRALinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.scale = alpha / rank
         self.down = nn.Parameter(torch.randn(rank, base.in_features) * base.in_features**-0.5)
-        self.up = nn.Parameter(torch.zeros(base.out_features, rank))  # zeros: training begins at the model as it was
+        self.up = nn.Parameter(
+            torch.zeros(base.out_features, rank)
+        )  # zeros: training begins at the model as it was
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
@@ -61,7 +63,9 @@ class LoRAGPTModule(GPTModule):
         learning_rate: float = 1e-3,
         warmup_steps: int = 10,
     ) -> None:
-        super().__init__(vocab_size, dim, num_layers, num_heads, learning_rate, warmup_steps, weight_decay=0.0)
+        super().__init__(
+            vocab_size, dim, num_layers, num_heads, learning_rate, warmup_steps, weight_decay=0.0
+        )
         # A checkpoint of this module has all weights, so it does not need the other one again.
         self.save_hyperparameters(ignore="pretrained")
         if pretrained is not None:

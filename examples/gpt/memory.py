@@ -29,7 +29,11 @@ class Sharded(Protocol):
 def state_nbytes(module: nn.Module, optimizer: Optimizer) -> int:
     """Bytes of parameters, gradients and optimizer states that lie on this rank; a tied weight counts once."""
     parameters = list(module.parameters())
-    held = [*parameters, *(p.grad for p in parameters), *(v for s in optimizer.state.values() for v in s.values())]
+    held = [
+        *parameters,
+        *(p.grad for p in parameters),
+        *(v for s in optimizer.state.values() for v in s.values()),
+    ]
     local = (tensor.to_local() if isinstance(tensor, Sharded) else tensor for tensor in held)
     return sum(tensor.nbytes for tensor in local if isinstance(tensor, Tensor))
 

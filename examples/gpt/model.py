@@ -36,7 +36,9 @@ def rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tens
     Returns:
         Cosines and sines, fp32, each of shape (T, K / 2).
     """
-    frequency = ROPE_BASE ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequency = ROPE_BASE ** -(
+        torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    )
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 
@@ -67,8 +69,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix every position (B, T, D) with the positions before it."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B, H, T, K
-        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        q, k, v = (
+            self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # each B, H, T, K
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -216,12 +222,19 @@ class GPTModule(L.LightningModule):
         groups = decay_groups(self, self.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=ADAM_BETAS)
         total_steps = int(self.trainer.estimated_stepping_batches)
-        factor = partial(warmup_then_cosine, warmup_steps=self.warmup_steps, total_steps=total_steps)
+        factor = partial(
+            warmup_then_cosine, warmup_steps=self.warmup_steps, total_steps=total_steps
+        )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     @torch.no_grad()
-    def generate(self, prompt: Tensor, num_tokens: int, context: int, temperature: float = 1.0) -> Tensor:
+    def generate(
+        self, prompt: Tensor, num_tokens: int, context: int, temperature: float = 1.0
+    ) -> Tensor:
         """Sample a continuation, one forward per token.
 
         The draw comes from a generator of its own, seeded alike on every rank: all ranks sample the same text, and
@@ -259,4 +272,6 @@ def warmup_then_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+    return FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * 0.5 * (
+        1 + math.cos(math.pi * progress)
+    )

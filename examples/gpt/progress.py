@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 REFRESHES_PER_S = 4  # drawing takes a core's time away from training
 
@@ -28,4 +34,8 @@ class EpochLines(RichProgressBar):
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         """What the module logs for the bar, without the number of the run."""
-        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+        return {
+            name: value
+            for name, value in super().get_metrics(trainer, pl_module).items()
+            if name != "v_num"
+        }

@@ -58,7 +58,9 @@ class StepMeter(L.Callback):
         ValueError: If there is no step to measure or none to warm up.
     """
 
-    def __init__(self, label: str, num_steps: int, warmup_steps: int = 5, stop: bool = False) -> None:
+    def __init__(
+        self, label: str, num_steps: int, warmup_steps: int = 5, stop: bool = False
+    ) -> None:
         super().__init__()
         if num_steps < 1 or warmup_steps < 1:
             raise ValueError(
@@ -71,10 +73,14 @@ class StepMeter(L.Callback):
         self.stop = stop
         self.figures: Figures | None = None  # None until the last step is measured
         self._gauge: MemoryGauge | None = None  # None until the first step is measured
-        self._step = 0  # number of the running step, which has several batches if gradients are accumulated
+        self._step = (
+            0  # number of the running step, which has several batches if gradients are accumulated
+        )
         self._batch_began_s = 0.0
         self._sent_before_nbytes = 0  # by this rank, when the running batch began
-        self._step_times_s = [0.0]  # of the measured steps; the last entry grows with the running step
+        self._step_times_s = [
+            0.0
+        ]  # of the measured steps; the last entry grows with the running step
         self._sent_nbytes = 0  # by this rank in all measured steps
         self._tokens = 0  # of this rank in all measured steps
         self._state_nbytes = 0  # 0 until counted
@@ -89,7 +95,11 @@ class StepMeter(L.Callback):
         return self.warmup_steps < self._step <= self.last_step
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: tuple[Tensor, Tensor], batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: tuple[Tensor, Tensor],
+        batch_idx: int,
     ) -> None:
         """Start the clock."""
         self._step = trainer.global_step + 1
@@ -100,7 +110,9 @@ class StepMeter(L.Callback):
         self._sent_before_nbytes = _sent_nbytes(trainer)
         self._batch_began_s = _now_s(trainer.strategy.root_device)
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
         """Count what training keeps, at the moment when gradients and optimizer states both exist."""
         if self._measuring and not self._state_nbytes:
             self._state_nbytes = state_nbytes(pl_module, optimizer)
@@ -125,7 +137,9 @@ class StepMeter(L.Callback):
             self._step_times_s.append(0.0)
             return
         loss = outputs["loss"] * trainer.accumulate_grad_batches  # Lightning divides it
-        self.figures = self._conclude(trainer, float(trainer.strategy.reduce(loss, reduce_op="mean")))
+        self.figures = self._conclude(
+            trainer, float(trainer.strategy.reduce(loss, reduce_op="mean"))
+        )
         trainer.should_stop |= self.stop
 
     def _conclude(self, trainer: L.Trainer, loss: float) -> Figures:
@@ -151,7 +165,9 @@ class StepMeter(L.Callback):
             tokens_per_s=self._tokens / self.num_steps * trainer.world_size / step_time_s,
             state_nbytes=state,
             peak_nbytes=peak,
-            sent_nbytes=sent if isinstance(trainer.strategy, ShardedDP) else _ring_all_reduce_nbytes(trainer),
+            sent_nbytes=sent
+            if isinstance(trainer.strategy, ShardedDP)
+            else _ring_all_reduce_nbytes(trainer),
         )
 
 
@@ -162,7 +178,9 @@ def _sent_nbytes(trainer: L.Trainer) -> int:
 
 def _ring_all_reduce_nbytes(trainer: L.Trainer) -> float:
     """What a rank sends when all gradients are all-reduced once around a ring: 2 (n - 1) / n of their bytes."""
-    gradients_nbytes = sum(p.nbytes for p in trainer.lightning_module.parameters() if p.requires_grad)
+    gradients_nbytes = sum(
+        p.nbytes for p in trainer.lightning_module.parameters() if p.requires_grad
+    )
     return 2 * (trainer.world_size - 1) / trainer.world_size * gradients_nbytes
 
 

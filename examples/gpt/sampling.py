@@ -23,7 +23,11 @@ class TextSampler(L.Callback):
     """
 
     def __init__(
-        self, prompt: str = "The ", num_tokens: int = 320, temperature: float = 0.6, context: int = 128
+        self,
+        prompt: str = "The ",
+        num_tokens: int = 320,
+        temperature: float = 0.6,
+        context: int = 128,
     ) -> None:
         super().__init__()
         self.prompt = prompt
@@ -56,4 +60,6 @@ class TextSampler(L.Callback):
     @rank_zero_only
     def _print(self) -> None:
         text = Text.assemble((self.prompt, "bold"), self.text.removeprefix(self.prompt))
-        rich.print(Panel(text, title="sample", title_align="left", border_style="dim", padding=(1, 2)))
+        rich.print(
+            Panel(text, title="sample", title_align="left", border_style="dim", padding=(1, 2))
+        )

@@ -1,7 +1,13 @@
 """shardeddp: sharded training for PyTorch Lightning, of unmodified LightningModules."""
 
 from shardeddp.config import ActivationCheckpointing, CheckpointOptions, CPUOffload, MixedPrecision
-from shardeddp.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, LayoutMismatchError, RankError
+from shardeddp.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DamagedCheckpointError,
+    LayoutMismatchError,
+    RankError,
+)
 from shardeddp.lightning.load import load_from_checkpoint, read_directories_too
 from shardeddp.lightning.registry import register_names
 from shardeddp.lightning.strategy import ShardedDP

@@ -1,4 +1,4 @@
-"""The command line: verify, inspect and consolidate checkpoints, without a GPU or a process group."""
+"""The command line: verify, inspect and consolidate checkpoints, without GPU or process group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,26 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
-from shardeddp.checkpoint.verify import Verification, as_json, checkpoints_in, examine, module_rows, tensor_rows
+from shardeddp.checkpoint.verify import (
+    Verification,
+    as_json,
+    checkpoints_in,
+    examine,
+    module_rows,
+    tensor_rows,
+)
 from shardeddp.errors import CheckpointError
 from shardeddp.report import human_bytes, inspection_view, verification_view
 
@@ -48,10 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (CheckpointError, NotImplementedError) as error:
         print(f"shardeddp {options.name}: {error}", file=sys.stderr)
-    except BrokenPipeError:  # the reader of our output has seen enough; nothing more can be said to it
+    except (
+        BrokenPipeError
+    ):  # the reader of our output has seen enough; nothing more can be said to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"shardeddp {options.name}: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        print(
+            f"shardeddp {options.name}: {error.filename or ''}: {error.strerror or error}",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         print(f"shardeddp {options.name}: interrupted", file=sys.stderr)
         return 130
@@ -63,7 +82,9 @@ def verify(options: argparse.Namespace) -> int:
     results: list[tuple[Verification, float]] = []
     console = Console()
     for given in options.directories:
-        one = not given.is_dir() or any(os.path.lexists(given / name) for name in (MANIFEST, DCP_METADATA))
+        one = not given.is_dir() or any(
+            os.path.lexists(given / name) for name in (MANIFEST, DCP_METADATA)
+        )
         paths = [given] if one else checkpoints_in(given)
         if not paths:
             raise CheckpointError(f"{given} is no checkpoint, and there is none in it")
@@ -77,7 +98,11 @@ def verify(options: argparse.Namespace) -> int:
                 console.print(verification_view(*results[-1]), soft_wrap=True)
         if not one and not options.json:
             newest = next((each.path for each in found if each.good), None)
-            console.print(f"newest good checkpoint in {given}: {newest or 'none'}", soft_wrap=True, highlight=False)
+            console.print(
+                f"newest good checkpoint in {given}: {newest or 'none'}",
+                soft_wrap=True,
+                highlight=False,
+            )
     if options.json:
         print(json.dumps([_verification_json(*result) for result in results], indent=2))
     return 0 if all(found.good for found, _ in results) else 1
@@ -88,9 +113,15 @@ def inspect(options: argparse.Namespace) -> int:
     path = _require_checkpoint(options.directory, foreign=False)
     manifest = read_manifest(path)
     every = options.all or options.tensors is not None
-    rows = tensor_rows(manifest, options.tensors or "*") if every or options.json else module_rows(manifest)
+    rows = (
+        tensor_rows(manifest, options.tensors or "*")
+        if every or options.json
+        else module_rows(manifest)
+    )
     if options.tensors is not None and not rows:
-        raise CheckpointError(f"{path}: no tensor has a name like {options.tensors!r}; --all lists them")
+        raise CheckpointError(
+            f"{path}: no tensor has a name like {options.tensors!r}; --all lists them"
+        )
     if options.json:
         print(json.dumps(as_json(path, manifest, rows), indent=2))
     else:
@@ -134,15 +165,18 @@ class _UsageError(Exception):
 
 def _check_ckpt_options(options: argparse.Namespace) -> None:
     if options.dtype:
-        raise _UsageError("a .ckpt file keeps the dtypes of the training: --dtype is for safetensors files")
+        raise _UsageError(
+            "a .ckpt file keeps the dtypes of the training: --dtype is for safetensors files"
+        )
     if not options.weights_only and (options.ema or options.strip_prefix):
         raise _UsageError(
-            "a whole .ckpt file is as the training saved it: --ema and --strip-prefix go with --weights-only"
+            "a whole .ckpt file is as the training saved it: --ema and --strip-prefix go with "
+            "--weights-only"
         )
 
 
 def _require_checkpoint(path: Path, foreign: bool) -> Path:
-    """The path, if it may be a checkpoint of the kind that is meant; the rest is for its reader to say."""
+    """The path, if it may be a checkpoint of the wanted kind; its reader checks the rest."""
     if path.is_file() and not foreign:
         return path
     if not path.is_dir():
@@ -152,28 +186,43 @@ def _require_checkpoint(path: Path, foreign: bool) -> Path:
     if not own and not theirs:
         inside = checkpoints_in(path)
         hint = f"; {inside[0]} is one" if inside else ""
-        raise CheckpointError(f"{path} is no sharded checkpoint: there is no {MANIFEST} in it{hint}")
+        raise CheckpointError(
+            f"{path} is no sharded checkpoint: there is no {MANIFEST} in it{hint}"
+        )
     if not own and not foreign:
         raise CheckpointError(
-            f"{path} is not a checkpoint of shardeddp: there is no {MANIFEST} in it. Another tool wrote it, or its "
-            f"manifest was lost: `shardeddp verify` checks it, `shardeddp consolidate --foreign` reads it"
+            f"{path} is not a checkpoint of shardeddp: there is no {MANIFEST} in it. Another tool "
+            f"wrote it, or its manifest was lost: `shardeddp verify` checks it, `shardeddp "
+            f"consolidate --foreign` reads it"
         )
     return path
 
 
 @contextmanager
-def _progress(title: str, quiet: bool = False) -> Generator[tuple[Callable[[int], None], Callable[[int], None]]]:
+def _progress(
+    title: str, quiet: bool = False
+) -> Generator[tuple[Callable[[int], None], Callable[[int], None]]]:
     """A bar, if somebody sees it.
 
     Yields:
         What to call with the number of bytes that there will be, and with each that are done.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
     hidden = quiet or not console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden
+    ) as bar:
         task = bar.add_task(title, total=None)
-        yield (lambda nbytes: bar.update(task, total=nbytes)), (lambda nbytes: bar.advance(task, nbytes))
+        yield (
+            (lambda nbytes: bar.update(task, total=nbytes)),
+            (lambda nbytes: bar.advance(task, nbytes)),
+        )
 
 
 def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:
@@ -187,8 +236,18 @@ def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:
         }
         for damage in found.damages
     ]
-    figures = {"path": str(found.path), "good": found.good, "step": found.step, "nbytes": found.nbytes}
-    return {**figures, "seconds": round(seconds, 3), "damages": damages, "unchecked": found.unchecked}
+    figures = {
+        "path": str(found.path),
+        "good": found.good,
+        "step": found.step,
+        "nbytes": found.nbytes,
+    }
+    return {
+        **figures,
+        "seconds": round(seconds, 3),
+        "damages": damages,
+        "unchecked": found.unchecked,
+    }
 
 
 # -- the command line
@@ -212,7 +271,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_command(commands: Any, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+def _add_command(
+    commands: Any, function: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         function.__name__,
         help=text,
@@ -227,35 +288,54 @@ def _add_command(commands: Any, function: Callable[[argparse.Namespace], int], t
 def _add_verify(commands: Any) -> None:
     parser = _add_command(commands, verify, "compare every byte of checkpoints with its checksum")
     where = (
-        "a checkpoint: a directory of shardeddp or torch.distributed.checkpoint, a plain file, or a directory of those"
+        "a checkpoint: a directory of shardeddp or torch.distributed.checkpoint, a plain file, or a "
+        "directory of those"
     )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=where)
     parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = _add_command(commands, inspect, "show what is in a checkpoint, without reading its tensors")
+    parser = _add_command(
+        commands, inspect, "show what is in a checkpoint, without reading its tensors"
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--tensors", metavar="PATTERN", help="tensors whose names match: 'model.blocks.0.*', or a part")
+    which.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        help="tensors whose names match: 'model.blocks.0.*', or a part",
+    )
     which.add_argument("--all", action="store_true", help="every tensor, not one row per module")
     parser.add_argument("--json", action="store_true", help="print it as JSON, with every tensor")
 
 
 def _add_consolidate(commands: Any) -> None:
-    parser = _add_command(commands, consolidate, "make a safetensors or a .ckpt file of a checkpoint")
+    parser = _add_command(
+        commands, consolidate, "make a safetensors or a .ckpt file of a checkpoint"
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
     kinds = "NAME.safetensors: the weights; NAME.ckpt: all, as Lightning writes it without sharding"
     parser.add_argument("-o", "--output", required=True, type=_output, metavar="FILE", help=kinds)
-    parser.add_argument("--weights-only", action="store_true", help=".ckpt: no optimizers, schedulers, callbacks")
     parser.add_argument(
-        "--ema", action="store_true", help="the averaged weights that Lightning's WeightAveraging saved"
+        "--weights-only", action="store_true", help=".ckpt: no optimizers, schedulers, callbacks"
     )
-    parser.add_argument("--strip-prefix", default="", metavar="PREFIX", help="drop this from names: 'net.'")
-    parser.add_argument("--dtype", choices=DTYPES, help="safetensors: of all floating-point tensors")
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="the averaged weights that Lightning's WeightAveraging saved",
+    )
+    parser.add_argument(
+        "--strip-prefix", default="", metavar="PREFIX", help="drop this from names: 'net.'"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="safetensors: of all floating-point tensors"
+    )
     limit = "safetensors: begin another file above this (default 5GB)"
     parser.add_argument("--max-shard-size", default="5GB", type=_nbytes, metavar="SIZE", help=limit)
-    parser.add_argument("--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP")
+    parser.add_argument(
+        "--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP"
+    )
     parser.add_argument("--force", action="store_true", help="replace what is there")
     danger = "unpickle anything: that runs the code of whoever wrote it"
     parser.add_argument("--trust-pickle", action="store_true", help=danger)
@@ -264,7 +344,9 @@ def _add_consolidate(commands: Any) -> None:
 def _output(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".safetensors", ".ckpt"):
-        raise argparse.ArgumentTypeError(f"expected a name that ends in .safetensors or .ckpt, found {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a name that ends in .safetensors or .ckpt, found {text!r}"
+        )
     return path
 
 
@@ -273,4 +355,10 @@ def _nbytes(text: str) -> int:
     if found is None or float(found[1]) <= 0:
         raise argparse.ArgumentTypeError(f"expected a size like 5GB, 500MB or 2GiB, found {text!r}")
     unit = found[2].upper()
-    return max(1, int(float(found[1]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit.removesuffix("I")]))
+    return max(
+        1,
+        int(
+            float(found[1])
+            * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit.removesuffix("I")]
+        ),
+    )

@@ -1,4 +1,4 @@
-"""Options of the strategy: their types, as YAML can write them, and the checks of what users write."""
+"""Options of the strategy: their types, as YAML can write them, and checks of users' values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ StateDictType: TypeAlias = Literal["auto", "sharded", "full"]
 StartMethod: TypeAlias = Literal["popen", "spawn", "fork", "forkserver"]
 
 UnevenBatches: TypeAlias = Literal["error", "min", "join"]
-"""End of an epoch in which ranks have different numbers of batches: an error on all ranks, the first rank that has none
-left, or the last, with batches of no weight on the others."""
+"""End of an epoch in which ranks have different numbers of batches.
+
+An error on all ranks, the first rank that has none left, or the last, with batches of no weight on
+the others.
+"""
 
 Scope: TypeAlias = Literal["element", "parameter", "model"]
-"""Input of an optimizer for the new value of an element. ``element``: the element itself, its gradient and its states.
-``parameter``: all of its parameter. ``model``: anything else that the optimizer holds."""
+"""Input of an optimizer for the new value of an element.
+
+``element``: the element itself, its gradient and its states. ``parameter``: all of its parameter.
+``model``: anything else that the optimizer holds.
+"""
 
 DTypeLike: TypeAlias = torch.dtype | str | None
 """A dtype, or its name: ``bfloat16``, also ``bf16``, ``fp16``, ``fp32``, ``fp64``."""
@@ -54,20 +60,24 @@ Modules: TypeAlias = (
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
-    """In which dtypes parameters travel and compute, and gradients are reduced; main shards keep their own dtype.
+    """Dtypes in which parameters travel and compute, and gradients are reduced.
 
-    A dtype is written as ``torch.bfloat16`` or as the name ``bfloat16`` (also ``bf16``, ``fp16``, ``fp32``, ``fp64``).
+    Main shards keep their own dtype.
+
+    A dtype is written as ``torch.bfloat16`` or as the name ``bfloat16`` (also ``bf16``, ``fp16``,
+    ``fp32``, ``fp64``).
 
     Args:
         param_dtype: Of gathered parameters, in which modules compute. None: each parameter's own.
-        reduce_dtype: Of gradients while they are averaged. None: float32 for parameters of at most that width, else
-            their own.
-        output_dtype: Of floating-point tensors that the model's outermost modules return. None: as they come.
+        reduce_dtype: Of gradients while they are averaged. None: float32 for parameters of at most
+            that width, else their own.
+        output_dtype: Of floating-point tensors that the model's outermost modules return. None: as
+            they come.
         buffer_dtype: Of floating-point buffers. None: each buffer's own.
-        cast_forward_inputs: Cast floating-point inputs of units and of the model's outermost modules to
-            ``param_dtype``.
-        keep_fp32: Classes of modules whose parameters and computation stay in the parameters' own dtype, such as norms
-            and routers; classes, their names or import paths.
+        cast_forward_inputs: Cast floating-point inputs of units and of the model's outermost
+            modules to ``param_dtype``.
+        keep_fp32: Classes of modules whose parameters and computation stay in the parameters' own
+            dtype, such as norms and routers; classes, their names or import paths.
     """
 
     param_dtype: DTypeLike = None
@@ -88,16 +98,17 @@ class ActivationCheckpointing:
     """Which modules keep only their inputs in forward and are computed again in backward.
 
     Args:
-        modules: Written as ``auto_wrap_policy`` is: ``auto`` (the repeated blocks of the model), classes or their
-            names, a policy (in YAML ``class_path`` and ``init_args``), a function of (name, module). Of modules inside
-            each other the outermost is taken.
+        modules: Written as ``auto_wrap_policy`` is: ``auto`` (the repeated blocks of the model),
+            classes or their names, a policy (in YAML ``class_path`` and ``init_args``), a function
+            of (name, module). Of modules inside each other the outermost is taken.
         every: Every n-th of those modules, in module order, beginning with the first.
-        save_ops: Selective: operations whose results are kept instead of computed again, as names (``matmul`` and
-            ``attention`` for all of their kind, ``aten.mm.default``, ``aten.mm``, ``mm``) or objects of ``torch.ops``;
-            or a policy function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, or its
-            import path. Nothing: everything is computed again.
-        cpu_offload: Keep the inputs of those modules in host memory between forward and backward. What ``save_ops``
-            keeps stays on the device.
+        save_ops: Selective: operations whose results are kept instead of computed again, as names
+            (``matmul`` and ``attention`` for all of their kind, ``aten.mm.default``, ``aten.mm``,
+            ``mm``) or objects of ``torch.ops``; or a policy function, as
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, or its import
+            path. Nothing: everything is computed again.
+        cpu_offload: Keep the inputs of those modules in host memory between forward and backward.
+            What ``save_ops`` keeps stays on the device.
     """
 
     modules: Modules = "auto"
@@ -108,11 +119,13 @@ class ActivationCheckpointing:
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
             raise ConfigurationError(
-                f"ActivationCheckpointing.every: expected 1 (each) or another number above it, found {self.every!r}."
+                f"ActivationCheckpointing.every: expected 1 (each) or another number above it, "
+                f"found {self.every!r}."
             )
         if type(self.cpu_offload) is not bool:
             raise ConfigurationError(
-                f"ActivationCheckpointing.cpu_offload: expected true or false, found {self.cpu_offload!r}."
+                f"ActivationCheckpointing.cpu_offload: expected true or false, found "
+                f"{self.cpu_offload!r}."
             )
 
 
@@ -121,10 +134,10 @@ class CPUOffload:
     """What lives in host memory instead of on the device.
 
     Args:
-        params: Main shards, gradient shards and optimizer states; the optimizer steps on the host. The least device
-            memory, and the slowest.
-        optimizer: Optimizer states; without ``params`` they alone, and the optimizer steps on the host on copies of
-            parameters and gradients.
+        params: Main shards, gradient shards and optimizer states; the optimizer steps on the host.
+            The least device memory, and the slowest.
+        optimizer: Optimizer states; without ``params`` they alone, and the optimizer steps on the
+            host on copies of parameters and gradients.
     """
 
     params: bool = False
@@ -136,21 +149,26 @@ class CheckpointOptions:
     """How checkpoints are written, and what may be read.
 
     Args:
-        max_file_gb: Up to how many GB (of 10**9 bytes) ``state_dict_type="auto"`` saves one file. 0: directories only.
-        asynchronous: Write in a thread while training goes on, from one copy of the shards in host memory.
-            Directories only: with ``state_dict_type="auto"`` every checkpoint is one.
-        durability: ``disk``: a save that has returned survives a power loss. ``process``: nothing is synced; faster,
-            and it survives the end of the process only.
-        permissions: ``private``: files are for their owner alone (0600, directories 0700). ``umask``: as the umask has
-            it, for checkpoints that others read. None: directories are private, single files as the umask has it.
-        zip_crc: Write the checksums that tools other than this package look for. Costs about 0.4 s of a core per GB.
-            False is for directories: with ``state_dict_type="auto"`` every checkpoint is one.
+        max_file_gb: Up to how many GB (of 10**9 bytes) ``state_dict_type="auto"`` saves one file.
+            0: directories only.
+        asynchronous: Write in a thread while training goes on, from one copy of the shards in host
+            memory. Directories only: with ``state_dict_type="auto"`` every checkpoint is one.
+        durability: ``disk``: a save that has returned survives a power loss. ``process``: nothing
+            is synced; faster, and it survives the end of the process only.
+        permissions: ``private``: files are for their owner alone (0600, directories 0700).
+            ``umask``: as the umask has it, for checkpoints that others read. None: directories are
+            private, single files as the umask has it.
+        zip_crc: Write the checksums that tools other than this package look for. Costs about 0.4 s
+            of a core per GB. False is for directories: with ``state_dict_type="auto"`` every
+            checkpoint is one.
         cast: Load tensors of another dtype than the model's by casting them.
-        foreign: Also load directories that other tools wrote (FSDP, FSDP2, plain ``torch.distributed.checkpoint``):
-            their indexes are pickles, which are read by a reader that knows a few harmless types only.
-        trust_pickle: Unpickle foreign indexes as they are: whoever wrote them can run code here. With ``foreign``.
-        timeout: After how many seconds a rank that has written its part stops waiting for the others; longer than the
-            slowest disk needs. None: the strategy's own ``timeout``.
+        foreign: Also load directories that other tools wrote (FSDP, FSDP2, plain
+            ``torch.distributed.checkpoint``): their indexes are pickles, which are read by a reader
+            that knows a few harmless types only.
+        trust_pickle: Unpickle foreign indexes as they are: whoever wrote them can run code here.
+            With ``foreign``.
+        timeout: After how many seconds a rank that has written its part stops waiting for the
+            others; longer than the slowest disk needs. None: the strategy's own ``timeout``.
     """
 
     max_file_gb: float = 4.0
@@ -165,7 +183,9 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not 0 < self.timeout < inf:
-            raise ConfigurationError(f"timeout={self.timeout!r}: expected a positive number of seconds, or None")
+            raise ConfigurationError(
+                f"timeout={self.timeout!r}: expected a positive number of seconds, or None"
+            )
         if not self.max_file_gb >= 0:
             raise ConfigurationError(
                 f"max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for no single files"
@@ -173,7 +193,9 @@ class CheckpointOptions:
         check_choice("durability", self.durability, ("disk", "process"))
         check_choice("permissions", self.permissions, ("private", "umask", None))
         if self.trust_pickle and not self.foreign:
-            raise ConfigurationError("trust_pickle=True goes with foreign=True: no pickle of our own is ever read")
+            raise ConfigurationError(
+                "trust_pickle=True goes with foreign=True: no pickle of our own is ever read"
+            )
 
 
 def check_choice(option: str, value: T, choices: Sequence[object], advice: str = "") -> T:
@@ -183,7 +205,9 @@ def check_choice(option: str, value: T, choices: Sequence[object], advice: str =
         ConfigurationError: It is not.
     """
     if value not in choices:
-        raise ConfigurationError(f"{option}={value!r}: expected one of {', '.join(map(str, choices))}{advice}")
+        raise ConfigurationError(
+            f"{option}={value!r}: expected one of {', '.join(map(str, choices))}{advice}"
+        )
     return value
 
 
@@ -194,7 +218,9 @@ def check_state_dict_type(value: StateDictType) -> StateDictType:
 
 def check_uneven_batches(value: UnevenBatches) -> UnevenBatches:
     """The value of ``uneven_batches``."""
-    advice = "; 'min' ends each epoch with the first rank that has no batch left, 'join' with the last"
+    advice = (
+        "; 'min' ends each epoch with the first rank that has no batch left, 'join' with the last"
+    )
     return check_choice("uneven_batches", value, get_args(UnevenBatches), advice)
 
 
@@ -208,8 +234,9 @@ def check_backend(name: str | None) -> str | None:
     parts = [] if name is None else [part.rpartition(":")[2].lower() for part in name.split(",")]
     if not set(parts) <= set(known):
         raise ConfigurationError(
-            f"process_group_backend={name!r}: expected one of {', '.join(known)}, or one for each kind of device "
-            f"(cpu:gloo,cuda:nccl); a backend of a package of its own is known once that package is imported"
+            f"process_group_backend={name!r}: expected one of {', '.join(known)}, or one for each "
+            f"kind of device (cpu:gloo,cuda:nccl); a backend of a package of its own is known once "
+            f"that package is imported"
         )
     return name
 
@@ -225,7 +252,8 @@ def resolve_timeout(value: object) -> timedelta:
     if isinstance(value, timedelta) and value > timedelta(0):
         return value
     raise ConfigurationError(
-        f"timeout={value!r}: expected a positive number of seconds or a datetime.timedelta, for example 600.0"
+        f"timeout={value!r}: expected a positive number of seconds or a datetime.timedelta, for "
+        f"example 600.0"
     )
 
 
@@ -242,7 +270,8 @@ def resolve_offload(value: object) -> CPUOffload:
     if isinstance(value, Mapping) and set(value) <= {"params", "optimizer"}:
         return CPUOffload(**value)
     raise ConfigurationError(
-        f"cpu_offload={value!r}: expected True (everything), False, or CPUOffload(params=..., optimizer=...)"
+        f"cpu_offload={value!r}: expected True (everything), False, or CPUOffload(params=..., "
+        f"optimizer=...)"
     )
 
 
@@ -262,12 +291,18 @@ def resolve_mixed_precision(value: object) -> MixedPrecision | None:
         except TypeError as error:
             raise ConfigurationError(f"mixed_precision={dict(value)!r}: {error}") from None
     raise ConfigurationError(
-        f"mixed_precision={value!r}: expected None (the Trainer's precision alone), a dtype for param_dtype, or "
-        f"MixedPrecision(param_dtype=..., reduce_dtype=...)"
+        f"mixed_precision={value!r}: expected None (the Trainer's precision alone), a dtype for "
+        f"param_dtype, or MixedPrecision(param_dtype=..., reduce_dtype=...)"
     )
 
 
-_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+_DTYPE_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
 
 
 def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
@@ -283,11 +318,13 @@ def resolve_dtype(value: DTypeLike, name: str) -> torch.dtype | None:
     if value is None:
         return None
     text = str(value).lower().removeprefix("torch.")
-    found = value if isinstance(value, torch.dtype) else vars(torch).get(_DTYPE_NAMES.get(text, text))
+    found = (
+        value if isinstance(value, torch.dtype) else vars(torch).get(_DTYPE_NAMES.get(text, text))
+    )
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigurationError(
-            f"MixedPrecision.{name}={value!r}: expected a floating-point dtype, for example 'bfloat16', 'float16', "
-            f"'float32' or torch.bfloat16"
+            f"MixedPrecision.{name}={value!r}: expected a floating-point dtype, for example "
+            f"'bfloat16', 'float16', 'float32' or torch.bfloat16"
         )
     return found
 
@@ -302,12 +339,16 @@ def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigurationError(
-            f"optimizer_scope={value!r}: expected a mapping from optimizer classes, or their names or import paths, "
-            f"to one of {', '.join(get_args(Scope))}, such as {{'Lion': 'element'}}"
+            f"optimizer_scope={value!r}: expected a mapping from optimizer classes, or their names "
+            f"or import paths, to one of {', '.join(get_args(Scope))}, such as {{'Lion': "
+            f"'element'}}"
         )
     return {
         f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else str(key): check_choice(
-            f"optimizer_scope[{key!r}]", scope, get_args(Scope), ": what the new value of an element depends on"
+            f"optimizer_scope[{key!r}]",
+            scope,
+            get_args(Scope),
+            ": what the new value of an element depends on",
         )
         for key, scope in value.items()
     }

@@ -1,18 +1,21 @@
 """The errors that shardeddp raises on purpose, and what each of them means.
 
-A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong moment a ``RuntimeError``, and a stated
-limit a ``NotImplementedError``; the classes below refine those where a caller may want to catch one thing alone.
+A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong moment a
+``RuntimeError``, and a stated limit a ``NotImplementedError``; the classes below refine those where
+a caller may want to catch one thing alone.
 """
 
 from collections.abc import Mapping, Sequence
 
 
 class ConfigurationError(ValueError):
-    """The options or the model cannot be trained as asked; raised before any training, on every rank."""
+    """Options or model cannot be trained as asked; raised before any training, on every rank."""
 
 
 class RankError(RuntimeError):
-    """At least one rank failed in a step that all ranks take together; raised on every rank with every traceback.
+    """At least one rank failed in a step that all ranks take together.
+
+    Raised on every rank with every traceback.
 
     Args:
         step: What the ranks were doing, as a noun phrase ("sharding the model").
@@ -29,12 +32,16 @@ class RankError(RuntimeError):
     def __str__(self) -> str:
         """Which ranks failed and how."""
         ranks = ", ".join(str(rank) for rank in sorted(self.failures))
-        traces = "\n".join(f"--- rank {rank} ---\n{self.failures[rank].rstrip()}" for rank in sorted(self.failures))
+        traces = "\n".join(
+            f"--- rank {rank} ---\n{self.failures[rank].rstrip()}" for rank in sorted(self.failures)
+        )
         return f"{self.step} failed on rank {ranks}; every rank stops here.\n{traces}"
 
 
 class LostRankError(RuntimeError):
-    """Some ranks have stopped without an error of their own; the cause of what others raise because of it.
+    """Some ranks have stopped without an error of their own.
+
+    It is the cause of what others raise because of it.
 
     Args:
         ranks: Those that have not said anything.
@@ -42,7 +49,9 @@ class LostRankError(RuntimeError):
         ended: Whether they have certainly ended, with the store in which they would have said why.
     """
 
-    def __init__(self, ranks: Sequence[int], places: Mapping[int, str] | None = None, ended: bool = False) -> None:
+    def __init__(
+        self, ranks: Sequence[int], places: Mapping[int, str] | None = None, ended: bool = False
+    ) -> None:
         super().__init__(ranks, places, ended)  # what pickle calls the class with
         self.ranks = list(ranks)
         self.places = dict(places or {})
@@ -54,24 +63,26 @@ class LostRankError(RuntimeError):
         if self.places:
             listed = ", ".join(f"rank {rank} (at {self.places[rank]})" for rank in self.ranks)
             return (
-                f"these run and have not been interrupted as the others have: {listed}. They do not come to what the "
-                f"others wait for: they are at something that takes longer than the timeout, or somewhere else in the "
-                f"program. ShardedDP(timeout=...) is how long ranks wait for each other"
+                f"these run and have not been interrupted as the others have: {listed}. They do "
+                f"not come to what the others wait for: they are at something that takes longer "
+                f"than the timeout, or somewhere else in the program. ShardedDP(timeout=...) is "
+                f"how long ranks wait for each other"
             )
         if self.ended:
             return (
-                f"no word from rank {listed}: the process that hosts the store in which ranks leave their errors (rank "
-                f"0, or torchrun on its machine) has ended or was killed. The output of rank 0 says why"
+                f"no word from rank {listed}: the process that hosts the store in which ranks "
+                f"leave their errors (rank 0, or torchrun on its machine) has ended or was killed. "
+                f"The output of rank 0 says why"
             )
         return (
-            f"no word from rank {listed}: killed (out of memory, by a scheduler, with its machine) or frozen. Look at "
-            f"its output and at the system log of its machine; ShardedDP(timeout=...) is how long ranks wait for each "
-            f"other"
+            f"no word from rank {listed}: killed (out of memory, by a scheduler, with its machine) "
+            f"or frozen. Look at its output and at the system log of its machine; "
+            f"ShardedDP(timeout=...) is how long ranks wait for each other"
         )
 
 
 class DesyncError(RuntimeError):
-    """Ranks have come to different operations, each of which needs all of them; says where each is."""
+    """Ranks came to different operations, each of which needs all of them; says where each is."""
 
 
 class LayoutMismatchError(ConfigurationError):
@@ -79,7 +90,10 @@ class LayoutMismatchError(ConfigurationError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used, or could not be written; says what was expected and found, and where."""
+    """A checkpoint cannot be used, or could not be written.
+
+    It says what was expected and found, and where.
+    """
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -19,7 +19,8 @@ from shardeddp.checkpoint.verify import Row, Verification, total
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
 
-# -- The table of units that a run prints before training: what is gathered together, and what each rank stores of it
+# -- The table of units that a run prints before training: what is gathered together, and what each
+#    rank stores of it
 
 # One unit of this size or less costs nobody memory worth a warning: 4 MB in fp32.
 SMALL_MODEL_NUMEL = 1_000_000
@@ -29,7 +30,10 @@ _NARROWEST = 80
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRow:
-    """The figures of one unit. They count elements of whole parameters except where they say "per rank"."""
+    """The figures of one unit.
+
+    They count elements of whole parameters except where they say "per rank".
+    """
 
     name: str
     """The unit's module as people read it, ``(root)`` for the root."""
@@ -53,9 +57,10 @@ class UnitRow:
 def oversized(rows: Sequence[UnitRow]) -> UnitRow | None:
     """The unit that holds more than half of all parameters, if that is worth a warning.
 
-    Such a unit sets the peak memory alone: when it is gathered, most of the model is. It is worth a warning if the
-    model is in several units (with parameters), so that its user means to share them out, or is one unit of more than
-    ``SMALL_MODEL_NUMEL`` elements; a tiny model in one unit is as it should be.
+    Such a unit sets the peak memory alone: when it is gathered, most of the model is. It is worth a
+    warning if the model is in several units (with parameters), so that its user means to share them
+    out, or is one unit of more than ``SMALL_MODEL_NUMEL`` elements; a tiny model in one unit is as
+    it should be.
 
     Args:
         rows: Every unit of the model, the root among them.
@@ -78,8 +83,8 @@ def unit_table(rows: Sequence[UnitRow], title: str) -> Table:
         title: Printed above the table.
 
     Returns:
-        A table that fits 80 columns, long names on several lines. A row of several units shows the figures of one of
-        them. Trainable parameters have a column only if some are frozen.
+        A table that fits 80 columns, long names on several lines. A row of several units shows the
+        figures of one of them. Trainable parameters have a column only if some are frozen.
     """
     runs = [list(run) for _, run in groupby(rows, key=_figures)]
     folded = any(len(run) > 1 for run in runs)
@@ -95,7 +100,9 @@ def unit_table(rows: Sequence[UnitRow], title: str) -> Table:
     )
     total = _total(rows)
     any_frozen = total.trainable_numel != total.numel
-    table.add_column("unit", f"total ({len(rows):,} {'unit' if len(rows) == 1 else 'units'})", overflow="fold")
+    table.add_column(
+        "unit", f"total ({len(rows):,} {'unit' if len(rows) == 1 else 'units'})", overflow="fold"
+    )
     for heading, cell in _cells(total, any_frozen).items():
         table.add_column(heading, cell, justify="right", no_wrap=True)
     for run in runs:
@@ -109,8 +116,8 @@ def print_unit_table(rows: Sequence[UnitRow], title: str, console: Console | Non
     Args:
         rows: The units in model order.
         title: Printed above the table.
-        console: Where to; None: standard output, at the width of the terminal, but no less than 80 columns, which is
-            also the width of a log file.
+        console: Where to; None: standard output, at the width of the terminal, but no less than 80
+            columns, which is also the width of a log file.
     """
     if console is None:
         detected = Console()
@@ -135,7 +142,11 @@ def human_bytes(nbytes: int) -> str:
         >>> human_bytes(512), human_bytes(28_311_552)
         ('512 B', '27.0 MiB')
     """
-    return f"{nbytes} B" if nbytes < 1024 else _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    return (
+        f"{nbytes} B"
+        if nbytes < 1024
+        else _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    )
 
 
 def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
@@ -151,7 +162,13 @@ def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
 
 def _figures(row: UnitRow) -> tuple[int, ...]:
     """What must be equal for units to share a row."""
-    return (row.num_parameters, row.numel, row.trainable_numel, row.nbytes_per_rank, row.padding_numel)
+    return (
+        row.num_parameters,
+        row.numel,
+        row.trainable_numel,
+        row.nbytes_per_rank,
+        row.padding_numel,
+    )
 
 
 def _total(rows: Iterable[UnitRow]) -> UnitRow:
@@ -195,7 +212,8 @@ def _run_name(run: Sequence[UnitRow]) -> Text:
     return Text(f"{run[0].name} ... {run[-1].name} ({len(run)}x)")
 
 
-# -- What people are told of a sharded model: one line when it has been sharded, a warning, and a table if they ask
+# -- What people are told of a sharded model: one line when it has been sharded, a warning, and a
+#    table if they ask
 
 
 def describe_units(sharding_strategy: str, runtime: Runtime) -> str:
@@ -207,15 +225,15 @@ def describe_units(sharding_strategy: str, runtime: Runtime) -> str:
     largest = oversized(rows)
     if largest is not None:
         warnings.warn(
-            f"unit {largest.name} holds {largest.numel:,} of {sum(row.numel for row in rows):,} parameters: while it "
-            f"is unsharded, so is most of the model. Name smaller modules in auto_wrap_policy, for example the classes "
-            f"of the model's repeated blocks",
+            f"unit {largest.name} holds {largest.numel:,} of {sum(row.numel for row in rows):,} "
+            f"parameters: while it is unsharded, so is most of the model. Name smaller modules in "
+            f"auto_wrap_policy, for example the classes of the model's repeated blocks",
             stacklevel=2,
         )
     numel, nbytes = sum(row.numel for row in rows), sum(row.nbytes_per_rank for row in rows)
     return (
-        f"{_title(sharding_strategy, runtime)}: {numel:,} parameters, {human_bytes(nbytes)} per rank; "
-        f"{_describe_dtypes(runtime)}"
+        f"{_title(sharding_strategy, runtime)}: {numel:,} parameters, {human_bytes(nbytes)} per "
+        f"rank; {_describe_dtypes(runtime)}"
     )
 
 
@@ -243,7 +261,11 @@ def _describe_dtypes(runtime: Runtime) -> str:
         "reduced in": _named(spec.reduce_dtype for spec in specs if spec.parameter.requires_grad),
     }
     told = {dtypes for dtypes in used.values() if dtypes}
-    return f"all in {told.pop()}" if len(told) == 1 else ", ".join(f"{k} {v}" for k, v in used.items() if v)
+    return (
+        f"all in {told.pop()}"
+        if len(told) == 1
+        else ", ".join(f"{k} {v}" for k, v in used.items() if v)
+    )
 
 
 def _named(dtypes: Iterable[torch.dtype]) -> str:
@@ -264,7 +286,8 @@ def unit_row(unit: Unit) -> UnitRow:
     )
 
 
-# -- Tables and sentences about checkpoints, for a terminal: what is in one, and whether it is as it was written
+# -- Tables and sentences about checkpoints, for a terminal: what is in one, and whether it is as it
+#    was written
 
 MAX_DAMAGES = 20
 """Of one checkpoint that are shown."""
@@ -273,7 +296,9 @@ _NARROW = 100
 """Columns; below, the table leaves out what is least asked for."""
 
 
-def inspection_view(path: Path, manifest: Manifest, rows: Sequence[Row], width: int, folded: bool) -> RenderableType:
+def inspection_view(
+    path: Path, manifest: Manifest, rows: Sequence[Row], width: int, folded: bool
+) -> RenderableType:
     """A checkpoint as a list of facts and a table of tensors.
 
     Args:
@@ -283,8 +308,12 @@ def inspection_view(path: Path, manifest: Manifest, rows: Sequence[Row], width: 
         width: Of the terminal, in columns.
         folded: Whether a row may stand for several tensors.
     """
-    hint = [Text("one row per module; --all lists every tensor, --tensors PATTERN some", style="dim")]
-    return Group(_facts(path, manifest), Text(), _tensor_table(rows, width), *(hint if folded else []))
+    hint = [
+        Text("one row per module; --all lists every tensor, --tensors PATTERN some", style="dim")
+    ]
+    return Group(
+        _facts(path, manifest), Text(), _tensor_table(rows, width), *(hint if folded else [])
+    )
 
 
 def verification_view(found: Verification, seconds: float) -> RenderableType:

@@ -1,7 +1,9 @@
-"""Private names of torch: the only file that uses them, each under a plain name and looked for when it is imported.
+"""Private names of torch, each under a plain name and looked for at import.
 
-Attributes of tensors and modules that torch has had for years (``_version``, ``_parameters``, hooks) are used where
-they are needed; ``tests/house_rules.py`` lists them.
+Only this file uses them.
+
+Attributes of tensors and modules that torch has had for years (``_version``, ``_parameters``,
+hooks) are used where they are needed; ``tests/house_rules.py`` lists them.
 """
 
 # Other files import from here what is imported here.
@@ -28,7 +30,8 @@ def _private(path: str, parameters: str | None = None) -> Any:
 
     Args:
         path: Module and name, as in ``torch.autograd.graph:_get_grad_fn_or_grad_acc``.
-        parameters: Of a Python function that is called or replaced, those that it has to have, separated by blanks.
+        parameters: Of a Python function that is called or replaced, those that it has to have,
+            separated by blanks.
 
     Raises:
         ConfigurationError: The installed release does not have it, or has it with other parameters.
@@ -43,17 +46,24 @@ def _private(path: str, parameters: str | None = None) -> Any:
     if parameters is not None:
         has = " ".join(inspect.signature(found).parameters)
         if has != parameters:
-            raise _changed(f"{place}: expected ({parameters.replace(' ', ', ')}), found ({has.replace(' ', ', ')})")
+            raise _changed(
+                f"{place}: expected ({parameters.replace(' ', ', ')}), found "
+                f"({has.replace(' ', ', ')})"
+            )
     return found
 
 
 def _changed(problem: str) -> ConfigurationError:
-    return ConfigurationError(f"torch {torch.__version__} has changed {problem}. shardeddp needs torch {NEEDS}")
+    return ConfigurationError(
+        f"torch {torch.__version__} has changed {problem}. shardeddp needs torch {NEEDS}"
+    )
 
 
 if TYPE_CHECKING:
     from torch._dynamo import OptimizedModule as OptimizedModule
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack
+    from torch._functorch.pyfunctorch import (
+        temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
+    )
     from torch._guards import TracingContext as TracingContext
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
@@ -64,7 +74,9 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     OptimizedModule = _private("torch._dynamo:OptimizedModule")
-    temporarily_clear_interpreter_stack = _private("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack")
+    temporarily_clear_interpreter_stack = _private(
+        "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack"
+    )
     TracingContext = _private("torch._guards:TracingContext")
     HigherOrderOperator = _private("torch._ops:HigherOrderOperator")
     OpOverload = _private("torch._ops:OpOverload")
@@ -87,15 +99,22 @@ get_gradient: Any = TensorBase.grad.__get__
 set_gradient: Any = TensorBase.grad.__set__
 set_data: Any = TensorBase.data.__set__
 
-swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = _private("torch._C:_swap_tensor_impl")
+swap_tensor_impl: Callable[[torch.Tensor, torch.Tensor], None] = _private(
+    "torch._C:_swap_tensor_impl"
+)
 make_subclass: Any = _private("torch:Tensor._make_subclass")
 """An object of a class over the memory of a tensor, past its constructor."""
 
 make_wrapper_subclass: Any = _private("torch:Tensor._make_wrapper_subclass")
 """An object of a class with a shape and a dtype, and no memory."""
 
+neg_view: Callable[[torch.Tensor], torch.Tensor] = _private("torch:_neg_view")
+"""The negative of a tensor as a view of it: what the imaginary part of a conjugate is."""
+
 storage_of_weak_reference: Any = _private("torch:UntypedStorage._new_with_weak_ptr")
-refuse_data_pointer: Callable[[torch.Tensor], None] = _private("torch._C:_set_throw_on_mutable_data_ptr")
+refuse_data_pointer: Callable[[torch.Tensor], None] = _private(
+    "torch._C:_set_throw_on_mutable_data_ptr"
+)
 is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private("torch._C:_is_alias_of")
 storage_use_count: Callable[[int], int] = _private("torch._C:_storage_Use_Count")
 """Number of references of C++ to a storage, given as its ``_cdata``."""
@@ -156,9 +175,13 @@ will_execute = Replaceable("torch._C:_will_engine_execute_node")
 
 # -- the stack of saved-tensor hooks
 
-are_hooks_enabled: Callable[[], bool] = _private("torch._C._autograd:_saved_tensors_hooks_is_enabled")
+are_hooks_enabled: Callable[[], bool] = _private(
+    "torch._C._autograd:_saved_tensors_hooks_is_enabled"
+)
 top_hooks: Callable[[bool], Any] = _private("torch._C._autograd:_top_saved_tensors_default_hooks")
-push_hooks: Callable[[Any, Any], None] = _private("torch._C._autograd:_push_saved_tensors_default_hooks")
+push_hooks: Callable[[Any, Any], None] = _private(
+    "torch._C._autograd:_push_saved_tensors_default_hooks"
+)
 pop_hooks: Callable[[], None] = _private("torch._C._autograd:_pop_saved_tensors_default_hooks")
 
 disable_hooks = Replaceable("torch._C._autograd:_saved_tensors_hooks_disable")
@@ -177,7 +200,9 @@ _world: Any = _private("torch.distributed.distributed_c10d:_world")
 COLLECTIVES_FILE: str = _c10d.__file__
 """Source of the functions that issue collectives."""
 
-default_store: Callable[[], dist.Store] = _private("torch.distributed.distributed_c10d:_get_default_store", "")
+default_store: Callable[[], dist.Store] = _private(
+    "torch.distributed.distributed_c10d:_get_default_store", ""
+)
 
 
 def process_groups() -> list[dist.ProcessGroup]:

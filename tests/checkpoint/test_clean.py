@@ -118,7 +118,9 @@ def pipe(root: Path) -> Path:
         (lambda root: root / "x\0", r"null"),
     ],
 )
-def test_anything_else_is_left_and_a_warning_says_why(root: Path, make: Callable[[Path], Path], why: str) -> None:
+def test_anything_else_is_left_and_a_warning_says_why(
+    root: Path, make: Callable[[Path], Path], why: str
+) -> None:
     fill(root, step=1)
     target = make(root)
     before = sorted(root.parent.rglob("*"))
@@ -142,7 +144,9 @@ def test_the_root_may_be_given_through_a_link(root: Path, tmp_path: Path) -> Non
     assert os.listdir(root) == []
 
 
-def test_a_deletion_that_the_system_refuses_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_the_system_refuses_is_a_warning(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(root / "x.ckpt", step=1)
 
     def refuse(*args: object) -> None:
@@ -156,12 +160,21 @@ def test_a_deletion_that_the_system_refuses_is_a_warning(root: Path, monkeypatch
 
 def test_a_sweep_removes_what_was_abandoned_and_nothing_else(root: Path) -> None:
     put(root / f".tmp-x.ckpt-{ID}", step=2)
-    (root / f".tmp-file.ckpt-{ID}").touch()  # what an exchange has put in the place of a staging directory
+    (
+        root / f".tmp-file.ckpt-{ID}"
+    ).touch()  # what an exchange has put in the place of a staging directory
     (root / f".tmp-link.ckpt-{ID}").symlink_to("x.ckpt")
     put(root / f".del-{ID}", step=3)
     ours = set(os.listdir(root))
     put(root / "x.ckpt", step=1)
-    foreign = {".tmp-x", f".tmp-{ID}", f".tmp-x-{ID[:-1]}", f".tmp-x-{ID.upper()}", f"x.tmp-x-{ID}", f".del-x-{ID}"}
+    foreign = {
+        ".tmp-x",
+        f".tmp-{ID}",
+        f".tmp-x-{ID[:-1]}",
+        f".tmp-x-{ID.upper()}",
+        f"x.tmp-x-{ID}",
+        f".del-x-{ID}",
+    }
     for name in foreign:
         (root / name).mkdir()
     swept = sweep(root)
@@ -194,7 +207,9 @@ def test_a_restored_name_is_flushed(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert flushed == [root.stat().st_ino]
 
 
-def test_what_vanishes_during_a_sweep_is_not_mentioned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_vanishes_during_a_sweep_is_not_mentioned(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / f".tmp-x.ckpt-{ID}").mkdir()
     opened = os.open
 
@@ -250,7 +265,9 @@ def test_only_one_process_sweeps_at_a_time(root: Path, monkeypatch: pytest.Monke
     assert sweep(root).removed == (f".del-{ID}",)
 
 
-def test_what_a_sweep_cannot_delete_is_told_and_the_rest_is_swept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_sweep_cannot_delete_is_told_and_the_rest_is_swept(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / f".tmp-a-{ID}").mkdir()
     (root / f".tmp-b-{ID}").mkdir()
     delete = durable.delete_tree
@@ -271,7 +288,9 @@ def test_a_sweep_of_what_does_not_exist_does_nothing(root: Path) -> None:
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_sweeps_beside_saves_destroy_none_of_them(root: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+def test_sweeps_beside_saves_destroy_none_of_them(
+    root: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
     if not exchanges:
         monkeypatch.setattr(durable, "_RENAMEAT2", None)
     ended = threading.Event()

@@ -13,7 +13,15 @@ from shardeddp.checkpoint import directory, durable
 from shardeddp.checkpoint.clean import sweep
 from shardeddp.checkpoint.manifest import MANIFEST, manifest_to_bytes
 from shardeddp.errors import CheckpointError
-from support.small_checkpoints import content, fill, manifest_of, put, save, step_of, working_entries
+from support.small_checkpoints import (
+    content,
+    fill,
+    manifest_of,
+    put,
+    save,
+    step_of,
+    working_entries,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -38,7 +46,9 @@ def test_a_checkpoint_appears_where_nothing_was_and_directories_are_made(tmp_pat
     assert os.listdir(target.parent) == ["x.ckpt"]
 
 
-@pytest.mark.parametrize(("permissions", "modes"), [("private", (0o700, 0o600)), ("umask", (0o750, 0o640))])
+@pytest.mark.parametrize(
+    ("permissions", "modes"), [("private", (0o700, 0o600)), ("umask", (0o750, 0o640))]
+)
 def test_new_files_are_private_unless_the_umask_is_asked(
     tmp_path: Path, permissions: Any, modes: tuple[int, int]
 ) -> None:
@@ -47,7 +57,10 @@ def test_new_files_are_private_unless_the_umask_is_asked(
         save(tmp_path / "new" / "x.ckpt", 1, permissions)
     finally:
         os.umask(previous)
-    directories = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", tmp_path / "new" / "x.ckpt")}
+    directories = {
+        stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "new", tmp_path / "new" / "x.ckpt")
+    }
     files = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new" / "x.ckpt").iterdir()}
     assert (directories, files) == ({modes[0]}, {modes[1]})
 
@@ -77,7 +90,9 @@ REPLACED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", REPLACED)
-def test_what_may_be_a_checkpoint_is_replaced_and_gone(tmp_path: Path, exchanges: bool, kind: str) -> None:
+def test_what_may_be_a_checkpoint_is_replaced_and_gone(
+    tmp_path: Path, exchanges: bool, kind: str
+) -> None:
     target = tmp_path / "last.ckpt"
     REPLACED[kind](target)
     notes = save(target, step=2)
@@ -108,10 +123,14 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_no_checkpoint_is_refused_before_anything_is_written(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_checkpoint_is_refused_before_anything_is_written(
+    tmp_path: Path, kind: str
+) -> None:
     target = tmp_path / "last.ckpt"
     REFUSED[kind](target)
-    with pytest.raises(CheckpointError, match=r"last.ckpt is a \w+ that is no checkpoint, expected .* Move it"):
+    with pytest.raises(
+        CheckpointError, match=r"last.ckpt is a \w+ that is no checkpoint, expected .* Move it"
+    ):
         directory.stage(target)
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
@@ -127,7 +146,9 @@ def test_what_is_no_checkpoint_is_refused_when_it_comes_during_the_save(tmp_path
     assert target.read_text() == "mine"
 
 
-@pytest.mark.parametrize("target", ["", "/", "..", "a/..", f".tmp-x-{'0' * 32}", f".del-{'0' * 32}"])
+@pytest.mark.parametrize(
+    "target", ["", "/", "..", "a/..", f".tmp-x-{'0' * 32}", f".del-{'0' * 32}"]
+)
 def test_a_target_needs_a_name_of_its_own(target: str) -> None:
     with pytest.raises(ValueError, match="expected the path of a new checkpoint"):
         directory.stage(target)
@@ -143,7 +164,9 @@ def test_a_relative_target_keeps_its_place_when_the_process_moves(
     assert step_of(tmp_path / "x.ckpt") == 1
 
 
-@pytest.mark.parametrize("name", ["x", "../x", "__0_0.distcp/", "__00_0.distcp", "__0_0.distcp\n", "/etc/x", "", "a\0"])
+@pytest.mark.parametrize(
+    "name", ["x", "../x", "__0_0.distcp/", "__00_0.distcp", "__0_0.distcp\n", "/etc/x", "", "a\0"]
+)
 def test_only_names_of_a_checkpoint_are_made(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"expected manifest\.json"):
         directory.create_file(tmp_path, name)
@@ -165,13 +188,16 @@ def test_a_full_disk_is_told_with_the_needed_and_the_free_bytes(
     monkeypatch.setattr(os, "write", full)
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(
-        CheckpointError, match=rf"{tmp_path}/state.json failed: No space .* 12 bytes were needed, [\d,]+ are"
+        CheckpointError,
+        match=rf"{tmp_path}/state.json failed: No space .* 12 bytes were needed, [\d,]+ are",
     ):
         directory.write_file(tmp_path, "state.json", b"twelve bytes")
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
-def test_a_file_that_cannot_be_flushed_is_an_error_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_flushed_is_an_error_and_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -208,9 +234,18 @@ def test_everything_is_flushed_before_it_is_needed_or_nothing_is(
     if not flushed:
         assert syncs == []
         return
-    assert syncs[:4] == ["sync __0_0.distcp", "sync __1_0.distcp", "sync meta.pt", "sync manifest.json"]
+    assert syncs[:4] == [
+        "sync __0_0.distcp",
+        "sync __1_0.distcp",
+        "sync meta.pt",
+        "sync manifest.json",
+    ]
     assert syncs[4:] == ["sync .tmp-", f"sync {tmp_path.name}", f"sync {tmp_path.name}"]
-    assert events.index("sync .tmp-") < events.index("exchange .tmp-") < events.index(f"sync {tmp_path.name}")
+    assert (
+        events.index("sync .tmp-")
+        < events.index("exchange .tmp-")
+        < events.index(f"sync {tmp_path.name}")
+    )
     assert events[-2].startswith("rename ."), "what was replaced is put away before it is deleted"
 
 
@@ -231,7 +266,9 @@ def test_a_directory_that_cannot_be_flushed_is_told_and_no_error(
 
 
 @pytest.mark.parametrize("kind", ["nothing", *REPLACED])
-def test_a_commit_that_cannot_be_flushed_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_commit_that_cannot_be_flushed_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     target = tmp_path / "last.ckpt"
     REPLACED.get(kind, lambda path: None)(target)
     before = [(path.name, path.lstat().st_ino) for path in sorted(tmp_path.iterdir())]
@@ -320,7 +357,9 @@ def test_a_staging_without_a_manifest_is_not_committed(tmp_path: Path) -> None:
     directory.write_file(staging.path, "meta.pt", content("meta.pt", 1))
     with pytest.raises(RuntimeError, match=r"has no manifest.json; write it"):
         directory.commit(staging)
-    directory.write_file(staging.path, MANIFEST, manifest_to_bytes(manifest_of(1, names=("meta.pt",))))
+    directory.write_file(
+        staging.path, MANIFEST, manifest_to_bytes(manifest_of(1, names=("meta.pt",)))
+    )
     directory.commit(staging)
     with pytest.raises(RuntimeError, match="committed or discarded before"):
         _ = staging.descriptor

@@ -26,7 +26,12 @@ class Stage:
     def __init__(self, root: Path) -> None:
         self.root = root / "checkpoints"
         self.target = self.root / "last.ckpt"
-        self.foreign = {"notes.txt": "mine", ".tmp-notes": "mine", ".del-notes": "mine", ".old-last.ckpt-1": "mine"}
+        self.foreign = {
+            "notes.txt": "mine",
+            ".tmp-notes": "mine",
+            ".del-notes": "mine",
+            ".old-last.ckpt-1": "mine",
+        }
 
     def reset(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -76,7 +81,9 @@ def kill_everywhere(stage: Stage, points: list[int], exchanges: bool) -> list[in
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new_one(stage: Stage, exchanges: bool) -> None:
+def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
+    stage: Stage, exchanges: bool
+) -> None:
     count = count_calls(stage.save)
     assert count > 30
     steps = kill_everywhere(stage, list(range(1, count + 1)), exchanges)
@@ -86,7 +93,9 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new_one(s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", ERRNOS[:3], ids=errno.errorcode.get)
-def test_an_error_of_any_call_is_a_failed_save_or_harmless(stage: Stage, exchanges: bool, number: int) -> None:
+def test_an_error_of_any_call_is_a_failed_save_or_harmless(
+    stage: Stage, exchanges: bool, number: int
+) -> None:
     count = count_calls(stage.save)
     outcomes = []
     for n in random.Random(number).sample(range(1, count + 1), 25):
@@ -100,7 +109,9 @@ def test_an_error_of_any_call_is_a_failed_save_or_harmless(stage: Stage, exchang
 @pytest.mark.torture
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", ERRNOS, ids=errno.errorcode.get)
-def test_every_error_of_every_call_is_a_failed_save_or_harmless(stage: Stage, exchanges: bool, number: int) -> None:
+def test_every_error_of_every_call_is_a_failed_save_or_harmless(
+    stage: Stage, exchanges: bool, number: int
+) -> None:
     for n in range(1, count_calls(stage.save) + 1):
         stage.reset()
         stage.check(run(stage.save, n, number))

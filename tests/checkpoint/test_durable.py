@@ -18,7 +18,9 @@ pytestmark = pytest.mark.timeout(30)
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths of what is flushed, in order; nothing really is."""
     paths: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: paths.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    )
     return paths
 
 
@@ -51,7 +53,9 @@ def test_a_file_is_never_made_through_a_link(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_all_is_written_when_the_system_takes_it_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_written_when_the_system_takes_it_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data[:7])))
     data = bytes(range(256))
@@ -65,8 +69,14 @@ def test_all_is_written_when_the_system_takes_it_in_parts(tmp_path: Path, monkey
 def test_what_is_read_must_be_an_ordinary_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "file"
     (tmp_path / "real").write_bytes(b"x")
-    {"link": lambda: path.symlink_to("real"), "pipe": lambda: os.mkfifo(path), "directory": path.mkdir}[kind]()
-    with pytest.raises(CheckpointError, match=rf"file is a (symbolic )?{kind}, expected an ordinary file"):
+    {
+        "link": lambda: path.symlink_to("real"),
+        "pipe": lambda: os.mkfifo(path),
+        "directory": path.mkdir,
+    }[kind]()
+    with pytest.raises(
+        CheckpointError, match=rf"file is a (symbolic )?{kind}, expected an ordinary file"
+    ):
         durable.open_regular(path)
 
 
@@ -80,7 +90,9 @@ def test_opening_a_file_tells_its_size(tmp_path: Path) -> None:
             durable.open_regular("other", directory)
 
 
-def test_directories_are_made_private_and_flushed_into_those_that_hold_them(tmp_path: Path, synced: list[str]) -> None:
+def test_directories_are_made_private_and_flushed_into_those_that_hold_them(
+    tmp_path: Path, synced: list[str]
+) -> None:
     durable.make_directories(tmp_path / "a" / "b", "private", "disk")
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
     assert synced == [str(tmp_path), str(tmp_path / "a")]
@@ -89,7 +101,9 @@ def test_directories_are_made_private_and_flushed_into_those_that_hold_them(tmp_
     assert len(synced) == 2, "what is there, or is to survive the process only, is not flushed"
 
 
-def test_two_processes_may_make_the_same_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_may_make_the_same_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = durable.make_directory
 
     def come_second(path: Any, permissions: Any) -> None:
@@ -126,7 +140,9 @@ def test_files_and_directories_change_places_in_one_step(tmp_path: Path) -> None
         durable.exchange(tmp_path / "a", tmp_path / "missing")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP], ids=errno.errorcode.get
+)
 def test_where_names_cannot_be_exchanged_nothing_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -137,7 +153,9 @@ def test_where_names_cannot_be_exchanged_nothing_changes(
     assert not durable.exchange(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_lock_belongs_to_one_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_belongs_to_one_until_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with durable.opened_directory(tmp_path) as first:
         assert durable.lock(first) is True
         with durable.opened_directory(tmp_path) as second, durable.held(tmp_path) as free:
@@ -178,7 +196,8 @@ def test_deleting_starts_with_what_makes_it_look_whole_and_follows_no_link(
 def test_too_little_space_is_refused_with_the_path_and_both_numbers(tmp_path: Path) -> None:
     durable.preflight(tmp_path / "not" / "yet", 1)
     with pytest.raises(
-        CheckpointError, match=rf"{tmp_path}: 1,000,000,000,000,000,000 bytes are needed, [\d,]+ are free"
+        CheckpointError,
+        match=rf"{tmp_path}: 1,000,000,000,000,000,000 bytes are needed, [\d,]+ are free",
     ):
         durable.preflight(tmp_path, 10**18)
     assert not list(tmp_path.iterdir())
@@ -197,7 +216,10 @@ def test_a_file_system_that_does_not_tell_its_space_is_not_refused(
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (errno.ENOSPC, r"No space left on device; 1,234 bytes were needed, [\d,]+ are free. Make room there"),
+        (
+            errno.ENOSPC,
+            r"No space left on device; 1,234 bytes were needed, [\d,]+ are free. Make room there",
+        ),
         (errno.EDQUOT, r"1,234 bytes were needed, [\d,]+ are free"),
         (errno.EACCES, r"Permission denied. The directory must be writable"),
         (errno.EIO, r"failed: Input/output error\.$"),
@@ -205,9 +227,14 @@ def test_a_file_system_that_does_not_tell_its_space_is_not_refused(
         (errno.ENAMETOOLONG, r"Take a shorter name"),
     ],
 )
-def test_an_error_of_the_system_names_the_path_and_what_to_do(tmp_path: Path, number: int, text: str) -> None:
+def test_an_error_of_the_system_names_the_path_and_what_to_do(
+    tmp_path: Path, number: int, text: str
+) -> None:
     path = tmp_path / "missing" / "file"
-    with pytest.raises(CheckpointError, match=text) as caught, durable.disk_errors("writing", path, 1234):
+    with (
+        pytest.raises(CheckpointError, match=text) as caught,
+        durable.disk_errors("writing", path, 1234),
+    ):
         raise OSError(number, os.strerror(number))
     assert str(caught.value).startswith(f"writing {path} failed: ")
     assert isinstance(caught.value.__cause__, OSError)

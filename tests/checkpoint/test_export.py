@@ -22,7 +22,9 @@ from world import Worlds
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled, unavailable or uninitialized"
+    ),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
@@ -59,14 +61,18 @@ def test_names_lose_a_prefix(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_prefix_that_no_name_has_is_refused(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no name starts with 'model\.'; the first is 'net\.embed\.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"no name starts with 'model\.'; the first is 'net\.embed\.weight'"
+    ):
         to_safetensors(path, tmp_path / "model.safetensors", Selection(strip_prefix="model."))
 
 
 def test_only_floating_point_tensors_are_cast(path: Path, tmp_path: Path) -> None:
     to_safetensors(path, tmp_path / "model.safetensors", Selection(dtype=torch.float16))
     found, _ = read_safetensors(tmp_path / "model.safetensors")
-    expected = {name: it.half() if it.is_floating_point() else it for name, it in weights(7).items()}
+    expected = {
+        name: it.half() if it.is_floating_point() else it for name, it in weights(7).items()
+    }
     del expected["net.head.weight"]
     assert same(found, expected)
 
@@ -78,20 +84,31 @@ def test_above_a_size_there_are_several_files_and_an_index(path: Path, tmp_path:
     index = json.loads(exported.paths[-1].read_bytes())
     parts = {name: read_safetensors(tmp_path / name)[0] for name in files}
     assert index["weight_map"] == {name: file for file, part in parts.items() for name in part}
-    assert index["metadata"]["total_size"] == sum(it.nbytes for part in parts.values() for it in part.values())
-    assert same(parts[files[0]] | parts[files[1]], {k: v for k, v in weights(7).items() if k != "net.head.weight"})
+    assert index["metadata"]["total_size"] == sum(
+        it.nbytes for part in parts.values() for it in part.values()
+    )
+    assert same(
+        parts[files[0]] | parts[files[1]],
+        {k: v for k, v in weights(7).items() if k != "net.head.weight"},
+    )
     assert set(parts[files[0]]) == {"net.embed.weight"}  # 280 bytes: just what a file may have
 
 
 def test_an_entry_that_is_no_tensor_is_left_out_and_said(tmp_path: Path) -> None:
-    path = put(tmp_path / "step=7.ckpt", checkpoint(state_dict={"weight": torch.ones(2), "_extra_state": {"a": 1}}))
+    path = put(
+        tmp_path / "step=7.ckpt",
+        checkpoint(state_dict={"weight": torch.ones(2), "_extra_state": {"a": 1}}),
+    )
     exported = to_safetensors(path, tmp_path / "model.safetensors")
     assert exported.notes == ["left out what is no dense tensor: _extra_state"]
     assert set(read_safetensors(tmp_path / "model.safetensors")[0]) == {"weight"}
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_with_its_name(tmp_path: Path) -> None:
-    path = put(tmp_path / "step=7.ckpt", checkpoint(state_dict={"wave": torch.ones(2, dtype=torch.complex128)}))
+    path = put(
+        tmp_path / "step=7.ckpt",
+        checkpoint(state_dict={"wave": torch.ones(2, dtype=torch.complex128)}),
+    )
     with pytest.raises(NotImplementedError, match=r"wave is torch\.complex128"):
         to_safetensors(path, tmp_path / "model.safetensors")
     assert names(tmp_path) == {"step=7.ckpt"}
@@ -111,7 +128,9 @@ def test_what_is_there_is_replaced_only_if_asked(path: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "ckpt"])
-def test_a_damaged_tensor_is_named_and_nothing_is_left(path: Path, tmp_path: Path, suffix: str) -> None:
+def test_a_damaged_tensor_is_named_and_nothing_is_left(
+    path: Path, tmp_path: Path, suffix: str
+) -> None:
     piece = read_manifest(path).tensors["model.net.scale"].pieces[0]
     flip(path / DATA, piece.payload)
     export = to_ckpt if suffix == "ckpt" else to_safetensors
@@ -130,7 +149,9 @@ def test_an_export_tells_how_far_it_is(path: Path, tmp_path: Path) -> None:
     for number, export in enumerate((to_safetensors, to_ckpt)):
         total: list[int] = []
         done: list[int] = []
-        exported = export(path, tmp_path / f"{number}.out", started=total.append, progress=done.append)
+        exported = export(
+            path, tmp_path / f"{number}.out", started=total.append, progress=done.append
+        )
         assert total == [sum(done)] == [exported.nbytes]
 
 
@@ -151,9 +172,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_an_export_needs_less_memory_than_one_large_tensor(tmp_path: Path) -> None:
     put(tmp_path / "small.ckpt")
     large = {"first": torch.zeros(32 * 2**20), "second": torch.ones(32 * 2**20)}
-    put(tmp_path / "large.ckpt", checkpoint(state_dict=large, optimizer_states=[]), durability="process")
+    put(
+        tmp_path / "large.ckpt",
+        checkpoint(state_dict=large, optimizer_states=[]),
+        durability="process",
+    )
     command = [sys.executable, "-W", "ignore", "-c", EXPORT, str(tmp_path)]
-    grown = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout)
+    grown = int(
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
+    )
     assert grown * 1024 < large["first"].nbytes
 
 
@@ -183,19 +210,33 @@ class SaveInside(EMAWeightAveraging):
 
 
 def test_averaged_weights_are_those_that_lightning_saved(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[SaveInside(decay=0.5)], default_root_dir=tmp_path, **options
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[SaveInside(decay=0.5)],
+        default_root_dir=tmp_path,
+        **options,
     )
     trainer.fit(Line(), torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
     plain = torch.load(tmp_path / "plain.ckpt", weights_only=True)
     assert not torch.equal(plain["state_dict"]["weight"], plain["current_model_state"]["weight"])
     put(tmp_path / "sharded.ckpt", {**plain, "optimizer_states": []})
     for ema, key in ((True, "state_dict"), (False, "current_model_state")):
-        exported = to_safetensors(tmp_path / "sharded.ckpt", tmp_path / f"{key}.safetensors", Selection(ema=ema))
+        exported = to_safetensors(
+            tmp_path / "sharded.ckpt", tmp_path / f"{key}.safetensors", Selection(ema=ema)
+        )
         assert same(read_safetensors(exported.paths[0])[0], plain[key])
         assert ("--ema" in "".join(exported.notes)) is not ema
-        to_ckpt(tmp_path / "sharded.ckpt", tmp_path / f"{key}.ckpt", Selection(ema=ema, weights_only=True))
+        to_ckpt(
+            tmp_path / "sharded.ckpt",
+            tmp_path / f"{key}.ckpt",
+            Selection(ema=ema, weights_only=True),
+        )
         found = torch.load(tmp_path / f"{key}.ckpt", weights_only=True)
         assert same(found["state_dict"], plain[key])
         assert "current_model_state" not in found
@@ -213,7 +254,9 @@ def test_without_averaged_weights_there_are_none_to_export(path: Path, tmp_path:
 def test_a_directory_of_lightnings_own_strategy_is_exported(world: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "theirs.ckpt"
     saved = world(2).run(train_model_parallel, str(path))[0]
-    expected = {name.removeprefix("model."): it for name, it in saved.items() if name.startswith("model.")}
+    expected = {
+        name.removeprefix("model."): it for name, it in saved.items() if name.startswith("model.")
+    }
     to_safetensors(path, tmp_path / "model.safetensors", Selection(foreign=True))
     assert same(read_safetensors(tmp_path / "model.safetensors")[0], expected)
     exported = to_ckpt(path, tmp_path / "whole.ckpt", Selection(foreign=True))
@@ -223,7 +266,9 @@ def test_a_directory_of_lightnings_own_strategy_is_exported(world: Worlds, tmp_p
     [optimizer] = found["optimizer_states"]
     assert optimizer["param_groups"][0]["params"] == [0, 1, 2, 3]
     moments = [it for name, it in saved.items() if name.endswith("exp_avg")]
-    assert all(torch.equal(optimizer["state"][number]["exp_avg"], it) for number, it in enumerate(moments))
+    assert all(
+        torch.equal(optimizer["state"][number]["exp_avg"], it) for number, it in enumerate(moments)
+    )
     assert found["epoch"] == 2
     assert found["hyper_parameters"] == {"width": 5, "names": ["a"]}
 

@@ -17,7 +17,9 @@ from world import Worlds
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled, unavailable or uninitialized"
+    ),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
@@ -41,8 +43,14 @@ def test_a_ckpt_file_is_what_was_saved(path: Path, tmp_path: Path) -> None:
         found = torch.load(tmp_path / "whole.ckpt", weights_only=True, mmap=mmap)
         assert same(found.pop("state_dict"), expected["state_dict"])
         states = found["optimizer_states"][0].pop("state")
-        assert all(same(states[number], it) for number, it in expected["optimizer_states"][0]["state"].items())
-        assert found["optimizer_states"][0]["param_groups"] == expected["optimizer_states"][0]["param_groups"]
+        assert all(
+            same(states[number], it)
+            for number, it in expected["optimizer_states"][0]["state"].items()
+        )
+        assert (
+            found["optimizer_states"][0]["param_groups"]
+            == expected["optimizer_states"][0]["param_groups"]
+        )
         assert found.keys() == expected.keys() - {"state_dict"}
         assert found["hyper_parameters"] == {"width": 10}
         assert found["callbacks"]["Best"]["score"].item() == 0.5
@@ -57,9 +65,18 @@ def test_tied_weights_are_tied_in_a_ckpt_file(path: Path, tmp_path: Path) -> Non
 def test_with_weights_only_nothing_of_the_training_is_kept(path: Path, tmp_path: Path) -> None:
     to_ckpt(path, tmp_path / "weights.ckpt", Selection(weights_only=True, strip_prefix="net."))
     found = torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    kept = {"state_dict", "epoch", "global_step", "pytorch-lightning_version", "loops", "hyper_parameters"}
+    kept = {
+        "state_dict",
+        "epoch",
+        "global_step",
+        "pytorch-lightning_version",
+        "loops",
+        "hyper_parameters",
+    }
     assert found.keys() == kept
-    assert same(found["state_dict"], {name.removeprefix("net."): it for name, it in weights(7).items()})
+    assert same(
+        found["state_dict"], {name.removeprefix("net."): it for name, it in weights(7).items()}
+    )
 
 
 class Strange:
@@ -72,7 +89,9 @@ class Strange:
 
 
 def test_strange_hyper_parameters_are_left_out_and_said(tmp_path: Path) -> None:
-    path = put(tmp_path / "step=7.ckpt", checkpoint(hyper_parameters={"width": 10, "odd": [1, Strange()]}))
+    path = put(
+        tmp_path / "step=7.ckpt", checkpoint(hyper_parameters={"width": 10, "odd": [1, Strange()]})
+    )
     exported = to_ckpt(path, tmp_path / "whole.ckpt")
     assert "hyper_parameters.odd.1" in exported.notes[0]
     found = torch.load(tmp_path / "whole.ckpt", weights_only=True)
@@ -122,11 +141,15 @@ def resume(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_training_on_two_ranks_goes_on_from_the_exported_file(world: Worlds, tmp_path: Path) -> None:
+def test_a_training_on_two_ranks_goes_on_from_the_exported_file(
+    world: Worlds, tmp_path: Path
+) -> None:
     path = tmp_path / "step.ckpt"
     saved = world(2).run(save, str(path))[0]["weights"]
     to_ckpt(path, tmp_path / "whole.ckpt")
-    model = TinyGpt.load_from_checkpoint(tmp_path / "whole.ckpt", map_location="cpu", weights_only=True)
+    model = TinyGpt.load_from_checkpoint(
+        tmp_path / "whole.ckpt", map_location="cpu", weights_only=True
+    )
     assert same(model.state_dict(), {**saved, "head.weight": saved["embed.weight"]})
     expected = world(2).run(resume, str(path))
     found = world(2).run(resume, str(tmp_path / "whole.ckpt"))

@@ -15,7 +15,9 @@ from support.small_checkpoints import DATA, fill, manifest_of, put
 pytestmark = pytest.mark.timeout(30)
 
 
-def replace_by(make: Callable[[Path], object], name: str = "__1_0.distcp") -> Callable[[Path], None]:
+def replace_by(
+    make: Callable[[Path], object], name: str = "__1_0.distcp"
+) -> Callable[[Path], None]:
     def change(checkpoint: Path) -> None:
         content = (checkpoint / name).read_bytes()
         (checkpoint.parent / "aside").write_bytes(content)
@@ -47,16 +49,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         r"__1_0\.distcp is missing, expected a .* 69 bytes",
     ),
     "longer file": (append, r"__1_0\.distcp has 70 bytes, expected 69"),
-    "shorter file": (lambda it: os.truncate(it / "__0_0.distcp", 0), r"__0_0\.distcp has 0 bytes, expected 69"),
-    "linked file": (replace_by(link_outside), r"__1_0\.distcp is a symbolic link, expected an ordinary file"),
+    "shorter file": (
+        lambda it: os.truncate(it / "__0_0.distcp", 0),
+        r"__0_0\.distcp has 0 bytes, expected 69",
+    ),
+    "linked file": (
+        replace_by(link_outside),
+        r"__1_0\.distcp is a symbolic link, expected an ordinary file",
+    ),
     "pipe": (replace_by(os.mkfifo), r"__1_0\.distcp is a pipe, expected an ordinary file"),
-    "directory": (replace_by(Path.mkdir), r"__1_0\.distcp is a directory, expected an ordinary file"),
-    "device": (replace_by(lambda path: path.symlink_to("/dev/zero")), r"__1_0\.distcp is a symbolic link"),
+    "directory": (
+        replace_by(Path.mkdir),
+        r"__1_0\.distcp is a directory, expected an ordinary file",
+    ),
+    "device": (
+        replace_by(lambda path: path.symlink_to("/dev/zero")),
+        r"__1_0\.distcp is a symbolic link",
+    ),
     "no manifest": (lambda it: (it / MANIFEST).unlink(), r"it has no manifest\.json: .* cut short"),
     "empty manifest": (lambda it: (it / MANIFEST).write_bytes(b""), r"does not start as one"),
     "linked manifest": (replace_by(link_outside, MANIFEST), r"manifest\.json is a symbolic link"),
     "pipe as manifest": (replace_by(os.mkfifo, MANIFEST), r"manifest\.json is a pipe"),
-    "huge manifest": (lambda it: os.truncate(it / MANIFEST, 2**40), r"has 1,099,511,627,776 bytes, expected at most"),
+    "huge manifest": (
+        lambda it: os.truncate(it / MANIFEST, 2**40),
+        r"has 1,099,511,627,776 bytes, expected at most",
+    ),
     "path upwards": (manifest_with_file("../x"), r"'\.\./x'"),
     "absolute path": (manifest_with_file("/etc/passwd"), r"'/etc/passwd'"),
     "path downwards": (manifest_with_file("a/__0_0.distcp"), r"'a/__0_0\.distcp'"),
@@ -79,7 +96,9 @@ def test_a_whole_checkpoint_is_read_also_through_a_link(checkpoint: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_checkpoint_that_is_not_whole_is_refused_naming_the_file(checkpoint: Path, damage: str) -> None:
+def test_a_checkpoint_that_is_not_whole_is_refused_naming_the_file(
+    checkpoint: Path, damage: str
+) -> None:
     change, text = DAMAGES[damage]
     change(checkpoint)
     open_before = len(os.listdir("/dev/fd"))
@@ -98,12 +117,16 @@ def test_a_manifest_longer_than_allowed_is_not_read(checkpoint: Path) -> None:
 def test_what_is_no_directory_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file.ckpt").write_text("x")
     for name in ("file.ckpt", "missing"):
-        with pytest.raises(CheckpointError, match=f"{name} is damaged|reading the checkpoint .*{name} failed"):
+        with pytest.raises(
+            CheckpointError, match=f"{name} is damaged|reading the checkpoint .*{name} failed"
+        ):
             read_manifest(tmp_path / name)
         assert not carries_manifest(tmp_path / name)
 
 
-def test_a_manifest_of_ours_is_known_even_when_it_is_damaged_behind_its_beginning(checkpoint: Path) -> None:
+def test_a_manifest_of_ours_is_known_even_when_it_is_damaged_behind_its_beginning(
+    checkpoint: Path,
+) -> None:
     path = checkpoint / MANIFEST
     path.write_bytes(path.read_bytes()[:-10])
     assert carries_manifest(checkpoint)
@@ -124,7 +147,13 @@ def test_checkpoints_are_ordered_by_step_and_not_by_time(tmp_path: Path) -> None
 
 
 def test_at_one_step_the_later_epoch_then_the_version_then_the_name_decides(tmp_path: Path) -> None:
-    for name, epoch in {"z.ckpt": 0, "a.ckpt": 1, "last.ckpt": 1, "last-v2.ckpt": 1, "last-v10.ckpt": 1}.items():
+    for name, epoch in {
+        "z.ckpt": 0,
+        "a.ckpt": 1,
+        "last.ckpt": 1,
+        "last-v2.ckpt": 1,
+        "last-v10.ckpt": 1,
+    }.items():
         put(tmp_path / name, step=5, epoch=epoch)
     names = [it.name for it in find_checkpoints(tmp_path).checkpoints]
     assert names == ["z.ckpt", "a.ckpt", "last.ckpt", "last-v2.ckpt", "last-v10.ckpt"]

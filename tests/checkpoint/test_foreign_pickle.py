@@ -19,7 +19,10 @@ NUMBERS = st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.boole
 SCALARS = NUMBERS | st.text(max_size=300) | st.binary(max_size=300) | st.none()
 KEYS = SCALARS | st.tuples(SCALARS, SCALARS)
 VALUES = st.recursive(
-    SCALARS | st.sets(KEYS, max_size=4) | st.frozensets(NUMBERS, max_size=4) | st.binary(max_size=9).map(bytearray),
+    SCALARS
+    | st.sets(KEYS, max_size=4)
+    | st.frozensets(NUMBERS, max_size=4)
+    | st.binary(max_size=9).map(bytearray),
     lambda inner: (
         st.lists(inner, max_size=5)
         | st.dictionaries(KEYS, inner, max_size=5)
@@ -69,7 +72,9 @@ def test_shared_values_stay_shared() -> None:
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_hostile_pickle_is_refused_and_not_run(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"it (asks for the global|is damaged, or no pickle of plain data)"):
+    with pytest.raises(
+        CheckpointError, match=r"it (asks for the global|is damaged, or no pickle of plain data)"
+    ):
         unpickle(PICKLES[name](tmp_path / "marker"), "it", BUILTINS)
     assert list(tmp_path.iterdir()) == []
 
@@ -90,7 +95,8 @@ def test_a_bomb_is_refused(name: str) -> None:
 
 def test_the_error_names_the_global_the_file_and_the_way_to_allow_it() -> None:
     with pytest.raises(
-        CheckpointError, match=r"^meta\.pt asks for the global 'pathlib\.\w*\.?PosixPath'.*trust_pickle=True"
+        CheckpointError,
+        match=r"^meta\.pt asks for the global 'pathlib\.\w*\.?PosixPath'.*trust_pickle=True",
     ):
         unpickle(pickle.dumps(Path("x")), "meta.pt", BUILTINS)
 
@@ -100,7 +106,9 @@ def test_a_key_that_comes_twice_is_refused() -> None:
         unpickle(b"\x80\x02}(K\x01K\x02K\x01K\x03u.", "it", BUILTINS)
 
 
-@pytest.mark.parametrize("state", [b"}X\x01\x00\x00\x00aK\x01s", b"N}X\x04\x00\x00\x00makeK\x01s\x86"])
+@pytest.mark.parametrize(
+    "state", [b"}X\x01\x00\x00\x00aK\x01s", b"N}X\x04\x00\x00\x00makeK\x01s\x86"]
+)
 def test_what_stands_for_a_class_cannot_be_changed(state: bytes) -> None:
     known = {"a.B": Maker(dict)}
     with pytest.raises(CheckpointError, match="state of a Maker"):
@@ -110,7 +118,10 @@ def test_what_stands_for_a_class_cannot_be_changed(state: bytes) -> None:
 
 def test_whatever_the_bytes_only_the_documented_error_is_raised() -> None:
     random.seed(0)
-    honest = [pickle.dumps({"a": [1, (2, "b")], "c": {torch.Size([3]): b"x"}}, protocol=n) for n in (2, 4, 5)]
+    honest = [
+        pickle.dumps({"a": [1, (2, "b")], "c": {torch.Size([3]): b"x"}}, protocol=n)
+        for n in (2, 4, 5)
+    ]
     honest += [make(Path("marker")) for make in PICKLES.values()]
     refused = 0
     for _ in range(20_000):

@@ -22,7 +22,13 @@ pytestmark = pytest.mark.timeout(60)
 
 
 RUN = Run(
-    uuid="0", step=3, epoch=1, world_size=2, shard_size=2, sharding_strategy="full_shard", versions={"torch": "2"}
+    uuid="0",
+    step=3,
+    epoch=1,
+    world_size=2,
+    shard_size=2,
+    sharding_strategy="full_shard",
+    versions={"torch": "2"},
 )
 
 
@@ -57,12 +63,17 @@ def gather_everything(keeping_rank: int) -> dict[str, Any]:
     assert full["untouched"] is untouched
     assert isinstance(full["deep"][0]["tuple"], tuple)
     assert isinstance(pair, Pair)
-    assert isinstance(state["ordered"]["weight"], ShardTensor), "the state itself must stay as it is"
+    assert isinstance(state["ordered"]["weight"], ShardTensor), (
+        "the state itself must stay as it is"
+    )
     found = [full["deep"][0]["tuple"][0], pair.weight, *full["ordered"].values(), full["gradient"]]
     expected = [weight, weight, weight, bias, weight.grad]
     return {
         "kinds": {(type(tensor), tensor.requires_grad, tensor.device.type) for tensor in found},
-        "equal": [torch.equal(each, tensor.full_tensor()) for each, tensor in zip(found, expected, strict=True)],
+        "equal": [
+            torch.equal(each, tensor.full_tensor())
+            for each, tensor in zip(found, expected, strict=True)
+        ],
         "empty": [tensor.numel() == 0 for tensor in found],
     }
 
@@ -79,7 +90,9 @@ def test_sharded_tensors_anywhere_in_a_state_are_gathered_for_the_rank_that_want
 
 def take_whole() -> tuple[bool, bool]:
     weight, plain = sharded_model().blocks[0].up.weight, torch.ones(2)
-    return whole(weight).shape == weight.shape and type(whole(weight)) is Tensor, whole(plain) is plain
+    return whole(weight).shape == weight.shape and type(whole(weight)) is Tensor, whole(
+        plain
+    ) is plain
 
 
 def test_a_tensor_is_whole_whether_it_was_sharded_or_not(world: Worlds) -> None:
@@ -91,7 +104,10 @@ def test_a_tensor_is_whole_whether_it_was_sharded_or_not(world: Worlds) -> None:
 
 def save_streamed(path: str) -> dict[str, Any]:
     model = sharded_model()
-    state = {"state_dict": dict(model.state_dict()), "ours": {"twice": [model.blocks[0].up.weight.detach()] * 2}}
+    state = {
+        "state_dict": dict(model.state_dict()),
+        "ours": {"twice": [model.blocks[0].up.weight.detach()] * 2},
+    }
     gathered: list[int] = []
     full_tensor = ShardTensor.full_tensor
 
@@ -100,12 +116,16 @@ def save_streamed(path: str) -> dict[str, Any]:
         return full_tensor(tensor)
 
     with mock.patch.object(ShardTensor, "full_tensor", counted):
-        stream_full(state, Path(path), model.blocks[0].up.weight.spec.mesh, (), RUN, CheckpointOptions())
+        stream_full(
+            state, Path(path), model.blocks[0].up.weight.spec.mesh, (), RUN, CheckpointOptions()
+        )
     expected = {name: full_tensor(tensor) for name, tensor in state["state_dict"].items()}
     return {"expected": expected, "gathered": sum(gathered)}
 
 
-def test_a_streamed_file_is_what_torch_loads_and_each_tensor_was_gathered_once(world: Worlds, tmp_path: Path) -> None:
+def test_a_streamed_file_is_what_torch_loads_and_each_tensor_was_gathered_once(
+    world: Worlds, tmp_path: Path
+) -> None:
     path = tmp_path / "deeper" / "full.ckpt"
     answers = world(2).run(save_streamed, str(path))
     loaded = torch.load(path, weights_only=True)
@@ -123,11 +143,15 @@ def fail_to_stream(path: str) -> str:
     mesh = model.blocks[0].up.weight.spec.mesh
     with pytest.raises(CheckpointError) as caught:
         stream_full(dict(model.state_dict()), Path(path), mesh, (), RUN, CheckpointOptions())
-    assert torch.equal(whole(model.blocks[0].up.weight), whole(model.blocks[0].up.weight))  # ranks are in step
+    assert torch.equal(
+        whole(model.blocks[0].up.weight), whole(model.blocks[0].up.weight)
+    )  # ranks are in step
     return str(caught.value)
 
 
-def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(world: Worlds, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(
+    world: Worlds, tmp_path: Path
+) -> None:
     (tmp_path / "full.ckpt" / "inside").mkdir(parents=True)
     first, second = world(2).run(fail_to_stream, str(tmp_path / "full.ckpt"))
     assert first == second
@@ -136,5 +160,8 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(world: Worlds, t
 
 
 def test_lazy_tensors_do_not_share_memory_because_they_have_none() -> None:
-    lazy = [LazyTensor(("model", str(i)), (3,), torch.float32, lambda interval: torch.ones(3)) for i in range(6)]
+    lazy = [
+        LazyTensor(("model", str(i)), (3,), torch.float32, lambda interval: torch.ones(3))
+        for i in range(6)
+    ]
     assert len({memory_of_shards(tensor) for tensor in lazy}) == 6

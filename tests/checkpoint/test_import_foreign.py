@@ -28,7 +28,16 @@ from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from support import foreign
 from support.hostile import Bait
-from support.hostile_directories import CASES, DATA, OBJECT, WEIGHT, edit, info_of, replace_item, write_honest
+from support.hostile_directories import (
+    CASES,
+    DATA,
+    OBJECT,
+    WEIGHT,
+    edit,
+    info_of,
+    replace_item,
+    write_honest,
+)
 from world import Worlds
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -40,10 +49,16 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(found.view(torch.uint8), expected.contiguous().flatten().view(torch.uint8))
 
 
-def check_intervals(checkpoint: ForeignCheckpoint, name: str, expected: torch.Tensor, count: int = 40) -> None:
+def check_intervals(
+    checkpoint: ForeignCheckpoint, name: str, expected: torch.Tensor, count: int = 40
+) -> None:
     """Random intervals of a tensor are the slices of the whole one."""
     tensor = checkpoint.tensors[name]
-    assert (tensor.shape, tensor.dtype, tensor.name) == (tuple(expected.shape), expected.dtype, name)
+    assert (tensor.shape, tensor.dtype, tensor.name) == (
+        tuple(expected.shape),
+        expected.dtype,
+        name,
+    )
     flat = expected.contiguous().flatten()
     picks = [sorted(random.choices(range(tensor.numel + 1), k=2)) for _ in range(count)]
     for start, stop in [(0, tensor.numel), (0, 0), (tensor.numel, tensor.numel), *picks]:
@@ -61,7 +76,9 @@ def honest(tmp_path: Path) -> Path:
 # -- as others write them
 
 
-@pytest.mark.parametrize(("root", "dim"), [("model", None), ("model", 0), ("model", 1), ("state_dict", 0), (None, 1)])
+@pytest.mark.parametrize(
+    ("root", "dim"), [("model", None), ("model", 0), ("model", 1), ("state_dict", 0), (None, 1)]
+)
 def test_what_two_ranks_saved_is_read_in_any_interval(
     world: Worlds, tmp_path: Path, root: str | None, dim: int | None
 ) -> None:
@@ -87,7 +104,10 @@ def test_what_lightning_saved_from_a_sharded_model_is_read(world: Worlds, tmp_pa
         check_intervals(checkpoint, name, tensor)
     lr = {checkpoint.read_object(name) for name in checkpoint.objects if name.endswith(".lr")}
     assert lr == {1e-2}
-    assert (checkpoint.meta["epoch"], checkpoint.meta["hyper_parameters"]) == (2, {"width": 5, "names": ["a"]})
+    assert (checkpoint.meta["epoch"], checkpoint.meta["hyper_parameters"]) == (
+        2,
+        {"width": 5, "names": ["a"]},
+    )
     stock = torch.load(tmp_path / "it" / "meta.pt", weights_only=True)
     assert repr(checkpoint.meta) == repr(stock)
     assert any("ModelCheckpoint" in name for name in checkpoint.meta["callbacks"])
@@ -95,8 +115,17 @@ def test_what_lightning_saved_from_a_sharded_model_is_read(world: Worlds, tmp_pa
 
 def test_a_checkpoint_as_fsdp_strategy_writes_it_is_read(honest: Path) -> None:
     checkpoint = ForeignCheckpoint(honest)
-    assert list(checkpoint.tensors) == ["model.weight", "model.bias", "optimizer_0.state.weight.exp_avg"]
-    assert checkpoint.tensors["optimizer_0.state.weight.exp_avg"].path == ("optimizer_0", "state", "weight", "exp_avg")
+    assert list(checkpoint.tensors) == [
+        "model.weight",
+        "model.bias",
+        "optimizer_0.state.weight.exp_avg",
+    ]
+    assert checkpoint.tensors["optimizer_0.state.weight.exp_avg"].path == (
+        "optimizer_0",
+        "state",
+        "weight",
+        "exp_avg",
+    )
     assert {name: checkpoint.read_object(name) for name in checkpoint.objects} == {
         "optimizer_0.param_groups.0.lr": 0.1,
         "optimizer_0.param_groups.0.eps": 1e-8,
@@ -123,8 +152,12 @@ def test_only_the_pieces_that_overlap_are_read(world: Worlds, tmp_path: Path) ->
     checkpoint = ForeignCheckpoint(tmp_path)
     (tmp_path / "__1_0.distcp").write_bytes(bytes((tmp_path / "__1_0.distcp").stat().st_size))
     cube = foreign.tensors()["cube"].flatten()
-    assert torch.equal(checkpoint.read("model.cube", Interval(3, 60)), cube[3:60])  # 4 of 7 rows: elements 0 to 59
-    with pytest.raises(CheckpointError, match=r"piece of 'model\.cube', bytes [\d,]+ to [\d,]+ of __1_0\.distcp"):
+    assert torch.equal(
+        checkpoint.read("model.cube", Interval(3, 60)), cube[3:60]
+    )  # 4 of 7 rows: elements 0 to 59
+    with pytest.raises(
+        CheckpointError, match=r"piece of 'model\.cube', bytes [\d,]+ to [\d,]+ of __1_0\.distcp"
+    ):
         checkpoint.read("model.cube", Interval(3, 61))
 
 
@@ -132,7 +165,10 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(honest: Path) -> None:
     random.seed(0)
     clean = (honest / DATA).read_bytes()
     checkpoint = ForeignCheckpoint(honest)
-    expected = {name: checkpoint.read(name, Interval(0, it.numel)) for name, it in checkpoint.tensors.items()}
+    expected = {
+        name: checkpoint.read(name, Interval(0, it.numel))
+        for name, it in checkpoint.tensors.items()
+    }
     refused = 0
     for _ in range(400):
         data = bytearray(clean)
@@ -144,7 +180,9 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(honest: Path) -> None:
                 assert_same(checkpoint.read(name, Interval(0, len(tensor))), tensor)
         except CheckpointError:
             refused += 1
-    assert refused > 20  # most bytes of so small a checkpoint are padding, and objects, which are not read here
+    assert (
+        refused > 20
+    )  # most bytes of so small a checkpoint are padding, and objects, which are not read here
 
 
 def test_damage_names_the_directory_the_tensor_the_bytes_and_both_checksums(honest: Path) -> None:
@@ -152,7 +190,10 @@ def test_damage_names_the_directory_the_tensor_the_bytes_and_both_checksums(hone
     with pytest.raises(CheckpointError) as caught:
         ForeignCheckpoint(honest).read(WEIGHT, Interval(0, 1))
     text = str(caught.value)
-    assert all(part in text for part in (str(honest), WEIGHT, DATA, "expected CRC 6edc4182", "found ", "96 bytes"))
+    assert all(
+        part in text
+        for part in (str(honest), WEIGHT, DATA, "expected CRC 6edc4182", "found ", "96 bytes")
+    )
 
 
 def test_a_checkpoint_without_crcs_is_read(honest: Path) -> None:
@@ -185,7 +226,9 @@ def index_of(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[in
     return pickle.dumps(Metadata({"x": entry}, planner_data={"x": ("x",)}, storage_data=stored))
 
 
-def divisions(shape: tuple[int, ...], count: int) -> Iterator[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+def divisions(
+    shape: tuple[int, ...], count: int
+) -> Iterator[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Random ways to cut a tensor into boxes: one of them is cut in two, several times."""
     for _ in range(count):
         found = [((0,) * len(shape), shape)]
@@ -195,7 +238,11 @@ def divisions(shape: tuple[int, ...], count: int) -> Iterator[list[tuple[tuple[i
             cut = random.randint(1, max(1, sizes[dim] - 1))
             lower = (*sizes[:dim], min(cut, sizes[dim]), *sizes[dim + 1 :])
             upper = (*sizes[:dim], sizes[dim] - lower[dim], *sizes[dim + 1 :])
-            found += [(at, lower), ((*at[:dim], at[dim] + cut, *at[dim + 1 :]), upper)] if upper[dim] else [(at, lower)]
+            found += (
+                [(at, lower), ((*at[:dim], at[dim] + cut, *at[dim + 1 :]), upper)]
+                if upper[dim]
+                else [(at, lower)]
+            )
         yield found
 
 
@@ -209,7 +256,9 @@ def test_boxes_are_accepted_exactly_if_they_cover_the_tensor_once() -> None:
             changed = list(division)
             _, sizes = changed.pop(random.randrange(len(changed)))
             if random.random() < 0.5:  # another box of as many elements, or none
-                spots = itertools.product(*(range(n - size + 1) for n, size in zip(shape, sizes, strict=True)))
+                spots = itertools.product(
+                    *(range(n - size + 1) for n, size in zip(shape, sizes, strict=True))
+                )
                 taken = {at for at, _ in division}
                 changed += [(spot, sizes) for spot in spots if spot not in taken][:1]
             with pytest.raises(CheckpointError, match="do not cover its shape"):
@@ -222,7 +271,9 @@ def test_the_index_is_read_as_if_it_had_been_run(honest: Path) -> None:
 
 
 def test_an_empty_box_beside_the_others_is_no_overlap() -> None:
-    tensor = read_index(index_of((2, 3), [((0, 0), (2, 3)), ((2, 0), (0, 3))]), {DATA: 20_000}).tensors["x"]
+    tensor = read_index(
+        index_of((2, 3), [((0, 0), (2, 3)), ((2, 0), (0, 3))]), {DATA: 20_000}
+    ).tensors["x"]
     assert len(tensor.pieces) == 1
 
 
@@ -254,7 +305,9 @@ def test_a_pickle_that_needs_trust_is_run_only_with_trust_and_says_so(
     honest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit(honest, lambda metadata: setattr(metadata, "storage_meta", tmp_path.joinpath))
-    with pytest.raises(CheckpointError, match=r"\.metadata asks for the global '.*trust_pickle=True"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata asks for the global '.*trust_pickle=True"
+    ):
         ForeignCheckpoint(honest)
     assert caplog.records == []
     checkpoint = ForeignCheckpoint(honest, trust_pickle=True)
@@ -273,7 +326,9 @@ def test_with_trust_the_objects_and_meta_are_run_too(honest: Path, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_every_hostile_checkpoint_is_refused_at_little_cost_and_runs_nothing(tmp_path: Path) -> None:
+def test_every_hostile_checkpoint_is_refused_at_little_cost_and_runs_nothing(
+    tmp_path: Path,
+) -> None:
     write_honest(tmp_path / "honest")
     (tmp_path / "markers").mkdir()
     folders = {f"{number:03d}": name for number, name in enumerate(CASES)}
@@ -284,12 +339,20 @@ def test_every_hostile_checkpoint_is_refused_at_little_cost_and_runs_nothing(tmp
     shutil.copytree(tmp_path / "honest", tmp_path / "all" / "!honest")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     command = [sys.executable, str(TESTS / "support" / "hostile_reader.py"), str(tmp_path / "all")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     first, *reports = [json.loads(line) for line in done.stdout.splitlines()]
     assert (first["name"], first["outcome"]) == ("!honest", "read")
     assert [report["name"] for report in reports] == list(folders)
     assert len(reports) > 100
-    read = [folders[it["name"]] for it in reports if not it["outcome"].startswith("refused: " + str(tmp_path / "all"))]
+    read = [
+        folders[it["name"]]
+        for it in reports
+        if not it["outcome"].startswith("refused: " + str(tmp_path / "all"))
+    ]
     assert read == []
-    assert [folders[it["name"]] for it in reports if it["seconds"] > 1 or it["nbytes"] > 100e6] == []
+    assert [
+        folders[it["name"]] for it in reports if it["seconds"] > 1 or it["nbytes"] > 100e6
+    ] == []
     assert list((tmp_path / "markers").iterdir()) == []

@@ -16,7 +16,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from shardeddp.checkpoint.interop import DCP_VERSION, dcp_metadata, lightning_meta, to_bytes
 from shardeddp.checkpoint.items import DataFile
@@ -36,11 +40,26 @@ from shardeddp.plan.layout import Interval, boxes
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled, unavailable or uninitialized"
+    ),
 ]
 
-RUN = Run(uuid="0d9c", step=7, epoch=1, world_size=2, shard_size=2, sharding_strategy="shard", versions={"torch": "2"})
-META = {"epoch": 1, "global_step": 7, "callbacks": {"Best": {"score": torch.tensor(0.5)}}, "loops": {}}
+RUN = Run(
+    uuid="0d9c",
+    step=7,
+    epoch=1,
+    world_size=2,
+    shard_size=2,
+    sharding_strategy="shard",
+    versions={"torch": "2"},
+)
+META = {
+    "epoch": 1,
+    "global_step": 7,
+    "callbacks": {"Best": {"score": torch.tensor(0.5)}},
+    "loops": {},
+}
 
 
 def example() -> tuple[dict[ItemPath, torch.Tensor], dict[ItemPath, object]]:
@@ -54,35 +73,60 @@ def example() -> tuple[dict[ItemPath, torch.Tensor], dict[ItemPath, object]]:
         "mask": torch.arange(9) % 3 == 0,
         "count": torch.tensor(12345678901, dtype=torch.int64),
     }
-    tensors: dict[ItemPath, torch.Tensor] = {("model", name): tensor for name, tensor in model.items()}
+    tensors: dict[ItemPath, torch.Tensor] = {
+        ("model", name): tensor for name, tensor in model.items()
+    }
     for name in ("embedding.weight", "conv.kernel"):
         tensors["optimizer_0", "state", name, "exp_avg"] = torch.randn_like(model[name])
         tensors["optimizer_0", "state", name, "step"] = torch.tensor(7.0)
-    group = {"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "params": ["embedding.weight", "conv.kernel"]}
-    return tensors, {("optimizer_0", "param_groups"): [group], ("model", "_extra_state"): {"version": 3}}
+    group = {
+        "lr": 0.1,
+        "betas": (0.9, 0.999),
+        "fused": None,
+        "params": ["embedding.weight", "conv.kernel"],
+    }
+    return tensors, {
+        ("optimizer_0", "param_groups"): [group],
+        ("model", "_extra_state"): {"version": 3},
+    }
 
 
-def write(directory: Path, tensors: Mapping[ItemPath, torch.Tensor], objects: Mapping[ItemPath, object]) -> Manifest:
+def write(
+    directory: Path, tensors: Mapping[ItemPath, torch.Tensor], objects: Mapping[ItemPath, object]
+) -> Manifest:
     """A checkpoint of two ranks that cut every flattened tensor somewhere inside a row."""
     directory.mkdir()
     names = ["__0_0.distcp", "__1_0.distcp"]
-    descriptors = [os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) for name in names]
-    files = [DataFile(descriptor, name) for descriptor, name in zip(descriptors, names, strict=True)]
+    descriptors = [
+        os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) for name in names
+    ]
+    files = [
+        DataFile(descriptor, name) for descriptor, name in zip(descriptors, names, strict=True)
+    ]
     stored: dict[str, StoredTensor] = {}
     for path, tensor in tensors.items():
         cut = tensor.numel() // 3 + 1 if tensor.numel() else 0
         pieces: list[Piece] = []
-        for file, part in zip(files, (Interval(0, cut), Interval(cut, tensor.numel())), strict=True):
+        for file, part in zip(
+            files, (Interval(0, cut), Interval(cut, tensor.numel())), strict=True
+        ):
             flat, position = tensor.flatten()[part.start : part.stop], 0
             for box in boxes(part, tensor.shape):
-                item, payload, checksums = file.put_tensor(flat[position : position + box.numel].view(box.sizes))
+                item, payload, checksums = file.put_tensor(
+                    flat[position : position + box.numel].view(box.sizes)
+                )
                 pieces.append(Piece(box=box, item=item, payload=payload, checksums=checksums))
                 position += box.numel
         stored[name_of(path)] = StoredTensor(
             path=path, dtype=tensor.dtype, shape=tuple(tensor.shape), pieces=tuple(pieces)
         )
-    values = {name_of(path): StoredObject(path=path, item=files[0].put_object(it)) for path, it in objects.items()}
-    sizes: dict[str, StoredFile] = {name: file.close() for name, file in zip(names, files, strict=True)}
+    values = {
+        name_of(path): StoredObject(path=path, item=files[0].put_object(it))
+        for path, it in objects.items()
+    }
+    sizes: dict[str, StoredFile] = {
+        name: file.close() for name, file in zip(names, files, strict=True)
+    }
     for descriptor in descriptors:
         os.close(descriptor)
     manifest = Manifest(run=RUN, algorithm="xxh3_128", files=sizes, tensors=stored, objects=values)
@@ -119,7 +163,9 @@ def test_the_example_is_cut_into_boxes_over_both_files(directory: Path) -> None:
 def test_dcp_loads_every_tensor_and_object(directory: Path) -> None:
     tensors, objects = example()
     write(directory, tensors, objects)
-    state: dict[str, Any] = {name_of(path): torch.full_like(tensor, 1) for path, tensor in tensors.items()}
+    state: dict[str, Any] = {
+        name_of(path): torch.full_like(tensor, 1) for path, tensor in tensors.items()
+    }
     state.update({name_of(path): None for path in objects})
     dcp.load(state, checkpoint_id=directory, no_dist=True)
     for path, tensor in tensors.items():
@@ -154,14 +200,18 @@ def test_the_tool_of_lightning_makes_an_ordinary_checkpoint_of_it(
     write(directory, tensors, objects)
     whole = tmp_path / "whole.ckpt"
     monkeypatch.setattr(sys, "argv", ["consolidate", str(directory), "--output_file", str(whole)])
-    monkeypatch.delitem(sys.modules, "lightning.pytorch.utilities.consolidate_checkpoint", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "lightning.pytorch.utilities.consolidate_checkpoint", raising=False
+    )
     runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
     checkpoint = torch.load(whole, weights_only=True)
     assert set(checkpoint) == {"state_dict", "optimizer_states", *META}
     for path, tensor in tensors.items():
         part = checkpoint["state_dict"] if path[0] == "model" else checkpoint["optimizer_states"][0]
         assert_same(nested(part, path[1:]), tensor)
-    assert checkpoint["optimizer_states"][0]["param_groups"] == objects["optimizer_0", "param_groups"]
+    assert (
+        checkpoint["optimizer_states"][0]["param_groups"] == objects["optimizer_0", "param_groups"]
+    )
     assert checkpoint["state_dict"]["_extra_state"] == {"version": 3}
     assert checkpoint["global_step"] == 7
 
@@ -188,13 +238,24 @@ def test_the_index_says_what_the_writer_of_dcp_says(directory: Path, tmp_path: P
     assert {type(place) for place in ours.storage_data.values()} == {
         type(place) for place in stock.storage_data.values()
     }
-    assert sorted(place.index for place in ours.storage_data if place.fqn == "model.weight") == [0, 1, 2, 3]
+    assert sorted(place.index for place in ours.storage_data if place.fqn == "model.weight") == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert ours.storage_data[MetadataIndex("model.half", (2,))].relative_path == "__1_0.distcp"
 
 
-def test_the_index_pickles_nothing_that_the_writer_of_dcp_does_not(directory: Path, tmp_path: Path) -> None:
+def test_the_index_pickles_nothing_that_the_writer_of_dcp_does_not(
+    directory: Path, tmp_path: Path
+) -> None:
     def texts(content: bytes) -> set[str]:
-        return {str(argument) for _, argument, _ in pickletools.genops(content) if isinstance(argument, str)}
+        return {
+            str(argument)
+            for _, argument, _ in pickletools.genops(content)
+            if isinstance(argument, str)
+        }
 
     tensors, objects = example()
     state = {name_of(path): value for path, value in [*tensors.items(), *objects.items()]}
@@ -207,7 +268,11 @@ def test_the_index_pickles_nothing_that_the_writer_of_dcp_does_not(directory: Pa
 
 def test_no_file_says_where_it_was_written(directory: Path) -> None:
     write(directory, *example())
-    secrets = [str(directory.parent).encode(), os.sep.encode() + directory.name.encode(), socket.gethostname().encode()]
+    secrets = [
+        str(directory.parent).encode(),
+        os.sep.encode() + directory.name.encode(),
+        socket.gethostname().encode(),
+    ]
     for file in directory.iterdir():
         assert not [secret for secret in secrets if secret in file.read_bytes()], file.name
 
@@ -227,12 +292,20 @@ def load_meta(tree: object) -> Any:
 
 def test_containers_of_other_types_become_plain() -> None:
     counts: defaultdict[str, list[int]] = defaultdict(list, {"a": [1]})
-    found = load_meta({"options": Options(lr=0.1, deep=[Options()]), "pair": Pair(1, 2), "counts": counts})
+    found = load_meta(
+        {"options": Options(lr=0.1, deep=[Options()]), "pair": Pair(1, 2), "counts": counts}
+    )
     assert found == {"options": {"lr": 0.1, "deep": [{}]}, "pair": (1, 2), "counts": {"a": [1]}}
 
 
 def test_plain_containers_stay_what_they_are() -> None:
-    tree = {"ordered": OrderedDict(b=1, a=(2, [3])), "size": torch.Size([3]), "set": {1, 2}, 7: None, "x": [True, 1e-3]}
+    tree = {
+        "ordered": OrderedDict(b=1, a=(2, [3])),
+        "size": torch.Size([3]),
+        "set": {1, 2},
+        7: None,
+        "x": [True, 1e-3],
+    }
     found = load_meta(tree)
     assert found == tree
     assert [type(value) for value in found.values()] == [type(value) for value in tree.values()]

@@ -35,7 +35,9 @@ def check(tmp_path: Path) -> Callable[[bytes], bool]:
         path.write_bytes(BEFORE + content + BEFORE)
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            return check_item_crc(descriptor, Item(file=NAME, offset=len(BEFORE), nbytes=len(content)))
+            return check_item_crc(
+                descriptor, Item(file=NAME, offset=len(BEFORE), nbytes=len(content))
+            )
         finally:
             os.close(descriptor)
 
@@ -50,13 +52,17 @@ def archive(*records: tuple[str, bytes], compression: int = zipfile.ZIP_STORED) 
     return bytearray(buffer.getvalue())
 
 
-@pytest.mark.parametrize("value", [torch.randn(700_000), {"a": torch.ones(3), "b": [1, "text"]}, torch.empty(0), None])
+@pytest.mark.parametrize(
+    "value", [torch.randn(700_000), {"a": torch.ones(3), "b": [1, "text"]}, torch.empty(0), None]
+)
 def test_what_torch_saves_is_good(check: Callable[[bytes], bool], value: object) -> None:
     assert check(saved(value))
 
 
 @pytest.mark.parametrize("crc", [True, False])
-def test_what_a_data_file_holds_is_good_and_without_crcs_it_is_unchecked(tmp_path: Path, crc: bool) -> None:
+def test_what_a_data_file_holds_is_good_and_without_crcs_it_is_unchecked(
+    tmp_path: Path, crc: bool
+) -> None:
     descriptor = os.open(tmp_path / NAME, os.O_RDWR | os.O_CREAT)
     try:
         file = DataFile(descriptor, NAME, crc=crc)
@@ -76,7 +82,9 @@ def test_every_flipped_bit_of_a_record_is_found(check: Callable[[bytes], bool]) 
         start = record.header_offset + 30 + name_nbytes + extra_nbytes
         for at in range(start, start + record.file_size):
             content[at] ^= 1 << at % 8
-            with pytest.raises(CheckpointError, match=rf"(?s){NAME} is damaged .*{record.filename}.* has CRC"):
+            with pytest.raises(
+                CheckpointError, match=rf"(?s){NAME} is damaged .*{record.filename}.* has CRC"
+            ):
                 check(bytes(content))
             content[at] ^= 1 << at % 8
             tried += 1
@@ -93,14 +101,20 @@ def test_any_damage_ends_in_a_checkpoint_error_or_leaves_the_records_alone(
     whole = (tmp_path / "whole").read_bytes()
     accepted = 0
     for at in range(len(whole)):
-        for damaged in (whole[:at], whole[:at] + b"\xff" + whole[at + 1 :], whole[:at] + bytes(len(whole) - at)):
+        for damaged in (
+            whole[:at],
+            whole[:at] + b"\xff" + whole[at + 1 :],
+            whole[:at] + bytes(len(whole) - at),
+        ):
             try:
                 check(damaged)
             except CheckpointError:
                 continue
             accepted += damaged != whole
             assert contents(damaged) == contents(whole), f"damage from byte {at} on was accepted"
-    assert 0 < accepted < 300, "of padding, times, attributes and second copies of what the directory says"
+    assert 0 < accepted < 300, (
+        "of padding, times, attributes and second copies of what the directory says"
+    )
 
 
 def contents(archive: bytes) -> list[bytes]:
@@ -131,9 +145,13 @@ def test_a_compressed_record_is_refused(check: Callable[[bytes], bool]) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [(10, 8), (24, 2**30)], ids=["method", "size"])
-def test_a_record_that_would_be_unpacked_is_refused(check: Callable[[bytes], bool], field: int, value: int) -> None:
+def test_a_record_that_would_be_unpacked_is_refused(
+    check: Callable[[bytes], bool], field: int, value: int
+) -> None:
     content = archive(("archive/data/0", bytes(100)))
-    struct.pack_into("<H" if value < 2**16 else "<I", content, content.rindex(b"PK\1\2") + field, value)
+    struct.pack_into(
+        "<H" if value < 2**16 else "<I", content, content.rindex(b"PK\1\2") + field, value
+    )
     with pytest.raises(CheckpointError, match="is compressed"):
         check(bytes(content))
 
@@ -154,7 +172,9 @@ def test_a_record_that_reaches_out_of_the_item_is_refused(check: Callable[[bytes
 def test_records_that_share_bytes_are_refused(check: Callable[[bytes], bool]) -> None:
     content = archive(*((f"archive/data/{index}", bytes(4000)) for index in range(3)))
     start = content.index(b"PK\1\2")
-    for _ in range(3):  # every entry of the directory shows the first record, which now holds all of them
+    for _ in range(
+        3
+    ):  # every entry of the directory shows the first record, which now holds all of them
         entry = content.index(b"PK\1\2", start)
         struct.pack_into("<II", content, entry + 20, 12_000, 12_000)
         struct.pack_into("<I", content, entry + 42, 0)

@@ -66,7 +66,11 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+    assert (found.dtype, found.shape, found.stride()) == (
+        expected.dtype,
+        expected.shape,
+        expected.stride(),
+    )
     assert not found.requires_grad
     assert raw(found) == raw(expected)
 
@@ -82,7 +86,9 @@ def load(fd: int, item: Item) -> Any:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("crc", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tensor_of_any_dtype_and_shape_comes_back(fd: int, tmp_path: Path, dtype: torch.dtype, crc: bool) -> None:
+def test_a_tensor_of_any_dtype_and_shape_comes_back(
+    fd: int, tmp_path: Path, dtype: torch.dtype, crc: bool
+) -> None:
     file = DataFile(fd, NAME, crc=crc)
     tensors = [random_tensor(dtype, shape) for shape in SHAPES]
     stored = [file.put_tensor(tensor) for tensor in tensors]
@@ -99,7 +105,9 @@ def test_payload_and_framing_are_under_checksums_that_cover_the_file(fd: int, pa
     file = DataFile(fd, NAME)
     big = torch.randn(5 * BLOCK_NBYTES // 8)  # two and a half blocks
     whole = torch.randn(BLOCK_NBYTES // 4)
-    puts = [(tensor, file.put_tensor(tensor)) for tensor in (big, torch.randn(3), whole, torch.empty(0))]
+    puts = [
+        (tensor, file.put_tensor(tensor)) for tensor in (big, torch.randn(3), whole, torch.empty(0))
+    ]
     file.put_object({"lr": 0.1})
     stored = file.close()
     content = path.read_bytes()
@@ -134,7 +142,10 @@ def test_without_crc_the_fields_are_zero_as_torch_leaves_them(fd: int) -> None:
 def test_equal_tensors_make_equal_items(fd: int) -> None:
     file = DataFile(fd, NAME)
     tensor = torch.randn(3)
-    first, second = (bytes_of(fd, file.put_tensor(each)[0]) for each in (tensor, torch.nn.Parameter(tensor.clone())))
+    first, second = (
+        bytes_of(fd, file.put_tensor(each)[0])
+        for each in (tensor, torch.nn.Parameter(tensor.clone()))
+    )
     assert first == second
 
 
@@ -171,7 +182,9 @@ def test_a_payload_beyond_4_gib_is_framed_in_zip64(fd: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [-1, 0])
-def test_the_largest_payload_without_zip64_and_the_smallest_with_it_can_be_read(fd: int, path: Path, at: int) -> None:
+def test_the_largest_payload_without_zip64_and_the_smallest_with_it_can_be_read(
+    fd: int, path: Path, at: int
+) -> None:
     nbytes = 0xFFFFFFFF + at
     frame = frame_of(torch.uint8, (nbytes,), crc=False)
     os.pwrite(fd, frame.head, 0)
@@ -201,7 +214,9 @@ def test_short_writes_are_continued(fd: int, monkeypatch: pytest.MonkeyPatch) ->
     assert file.close().nbytes == os.fstat(fd).st_size
 
 
-def test_a_write_that_makes_no_progress_is_an_error(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_makes_no_progress_is_an_error(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "writev", lambda *_: 0)
     with pytest.raises(OSError, match="nothing was written"):
         DataFile(fd, NAME).put_tensor(torch.ones(1))

@@ -30,7 +30,13 @@ def piece(offset: int, box: Box) -> Piece:
 
 def manifest() -> Manifest:
     run = Run(
-        uuid="u", step=3, epoch=1, world_size=2, shard_size=1, sharding_strategy="hybrid_shard", versions={"torch": "2"}
+        uuid="u",
+        step=3,
+        epoch=1,
+        world_size=2,
+        shard_size=1,
+        sharding_strategy="hybrid_shard",
+        versions={"torch": "2"},
     )
     weight = StoredTensor(
         path=("model", "weight"),
@@ -39,14 +45,22 @@ def manifest() -> Manifest:
         pieces=(piece(0, Box((0, 0), (1, 3))), piece(100, Box((1, 0), (3, 3)))),
     )
     scalar = StoredTensor(
-        path=("optimizer_0", "state", "weight", 7), dtype=torch.float32, shape=(), pieces=(piece(200, Box((), ())),)
+        path=("optimizer_0", "state", "weight", 7),
+        dtype=torch.float32,
+        shape=(),
+        pieces=(piece(200, Box((), ())),),
     )
     empty = StoredTensor(path=("model", "empty"), dtype=torch.bfloat16, shape=(0, 2), pieces=())
-    groups = StoredObject(path=("optimizer_0", "param_groups"), item=Item(file="__0_0.distcp", offset=300, nbytes=50))
+    groups = StoredObject(
+        path=("optimizer_0", "param_groups"), item=Item(file="__0_0.distcp", offset=300, nbytes=50)
+    )
     return Manifest(
         run=run,
         algorithm="xxh3_128",
-        files={"__0_0.distcp": StoredFile(nbytes=400, checksum="cd"), "state.json": StoredFile(nbytes=2, checksum="e")},
+        files={
+            "__0_0.distcp": StoredFile(nbytes=400, checksum="cd"),
+            "state.json": StoredFile(nbytes=2, checksum="e"),
+        },
         tensors={tensor.name: tensor for tensor in (weight, scalar, empty)},
         objects={"optimizer_0.param_groups": groups},
     )
@@ -97,9 +111,15 @@ WRONG = {
     "a file elsewhere": (set_at("files", "../x", [1, "a"]), "expected names like"),
     "a hole": (drop("tensors", 0, 3, 0), "do not tile it"),
     "an end that is missing": (drop("tensors", 0, 3, 1), "end at element 3 of 12"),
-    "a piece twice": (lambda it: it["tensors"][0][3].append(it["tensors"][0][3][0]), "do not tile it"),
+    "a piece twice": (
+        lambda it: it["tensors"][0][3].append(it["tensors"][0][3][0]),
+        "do not tile it",
+    ),
     "a box outside": (set_at("tensors", 0, 3, 1, 0, [2, 0]), "inside of shape"),
-    "a box that is not a stretch": (set_at("tensors", 0, 3, 1, 1, [3, 2]), "do not follow each other"),
+    "a box that is not a stretch": (
+        set_at("tensors", 0, 3, 1, 1, [3, 2]),
+        "do not follow each other",
+    ),
     "an item behind its file": (set_at("tensors", 0, 3, 0, 3, 1000), "ends behind the 400 bytes"),
     "a payload outside of its item": (set_at("tensors", 0, 3, 0, 5, 390), "outside of"),
     "a checksum too many": (set_at("tensors", 0, 3, 0, 6, ["a", "b"]), "2 checksums for 12 bytes"),

@@ -21,7 +21,10 @@ def test_files_appear_at_the_end(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_failure(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
-    with pytest.raises(ZeroDivisionError), new_files([tmp_path / "a", tmp_path / "b"], force=True) as files:
+    with (
+        pytest.raises(ZeroDivisionError),
+        new_files([tmp_path / "a", tmp_path / "b"], force=True) as files,
+    ):
         files[0].write(b"new")
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == ["a"]
@@ -32,7 +35,10 @@ def test_what_the_system_refuses_is_named(tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"writing .*a failed: No space left.*free"), new_files([tmp_path / "a"]):
+    with (
+        pytest.raises(CheckpointError, match=r"writing .*a failed: No space left.*free"),
+        new_files([tmp_path / "a"]),
+    ):
         fail()
 
 

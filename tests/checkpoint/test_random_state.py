@@ -21,7 +21,13 @@ CPU = torch.device("cpu")
 
 def numbers() -> list[float]:
     """The next of every generator, with those of which two are drawn at a time."""
-    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.randn(3).tolist()]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        *torch.randn(3).tolist(),
+    ]
 
 
 def test_every_generator_goes_on_where_it_was() -> None:
@@ -69,7 +75,9 @@ def test_states_are_restored_once_and_not_before_training_begins() -> None:
 
 def test_states_of_other_ranks_are_not_used() -> None:
     randomness = ResumeRandomness()
-    with pytest.warns(UserWarning, match=r"random states of 1 ranks and this run has 2.*Resume with 1 ranks"):
+    with pytest.warns(
+        UserWarning, match=r"random states of 1 ranks and this run has 2.*Resume with 1 ranks"
+    ):
         randomness.hold([capture_random_state(CPU)], 0, 2)
     randomness.hold([capture_random_state(CPU)], 1, 2)
     assert not randomness.holds
@@ -83,7 +91,14 @@ def test_a_checkpoint_without_states_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "states",
-    [3, [3], [{"torch": 3}], [{"torch": torch.zeros(4)}], [{"python": torch.zeros(4, dtype=torch.uint8)}], [{"x": 1}]],
+    [
+        3,
+        [3],
+        [{"torch": 3}],
+        [{"torch": torch.zeros(4)}],
+        [{"python": torch.zeros(4, dtype=torch.uint8)}],
+        [{"x": 1}],
+    ],
 )
 def test_what_is_no_state_is_refused_when_it_is_read(states: object) -> None:
     with pytest.raises(CheckpointError, match="random states"):

@@ -36,7 +36,9 @@ class Text(str): ...
 class Mine(dict[str, int]): ...
 
 
-KEYS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+KEYS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
 LEAVES = (
     KEYS
     | st.floats()
@@ -46,7 +48,9 @@ LEAVES = (
         lambda it: it.replace(fold=0)
     )
     | st.sampled_from([torch.bfloat16, torch.device("cuda", 1), torch.Size([2, 3])])
-    | st.sampled_from([np.float32(0.1), np.float64("nan"), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True)])
+    | st.sampled_from(
+        [np.float32(0.1), np.float64("nan"), np.int8(-3), np.uint64(2**64 - 1), np.bool_(True)]
+    )
 )
 TREES = st.recursive(
     LEAVES,
@@ -99,7 +103,10 @@ def test_every_kind_of_tensor_is_put_and_its_name_is_kept() -> None:
 
     store, parameter = Store(), torch.nn.Parameter(torch.ones(2))
     sub = torch.ones(3).as_subclass(Sub)
-    assert encode([parameter, {"a": sub}], store.put) == [{"$tensor": "extra.0"}, {"a": {"$tensor": "extra.1"}}]
+    assert encode([parameter, {"a": sub}], store.put) == [
+        {"$tensor": "extra.0"},
+        {"a": {"$tensor": "extra.1"}},
+    ]
     assert store.tensors["extra.0"] is parameter
     assert store.tensors["extra.1"] is sub
 
@@ -128,7 +135,13 @@ def test_code_and_classes_of_others_leave_their_name_only(type_name: str) -> Non
 
 
 def test_opaque_values_are_listed_by_their_paths() -> None:
-    tree = {"a": [1, Color.RED], "b": OrderedDict(c=(Color.RED,)), "d": Namespace(e=Color.RED), Color.RED: 0, "f": "g"}
+    tree = {
+        "a": [1, Color.RED],
+        "b": OrderedDict(c=(Color.RED,)),
+        "d": Namespace(e=Color.RED),
+        Color.RED: 0,
+        "f": "g",
+    }
     assert opaque_paths(through_json(tree)) == ["a.1", "b.c.0", "d.e", "(key)"]
     assert opaque_paths(through_json(Color.RED)) == [""]
     assert opaque_paths(through_json({2**20000: Color.RED, (1, 2): Color.RED, 5: Color.RED})) == [

@@ -102,9 +102,19 @@ NASTY = [
     b"\x00",
 ]
 NASTY += [
-    b'"$%s"' % tag.encode() for tag in ("tuple", "set", "dict", "tensor", "opaque", "array", "int", "path", "size")
+    b'"$%s"' % tag.encode()
+    for tag in ("tuple", "set", "dict", "tensor", "opaque", "array", "int", "path", "size")
 ]
-NASTY += [b"9" * 20, b'"a":1', b"[" * 40, b'{"$set":[[]]}', b"\\ud800", b"true", b'"7ff"', b"99999999999"]
+NASTY += [
+    b"9" * 20,
+    b'"a":1',
+    b"[" * 40,
+    b'{"$set":[[]]}',
+    b"\\ud800",
+    b"true",
+    b'"7ff"',
+    b"99999999999",
+]
 
 
 def mutate(document: bytes, dice: random.Random) -> bytes:
@@ -113,7 +123,9 @@ def mutate(document: bytes, dice: random.Random) -> bytes:
         start = dice.randrange(len(document) + 1)
         stop = min(len(document), start + dice.choice([0, 1, 1, 2, 5, 40]))
         part = document[start:stop]
-        part = dice.choice([b"", part + part, part[::-1], bytes([dice.randrange(256)]), dice.choice(NASTY)])
+        part = dice.choice(
+            [b"", part + part, part[::-1], bytes([dice.randrange(256)]), dice.choice(NASTY)]
+        )
         document = document[:start] + part + document[stop:]
     return document
 
@@ -122,7 +134,9 @@ def survive(count: int, seed: int) -> int:
     """Read that many mutations; how many were refused. What is raised otherwise fails the test."""
     store, dice, refused = Store(), random.Random(seed), 0
     small = [
-        json.dumps(encode(EXAMPLES[name], store.put, MORE)).encode() for name in EXAMPLES if name != "edge integers"
+        json.dumps(encode(EXAMPLES[name], store.put, MORE)).encode()
+        for name in EXAMPLES
+        if name != "edge integers"
     ]
     for _ in range(count):
         document = mutate(dice.choice(small), dice)

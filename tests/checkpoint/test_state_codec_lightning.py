@@ -20,7 +20,9 @@ pytestmark = pytest.mark.timeout(60)
 class Scheduled(L.LightningModule):
     """Every scheduler that people use, on an optimizer of its own."""
 
-    def __init__(self, lr: float = 0.1, betas: tuple[float, ...] = (0.9, 0.95), limit: float = math.inf) -> None:
+    def __init__(
+        self, lr: float = 0.1, betas: tuple[float, ...] = (0.9, 0.95), limit: float = math.inf
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
@@ -35,13 +37,19 @@ class Scheduled(L.LightningModule):
             lambda it: lr_scheduler.CyclicLR(it, 0.01, 0.1),
             lambda it: lr_scheduler.ReduceLROnPlateau(it),
             lambda it: lr_scheduler.SequentialLR(
-                it, [lr_scheduler.LinearLR(it, total_iters=2), lr_scheduler.ExponentialLR(it, 0.9)], milestones=[2]
+                it,
+                [lr_scheduler.LinearLR(it, total_iters=2), lr_scheduler.ExponentialLR(it, 0.9)],
+                milestones=[2],
             ),
-            lambda it: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(it), lr_scheduler.PolynomialLR(it)]),
+            lambda it: lr_scheduler.ChainedScheduler(
+                [lr_scheduler.ConstantLR(it), lr_scheduler.PolynomialLR(it)]
+            ),
         ]
         optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9) for _ in makers[:-1]]
         optimizers.append(torch.optim.AdamW(self.parameters(), lr=0.1))
-        return optimizers, [make(optimizer) for make, optimizer in zip(makers, optimizers, strict=True)]
+        return optimizers, [
+            make(optimizer) for make, optimizer in zip(makers, optimizers, strict=True)
+        ]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer, scheduler in zip(self.optimizers(), self.lr_schedulers(), strict=True):
@@ -60,13 +68,22 @@ def test_a_checkpoint_of_lightning_comes_back_whole(tmp_path: Path) -> None:
         EarlyStopping("loss"),
     ]
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, logger=False, callbacks=callbacks, enable_progress_bar=False
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        callbacks=callbacks,
+        enable_progress_bar=False,
     )
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(6, 2)), batch_size=2)
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(6, 2)), batch_size=2
+    )
     trainer.fit(Scheduled(), data)
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
     checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=False)
-    assert {"loops", "callbacks", "optimizer_states", "lr_schedulers", "hyper_parameters"} <= set(checkpoint)
+    assert {"loops", "callbacks", "optimizer_states", "lr_schedulers", "hyper_parameters"} <= set(
+        checkpoint
+    )
     assert len(checkpoint["lr_schedulers"]) == 8
     tree = through_json(checkpoint)
     assert opaque_paths(tree) == []

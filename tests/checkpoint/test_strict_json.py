@@ -37,7 +37,9 @@ JSON = st.recursive(
 def refusal(data: bytes, limits: JsonLimits | None = None) -> str:
     with pytest.raises(CheckpointError) as caught:
         parse_json(data, "some.json", limits or JsonLimits())
-    assert caught.value.__cause__ is None or not isinstance(caught.value.__cause__, json.JSONDecodeError)
+    assert caught.value.__cause__ is None or not isinstance(
+        caught.value.__cause__, json.JSONDecodeError
+    )
     assert "some.json" in str(caught.value)
     assert len(str(caught.value)) < 500
     return str(caught.value)
@@ -51,7 +53,9 @@ def test_what_json_writes_is_read_as_it_was(value: Any) -> None:
 
 
 def test_brackets_quotes_and_backslashes_inside_strings_are_no_structure() -> None:
-    value = {'[{"\\': ["]" * 100, "[" * 100, '\\"[' * 50, "\\\\", '"', "\\[", "\n[\t", "\U0001f600["]}
+    value = {
+        '[{"\\': ["]" * 100, "[" * 100, '\\"[' * 50, "\\\\", '"', "\\[", "\n[\t", "\U0001f600["]
+    }
     assert parse_json(json.dumps(value).encode(), "some.json") == value
 
 
@@ -60,7 +64,9 @@ def test_nesting_is_allowed_exactly_up_to_the_limit(opening: str) -> None:
     closing = "]" if opening == "[" else "}"
     parse_json((opening * 32 + "0" + closing * 32).encode(), "some.json")
     assert "more than 32 deep" in refusal((opening * 33 + "0" + closing * 33).encode())
-    assert "more than 5 deep" in refusal((opening * 6 + "0" + closing * 6).encode(), JsonLimits(depth=5))
+    assert "more than 5 deep" in refusal(
+        (opening * 6 + "0" + closing * 6).encode(), JsonLimits(depth=5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,8 @@ def test_what_is_no_strict_json_is_refused_with_its_reason(data: bytes, reason: 
 def test_the_largest_integers_and_escaped_pairs_are_read() -> None:
     data = b'[9007199254740991,-9007199254740991,"\\ud83d\\ude00","\\\\ud800",-0.0]'
     assert (
-        repr(parse_json(data, "some.json")) == "[9007199254740991, -9007199254740991, '\U0001f600', '\\\\ud800', -0.0]"
+        repr(parse_json(data, "some.json"))
+        == "[9007199254740991, -9007199254740991, '\U0001f600', '\\\\ud800', -0.0]"
     )
 
 
@@ -110,7 +117,9 @@ def test_size_and_memory_are_limits_of_the_caller() -> None:
     data = json.dumps([0] * 1000).encode()
     assert "expected at most 10" in refusal(data, JsonLimits(nbytes=10))
     assert "memory_nbytes" in refusal(data, JsonLimits(memory_nbytes=10_000))
-    assert parse_json(data, "some.json", JsonLimits(nbytes=len(data), memory_nbytes=estimated_memory(data)))
+    assert parse_json(
+        data, "some.json", JsonLimits(nbytes=len(data), memory_nbytes=estimated_memory(data))
+    )
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {
@@ -194,7 +203,9 @@ def measured(data: bytes, folder: Path) -> tuple[bool, float, float]:
     document = folder / "some.json"
     document.write_bytes(data)
     command = [sys.executable, "-c", MEASURE, str(Path(shardeddp.__file__).parent), str(document)]
-    refused, seconds, extra_mb = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=50).stdout)
+    refused, seconds, extra_mb = json.loads(
+        subprocess.run(command, check=True, capture_output=True, timeout=50).stdout
+    )
     document.unlink()
     return refused, seconds, extra_mb
 
@@ -210,7 +221,9 @@ def test_a_bomb_is_refused_before_it_takes_time_or_memory(name: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGEST)
-def test_the_largest_document_that_is_read_keeps_to_the_same_bounds(name: str, tmp_path: Path) -> None:
+def test_the_largest_document_that_is_read_keeps_to_the_same_bounds(
+    name: str, tmp_path: Path
+) -> None:
     refused, seconds, extra_mb = measured(LARGEST[name](), tmp_path)
     assert not refused
     assert seconds < SECONDS

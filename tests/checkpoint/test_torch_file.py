@@ -20,13 +20,23 @@ def written(tree: Any, path: Path, **options: Any) -> Any:
     return torch.load(path, weights_only=True, mmap=True)
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
 DTYPES += [torch.float8_e4m3fn, torch.uint16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4), (3, 0, 2), (2, 1, 5)])
-def test_a_tensor_of_any_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_tensor_of_any_dtype_and_shape_comes_back(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     tensor = (torch.rand(shape) * 5).to(dtype)
     found = written([tensor], tmp_path / "a.pt")[0]
     assert (found.dtype, found.shape, found.is_contiguous()) == (dtype, tensor.shape, True)
@@ -36,7 +46,12 @@ def test_a_tensor_of_any_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch
 def test_views_are_written_as_they_look(tmp_path: Path) -> None:
     square = torch.arange(12.0).view(3, 4)
     wave = torch.complex(square, square + 1)
-    tree = {"turned": square.t(), "part": square[1:, ::2], "conjugated": wave.conj(), "imaginary": wave.conj().imag}
+    tree = {
+        "turned": square.t(),
+        "part": square[1:, ::2],
+        "conjugated": wave.conj(),
+        "imaginary": wave.conj().imag,
+    }
     found = written(tree, tmp_path / "a.pt")
     assert all(torch.equal(found[name], value) for name, value in tree.items())
     assert (tmp_path / "a.pt").stat().st_size < 2500
@@ -46,7 +61,12 @@ def test_containers_become_those_that_everybody_reads(tmp_path: Path) -> None:
     class Options(dict[str, Any]):
         pass
 
-    tree = {"options": Options(a=1), "ordered": OrderedDict(b=(1, [2.5, None, "x"])), "size": torch.Size([2]), 3: {4}}
+    tree = {
+        "options": Options(a=1),
+        "ordered": OrderedDict(b=(1, [2.5, None, "x"])),
+        "size": torch.Size([2]),
+        3: {4},
+    }
     found = written(tree, tmp_path / "a.pt")
     assert found == tree
     assert [type(value) for value in found.values()] == [dict, OrderedDict, torch.Size, set]
@@ -56,7 +76,11 @@ def test_elements_are_stored_once_if_they_are_shared(tmp_path: Path) -> None:
     one, two = torch.ones(1000), torch.ones(1000)
     found = written({"a": one, "b": two}, tmp_path / "apart.pt")
     assert found["a"].data_ptr() != found["b"].data_ptr()
-    found = written({"a": one, "b": two, "c": torch.zeros(2)}, tmp_path / "once.pt", memory=lambda tensor: "here")
+    found = written(
+        {"a": one, "b": two, "c": torch.zeros(2)},
+        tmp_path / "once.pt",
+        memory=lambda tensor: "here",
+    )
     assert found["a"].data_ptr() == found["b"].data_ptr()
     assert found["c"].tolist() == [0, 0]  # another shape is another memory, whatever it is called
 
@@ -73,7 +97,9 @@ def test_elements_of_lazy_tensors_are_read_in_parts_and_once() -> None:
     TorchFile(LazyTensor(("model", "long"), (5, 2**20), torch.int64, read)).write(file)
     assert [asked[0].start, *(it.stop for it in asked)] == [*(it.start for it in asked), numel]
     assert len(asked) > 1
-    assert torch.equal(torch.load(io.BytesIO(file.getvalue()), weights_only=True), torch.arange(numel).view(5, -1))
+    assert torch.equal(
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True), torch.arange(numel).view(5, -1)
+    )
 
 
 def test_the_archive_is_whole_and_its_elements_are_aligned(tmp_path: Path) -> None:
@@ -83,7 +109,9 @@ def test_the_archive_is_whole_and_its_elements_are_aligned(tmp_path: Path) -> No
         assert archive.testzip() is None
         for key in range(19):
             info = archive.getinfo(f"archive/data/{key}")
-            name, extra = (int.from_bytes(content[info.header_offset + at :][:2], "little") for at in (26, 28))
+            name, extra = (
+                int.from_bytes(content[info.header_offset + at :][:2], "little") for at in (26, 28)
+            )
             assert (info.header_offset + 30 + name + extra) % 64 == 0
 
 

@@ -10,7 +10,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardeddp.checkpoint.find import read_manifest
-from shardeddp.checkpoint.manifest import BLOCK_NBYTES, DCP_METADATA, LIGHTNING_META, MANIFEST, STATE
+from shardeddp.checkpoint.manifest import (
+    BLOCK_NBYTES,
+    DCP_METADATA,
+    LIGHTNING_META,
+    MANIFEST,
+    STATE,
+)
 from shardeddp.checkpoint.verify import Damage, checkpoints_in, examine, newest_verified, verify
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
@@ -18,7 +24,9 @@ from support.exporting import checkpoint, flip, put
 
 pytestmark = [
     pytest.mark.timeout(60),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+    pytest.mark.filterwarnings(
+        "ignore:torch.distributed is disabled, unavailable or uninitialized"
+    ),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
@@ -126,7 +134,12 @@ def test_of_a_file_that_was_cut_short_every_tensor_that_is_lost_is_named(path: P
     half = whole // 2
     first, *lost = verify(path)
     assert (first.expected, first.found) == (f"a file of {whole:,} bytes", f"{half:,} bytes")
-    behind = {tensor.name for tensor in manifest.tensors.values() for it in tensor.pieces if it.payload >= half}
+    behind = {
+        tensor.name
+        for tensor in manifest.tensors.values()
+        for it in tensor.pieces
+        if it.payload >= half
+    }
     assert {damage.tensor for damage in lost} == behind
     assert "the end of the file" in str(lost[0])
 
@@ -144,7 +157,9 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, name: str) -> None:
 
 def stock(path: Path) -> Path:
     dcp.save(
-        {"model": {"weight": torch.randn(30, 5), "bias": torch.ones(5)}, "lr": 0.1}, checkpoint_id=path, no_dist=True
+        {"model": {"weight": torch.randn(30, 5), "bias": torch.ones(5)}, "lr": 0.1},
+        checkpoint_id=path,
+        no_dist=True,
     )
     return path
 

@@ -49,7 +49,9 @@ def uninterrupted(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> S
 
 def assert_same(job: Job, expected: Said) -> None:
     """Every loss that any attempt ever had is that of an uninterrupted run, and so are the weights."""
-    assert {rank: set(steps) for rank, steps in job.said.finished().items()} == {rank: {STEPS} for rank in range(4)}
+    assert {rank: set(steps) for rank, steps in job.said.finished().items()} == {
+        rank: {STEPS} for rank in range(4)
+    }
     assert job.said.losses() == expected.losses()
     assert job.said.digests() == expected.digests()
 
@@ -63,7 +65,9 @@ def preempt(slurm: Cluster, out: Path, way: str, moment_s: float, expected: Said
     assert job.wait() == "COMPLETED exit=0:0 restarts=1", job.text()
     first, second = job.said.of("started")[0]
     assert first == 0 < second < STEPS, "the second attempt goes on where the first has saved"
-    assert "Traceback" not in job.text() or "--workers" in WAYS[way], "workers of loaders get SLURM's signals too"
+    assert "Traceback" not in job.text() or "--workers" in WAYS[way], (
+        "workers of loaders get SLURM's signals too"
+    )
     assert_same(job, expected)
 
 
@@ -76,7 +80,9 @@ def test_a_preempted_job_is_requeued_and_goes_on_exactly(
 
 @pytest.mark.torture
 @pytest.mark.parametrize("seed", range(20))
-def test_twenty_preemptions_of_twenty(slurm: Cluster, uninterrupted: Said, tmp_path: Path, seed: int) -> None:
+def test_twenty_preemptions_of_twenty(
+    slurm: Cluster, uninterrupted: Said, tmp_path: Path, seed: int
+) -> None:
     chance = random.Random(seed)
     preempt(slurm, tmp_path, list(WAYS)[seed % len(WAYS)], chance.uniform(0.0, 1.5), uninterrupted)
 
@@ -103,18 +109,32 @@ def test_a_killed_task_ends_the_job_within_seconds(killed: tuple[Job, str, float
     assert job.said.finished() == {}
 
 
-def test_a_shard_group_stays_inside_its_node_wherever_slurm_places_ranks(killed: tuple[Job, str, float]) -> None:
+def test_a_shard_group_stays_inside_its_node_wherever_slurm_places_ranks(
+    killed: tuple[Job, str, float],
+) -> None:
     said = killed[0].said
-    assert {environment for found in said.of("environment").values() for environment in found} == {"SLURMEnvironment"}
+    assert {environment for found in said.of("environment").values() for environment in found} == {
+        "SLURMEnvironment"
+    }
     assert {rank: found[0] for rank, found in said.of("node").items()} == {0: 0, 1: 1, 2: 0, 3: 1}
     assert said.of("shards")[0] == [[[0, 2], [1, 3]]]
 
 
-def test_two_nodes_have_the_losses_of_one_process(killed: tuple[Job, str, float], tmp_path: Path) -> None:
+def test_two_nodes_have_the_losses_of_one_process(
+    killed: tuple[Job, str, float], tmp_path: Path
+) -> None:
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+    }
     command = [sys.executable, "-W", "ignore", str(TRAINING), str(tmp_path), "--steps", "20"]
-    subprocess.run(command, env=environment | {"PYTHONPATH": path}, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        command,
+        env=environment | {"PYTHONPATH": path},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     alone = Said(tmp_path).curve()
     assert len(alone) == 20
     losses = killed[0].said.losses()
@@ -130,4 +150,6 @@ def test_nodes_with_different_numbers_of_tasks_are_listed(slurm: Cluster, tmp_pa
     job = slurm.submit(tmp_path, *TRAIN, options=("--ntasks=3",))
     assert job.wait(60).startswith("FAILED "), job.text()
     assert "expected 2 nodes with 2 ranks each" in job.text()
-    assert re.search(r"node 0 \(.*\) with 2 ranks \(0, 1\); node 1 \(.*\) with 1 rank \(2\)", job.text())
+    assert re.search(
+        r"node 0 \(.*\) with 2 ranks \(0, 1\); node 1 \(.*\) with 1 rank \(2\)", job.text()
+    )

@@ -36,16 +36,22 @@ def kill_a_rank(out: Path, rank: int, moment_s: float, expected: Said, *argument
         os.kill(job.said.pids()[rank], signal.SIGKILL)
         assert job.wait() == [0, 0], job.text()
         starts = job.said.of("started")[0]
-        assert len(starts) == 2, f"one restart of {RESTARTS} is enough, found starts at {starts}:\n{job.text()}"
+        assert len(starts) == 2, (
+            f"one restart of {RESTARTS} is enough, found starts at {starts}:\n{job.text()}"
+        )
         assert starts[1] >= 10 and starts[1] % 10 == 0
         assert job.said.finished() == {0: [STEPS], 1: [STEPS]}
         assert job.said.losses() == expected.losses()
         assert job.said.digests() == expected.digests()
 
 
-def lose_a_node(out: Path, moment_s: float, expected: Said, strategy: str, ranks_per_node: int) -> None:
+def lose_a_node(
+    out: Path, moment_s: float, expected: Said, strategy: str, ranks_per_node: int
+) -> None:
     """Kill a node of a job that may go on with one, and see it go on there, with another world and other shards."""
-    with elastic(out, *TRAIN, "--strategy", strategy, nodes="1:2", ranks_per_node=ranks_per_node) as job:
+    with elastic(
+        out, *TRAIN, "--strategy", strategy, nodes="1:2", ranks_per_node=ranks_per_node
+    ) as job:
         job.until_step(12, ranks=2 * ranks_per_node)
         time.sleep(moment_s)
         left = job.lose_a_node()

@@ -36,7 +36,9 @@ def send(payloads: Sequence[bytes]) -> list[bytes]:
     ],
     ids=["different lengths", "empty", "long and empty", "all bytes"],
 )
-def test_every_rank_gets_the_bytes_of_every_rank(world: Worlds, payloads: tuple[bytes, ...]) -> None:
+def test_every_rank_gets_the_bytes_of_every_rank(
+    world: Worlds, payloads: tuple[bytes, ...]
+) -> None:
     for size in (1, 2, 3):
         assert world(size).run(send, payloads[:size]) == [list(payloads[:size])] * size
 
@@ -72,7 +74,9 @@ def test_the_failure_of_one_rank_is_raised_on_every_rank_with_its_traceback() ->
 
 @on_ranks(3)
 def test_several_failures_are_listed_by_rank() -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 0, 2;.*--- rank 0 ---.*on rank 0.*--- rank 2 ---.*on rank 2"):
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0, 2;.*--- rank 0 ---.*on rank 0.*--- rank 2 ---.*on rank 2"
+    ):
         run_on_all_ranks("cutting", lambda: fail(2, 0), control())
 
 
@@ -145,8 +149,14 @@ def test_equal_layouts_are_agreed_on(world: Worlds) -> None:
             (["o", "a", "b"], ["o", "x", "y"]),
             "rank 0 has 'a' where rank 1 has 'x' (ranks that differ from",
         ),
-        ((["o"], ["o"], ["p"]), "rank 0 has 'o' where rank 2 has 'p' (ranks that differ from rank 0: [2])"),
-        ((["o"], ["p"], ["q"]), "rank 0 has 'o' where rank 1 has 'p' (ranks that differ from rank 0: [1, 2])"),
+        (
+            (["o"], ["o"], ["p"]),
+            "rank 0 has 'o' where rank 2 has 'p' (ranks that differ from rank 0: [2])",
+        ),
+        (
+            (["o"], ["p"], ["q"]),
+            "rank 0 has 'o' where rank 1 has 'p' (ranks that differ from rank 0: [1, 2])",
+        ),
         ((["o", "a"], ["o"]), "rank 0 has 'a' where rank 1 has 'nothing more'"),
         ((["o"], ["o", "a"]), "rank 0 has 'nothing more' where rank 1 has 'a'"),
         (([], ["a"]), "rank 0 has 'nothing more' where rank 1 has 'a'"),
@@ -171,7 +181,11 @@ def any_of(everyones: Sequence[Sequence[bool]]) -> list[bool]:
 
 
 def test_a_flag_is_set_where_any_rank_has_it(world: Worlds) -> None:
-    everyones = [[True, False, False, False], [False, False, True, False], [True, False, False, False]]
+    everyones = [
+        [True, False, False, False],
+        [False, False, True, False],
+        [True, False, False, False],
+    ]
     assert world(3).run(any_of, everyones) == [[True, False, True, False]] * 3
     assert world(1).run(any_of, everyones) == [everyones[0]]
     assert world(2).run(any_of, [[], []]) == [[], []]

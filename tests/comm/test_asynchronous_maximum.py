@@ -23,7 +23,9 @@ def test_the_highest_number_counts_and_only_once() -> None:
 
 @on_ranks(2)
 def test_a_closed_maximum_leaves_nothing_to_the_threads_of_the_transport() -> None:
-    for _ in range(200):  # a process that ends while such a thread holds a tensor is aborted now and then
+    for _ in range(
+        200
+    ):  # a process that ends while such a thread holds a tensor is aborted now and then
         maximum = AsyncMaximum(dist.group.WORLD)
         maximum.contribute(dist.get_rank())
         assert maximum.close() == 1

@@ -39,7 +39,11 @@ def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 def check(found: torch.Tensor, expected: torch.Tensor, about: str, roundings: int = 1) -> None:
     """Equal, up to some roundings of numbers of about the size of `values`."""
-    error = 8 * roundings * torch.finfo(found.dtype).eps if found.is_floating_point() or found.is_complex() else 0.0
+    error = (
+        8 * roundings * torch.finfo(found.dtype).eps
+        if found.is_floating_point() or found.is_complex()
+        else 0.0
+    )
     message: Callable[[str], str] = lambda text: f"{about}, rank {dist.get_rank()}: {text}"  # noqa: E731
     torch.testing.assert_close(found, expected, rtol=error, atol=error, msg=message)
 
@@ -71,12 +75,16 @@ def gather_pieces(lengths: tuple[int, ...]) -> None:
         pieces = list(full.split(own))
         pieces[group.rank].copy_(values(group.rank, own[group.rank], dtype))
         group.all_gather_uneven_(pieces).wait()
-        assert torch.equal(full, torch.cat([values(rank, own[rank], dtype) for rank in range(group.size)])), dtype
+        assert torch.equal(
+            full, torch.cat([values(rank, own[rank], dtype) for rank in range(group.size)])
+        ), dtype
 
 
 @on_all_sizes
 @pytest.mark.parametrize("lengths", [(3, 1, 4, 1), (0, 7, 0, 2), (5, 0, 0, 0), (0, 0, 0, 0)])
-def test_all_gather_of_uneven_pieces_fills_every_piece(world: Worlds, size: int, lengths: tuple[int, ...]) -> None:
+def test_all_gather_of_uneven_pieces_fills_every_piece(
+    world: Worlds, size: int, lengths: tuple[int, ...]
+) -> None:
     world(size).run(gather_pieces, lengths)
 
 
@@ -87,8 +95,13 @@ def exchange_pieces() -> None:
     native = NativeCollectives(dist.group.WORLD, range(size), Traffic())  # type: ignore[arg-type]
     for group in (first, native) if size > 1 else (first,):
         for longest in (0, 3, 40):
-            lengths = [[(3 * source + target) * longest // 4 for target in range(size)] for source in range(size)]
-            leaving = [values(size * rank + target, lengths[rank][target]) for target in range(size)]
+            lengths = [
+                [(3 * source + target) * longest // 4 for target in range(size)]
+                for source in range(size)
+            ]
+            leaving = [
+                values(size * rank + target, lengths[rank][target]) for target in range(size)
+            ]
             arriving = [torch.zeros(lengths[source][rank]) for source in range(size)]
             group.all_to_all(arriving, leaving).wait()
             for source, arrived in enumerate(arriving):
@@ -130,7 +143,9 @@ def reduce_everywhere(kind: ReduceKind) -> None:
     group = make_group()
     for dtype in FLOATS if kind == "mean" else (*FLOATS, torch.int64, torch.uint8):
         for shape in ((), (1,), (5,), (3, 4), (0,)):
-            inputs = [values(rank, math.prod(shape), dtype).view(shape) for rank in range(group.size)]
+            inputs = [
+                values(rank, math.prod(shape), dtype).view(shape) for rank in range(group.size)
+            ]
             tensor = inputs[group.rank].clone()
             group.all_reduce_(tensor, kind).wait()
             expected = REFERENCES[kind](torch.stack(inputs)).to(dtype)
@@ -139,7 +154,9 @@ def reduce_everywhere(kind: ReduceKind) -> None:
 
 @on_all_sizes
 @pytest.mark.parametrize("kind", ["sum", "mean", "max", "min"])
-def test_all_reduce_gives_every_rank_the_same_reduction(world: Worlds, size: int, kind: ReduceKind) -> None:
+def test_all_reduce_gives_every_rank_the_same_reduction(
+    world: Worlds, size: int, kind: ReduceKind
+) -> None:
     world(size).run(reduce_everywhere, kind)
 
 
@@ -169,10 +186,14 @@ def same_bits_everywhere() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_ranks_end_with_the_same_bits_and_so_does_a_second_run(world: Worlds, size: int) -> None:
+def test_all_ranks_end_with_the_same_bits_and_so_does_a_second_run(
+    world: Worlds, size: int
+) -> None:
     first, second = world(size).run(same_bits_everywhere), world(size).run(same_bits_everywhere)
     for results in (*first, *second):
-        assert all(torch.equal(found, expected) for found, expected in zip(results, first[0], strict=True))
+        assert all(
+            torch.equal(found, expected) for found, expected in zip(results, first[0], strict=True)
+        )
 
 
 # -- memory
@@ -213,9 +234,13 @@ def test_buffers_of_a_collective_are_kept_alive_until_it_is_waited_for() -> None
     pendings = []
     for _ in range(4):
         output = torch.empty(1 << 15)
-        pendings.append((group.reduce_scatter(output, own.clone()), output))  # nobody else holds the clone
+        pendings.append(
+            (group.reduce_scatter(output, own.clone()), output)
+        )  # nobody else holds the clone
         torch.full((1 << 16,), float("nan"))  # would reuse its memory
-    expected = torch.stack([values(rank, 1 << 16) for rank in range(2)]).mean(0).view(2, -1)[group.rank]
+    expected = (
+        torch.stack([values(rank, 1 << 16) for rank in range(2)]).mean(0).view(2, -1)[group.rank]
+    )
     for pending, output in pendings:
         pending.wait()
         assert torch.equal(output, expected)
@@ -285,13 +310,17 @@ def test_a_mean_over_shards_then_replicas_is_the_mean_over_all() -> None:
     replicate = GlooCollectives(crossed[rank % 2], [[0, 2], [1, 3]][rank % 2], traffic)
     assert (shard.rank, replicate.rank) == (rank % 2, rank // 2)
     output = torch.empty(5)
-    shard.reduce_scatter(output, values(rank, 10)).then(lambda: replicate.all_reduce_(output, "mean")).wait()
+    shard.reduce_scatter(output, values(rank, 10)).then(
+        lambda: replicate.all_reduce_(output, "mean")
+    ).wait()
     everything = torch.stack([values(other, 10) for other in range(4)]).mean(0)
     check(output, everything.view(2, 5)[rank % 2], "mean over all")
 
 
 @on_ranks(4)
-def test_collectives_of_both_kinds_may_be_under_way_at_once_and_be_waited_for_in_any_order() -> None:
+def test_collectives_of_both_kinds_may_be_under_way_at_once_and_be_waited_for_in_any_order() -> (
+    None
+):
     group = make_group()
     inputs = [values(rank, 40) for rank in range(4)]
     buffers, outputs = [torch.zeros(160) for _ in range(6)], [torch.empty(10) for _ in range(6)]
@@ -333,12 +362,23 @@ def count(issue: Callable[[Collectives], Any]) -> tuple[dict[str, int], dict[str
 
 COUNTED: dict[str, tuple[Callable[[Collectives], CollectiveHandle], int]] = {
     "all_gather": (lambda group: group.all_gather_(torch.zeros(12 * group.size)), 1),
-    "all_gather uneven": (lambda group: group.all_gather_uneven_([torch.zeros(12)] * group.size), 1),
-    "reduce_scatter": (lambda group: group.reduce_scatter(torch.zeros(12), torch.zeros(12 * group.size)), 1),
+    "all_gather uneven": (
+        lambda group: group.all_gather_uneven_([torch.zeros(12)] * group.size),
+        1,
+    ),
+    "reduce_scatter": (
+        lambda group: group.reduce_scatter(torch.zeros(12), torch.zeros(12 * group.size)),
+        1,
+    ),
     "all_reduce": (lambda group: group.all_reduce_(torch.zeros(12 * group.size)), 2),
     "all_reduce mean": (lambda group: group.all_reduce_(torch.zeros(12 * group.size), "mean"), 2),
     "broadcast": (lambda group: group.broadcast_(torch.zeros(12 * group.size), 0), 1),
-    "all_to_all": (lambda group: group.all_to_all([torch.zeros(12)] * group.size, [torch.zeros(12)] * group.size), 1),
+    "all_to_all": (
+        lambda group: group.all_to_all(
+            [torch.zeros(12)] * group.size, [torch.zeros(12)] * group.size
+        ),
+        1,
+    ),
 }
 
 
@@ -347,7 +387,9 @@ def count_all() -> dict[str, tuple[dict[str, int], dict[str, int]]]:
 
 
 @on_all_sizes
-def test_bytes_are_those_of_a_ring_and_a_group_of_one_counts_nothing(world: Worlds, size: int) -> None:
+def test_bytes_are_those_of_a_ring_and_a_group_of_one_counts_nothing(
+    world: Worlds, size: int
+) -> None:
     for found in world(size).run(count_all):
         for name, (nbytes, calls) in found.items():
             kind, passes = name.split()[0], COUNTED[name][1]
@@ -362,7 +404,10 @@ def test_traffic_adds_up_by_kind_until_it_is_reset() -> None:
     for nbytes in (10, 5):
         traffic.add("all_gather", nbytes)
     traffic.add("broadcast", 1)
-    assert traffic.nbytes == {"all_gather": 15, "broadcast": 1} and traffic.calls == {"all_gather": 2, "broadcast": 1}
+    assert traffic.nbytes == {"all_gather": 15, "broadcast": 1} and traffic.calls == {
+        "all_gather": 2,
+        "broadcast": 1,
+    }
     assert traffic.total_nbytes == 16
     traffic.reset()
     assert not traffic.nbytes and not traffic.calls and traffic.total_nbytes == 0

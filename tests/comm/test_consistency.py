@@ -75,7 +75,9 @@ def test_options_are_taken_where_they_have_changed() -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [], "foreach": None, "maximize": False}
     written.note_options("AdamW", [group, group])
     assert written.take_changed_options() == {
-        f"{option} of AdamW's group {index}": repr(group[option]) for index in range(2) for option in ("lr", "maximize")
+        f"{option} of AdamW's group {index}": repr(group[option])
+        for index in range(2)
+        for option in ("lr", "maximize")
     }
     written.note_options("AdamW", [group, group])
     assert written.take_changed_options() == {}

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.timeout(60)
 
 def make_mesh() -> Mesh:
     size = dist.get_world_size()
-    return Mesh(Topology(world_size=size, shard_size=size), torch.device("cpu"), timedelta(seconds=20))
+    return Mesh(
+        Topology(world_size=size, shard_size=size), torch.device("cpu"), timedelta(seconds=20)
+    )
 
 
 def for_one_rank(fn: Callable[[], Any]) -> Callable[[], Any]:
@@ -53,7 +55,9 @@ def test_what_runs_on_one_rank_only_is_refused_at_once_and_does_no_harm() -> Non
         mesh.fingerprints.call("sum of weight")
 
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"sum of weight at .*test_desync.py:\d+ .*save_weight, which is for"):
+        with pytest.raises(
+            RuntimeError, match=r"sum of weight at .*test_desync.py:\d+ .*save_weight, which is for"
+        ):
             for_one_rank(save_weight)()
     mesh.fingerprints.call("sum of weight")
 
@@ -63,7 +67,8 @@ def test_ranks_that_come_to_different_operations_are_told_of_both() -> None:
     mesh = make_mesh()
     mine, other = ("sum", "max")[:: 1 if dist.get_rank() == 0 else -1]
     with pytest.raises(
-        RuntimeError, match=rf"{mine} of weight at .*others do something else.* to {other} of weight at"
+        RuntimeError,
+        match=rf"{mine} of weight at .*others do something else.* to {other} of weight at",
     ):
         mesh.fingerprints.call(f"{mine} of weight")
     with pytest.raises(RuntimeError, match="not together before"):

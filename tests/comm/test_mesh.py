@@ -61,9 +61,15 @@ def kinds(shard_size: int) -> dict[str, type]:
 
 def test_a_group_of_one_rank_is_an_ordinary_group_that_costs_nothing(world: Worlds) -> None:
     alone, several = SoloCollectives, GlooCollectives
-    assert world(1).run(kinds, 1)[0] == dict(gather=alone, reduce=alone, replicate=alone, world=alone)
-    assert world(2).run(kinds, 1)[0] == dict(gather=alone, reduce=alone, replicate=several, world=several)
-    assert world(2).run(kinds, 2)[0] == dict(gather=several, reduce=several, replicate=alone, world=several)
+    assert world(1).run(kinds, 1)[0] == dict(
+        gather=alone, reduce=alone, replicate=alone, world=alone
+    )
+    assert world(2).run(kinds, 1)[0] == dict(
+        gather=alone, reduce=alone, replicate=several, world=several
+    )
+    assert world(2).run(kinds, 2)[0] == dict(
+        gather=several, reduce=several, replicate=alone, world=several
+    )
 
 
 @on_ranks(2)
@@ -89,7 +95,9 @@ def test_a_lane_of_a_cpu_run_issues_at_once_and_waits_when_asked() -> None:
 def wait_in_a_save() -> tuple[str, float]:
     """What the first rank ends with that waits for the second, and when; other groups wait on."""
     topology = Topology(world_size=2, shard_size=2)
-    mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=20), saving_timeout=timedelta(seconds=1))
+    mesh = Mesh(
+        topology, torch.device("cpu"), timedelta(seconds=20), saving_timeout=timedelta(seconds=1)
+    )
     said, started = "", time.monotonic()
     if mesh.rank == 0:
         with pytest.raises(RuntimeError) as caught:

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.timeout(60)
 
 def make_mesh() -> Mesh:
     size = dist.get_world_size()
-    return Mesh(Topology(world_size=size, shard_size=size), torch.device("cpu"), timedelta(seconds=20))
+    return Mesh(
+        Topology(world_size=size, shard_size=size), torch.device("cpu"), timedelta(seconds=20)
+    )
 
 
 def break_down(mesh: Mesh) -> BaseException | None:
@@ -29,7 +31,9 @@ def break_down(mesh: Mesh) -> BaseException | None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cause_in_this_run_only() -> None:
+def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cause_in_this_run_only() -> (
+    None
+):
     mesh, own = make_mesh(), ValueError("no such token")
     if dist.get_rank() == 1:
         mesh.error_propagation.explain(own)
@@ -37,7 +41,9 @@ def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cau
     if dist.get_rank() == 0:
         cause = break_down(mesh)
         assert isinstance(cause, RankError)
-        assert "training failed on rank 1" in str(cause) and "ValueError: no such token" in str(cause)
+        assert "training failed on rank 1" in str(cause) and "ValueError: no such token" in str(
+            cause
+        )
     assert own.__cause__ is None
     mesh.error_propagation.begin_run()
     if dist.get_rank() == 0:
@@ -47,7 +53,9 @@ def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cau
 
 @pytest.mark.slow
 @on_ranks(3)
-def test_only_a_rank_that_does_not_run_is_lost_and_where_there_is_none_others_are_said_to_run() -> None:
+def test_only_a_rank_that_does_not_run_is_lost_and_where_there_is_none_others_are_said_to_run() -> (
+    None
+):
     mesh = make_mesh()
     if dist.get_rank() == 1:
         mesh.liveness_probe.stop()  # as if it were frozen; rank 2 is only late
@@ -76,4 +84,6 @@ def test_a_broken_transfer_without_an_origin_says_where_all_ranks_were(world: Wo
     assert world(1).run(break_without_a_reason)[0][0] is None
     for cause, seconds in world(2).run(break_without_a_reason):
         assert seconds < 0.8, "waited, though all ranks have said that they were not the first"
-        assert isinstance(cause, DesyncError) and "no rank has an error of its own: rank 0 was at " in str(cause)
+        assert isinstance(
+            cause, DesyncError
+        ) and "no rank has an error of its own: rank 0 was at " in str(cause)

@@ -49,7 +49,9 @@ def info(rank: int, num_nodes: int = 2, ranks_per_node: int = 2) -> RankInfo:
     )
 
 
-def all_meet(port: int, infos: list[RankInfo], patience: timedelta = PATIENCE, address: str = "127.0.0.1") -> list[Any]:
+def all_meet(
+    port: int, infos: list[RankInfo], patience: timedelta = PATIENCE, address: str = "127.0.0.1"
+) -> list[Any]:
     """What each rank gets, or the error that it gets."""
 
     def one(own: RankInfo) -> Any:
@@ -70,7 +72,9 @@ def test_every_rank_learns_where_all_are_and_they_share_a_store() -> None:
     assert [store.get("key") for store, _ in met] == [b"value"] * 4
 
 
-def test_a_store_that_outlives_attempts_shows_none_of_them_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_outlives_attempts_shows_none_of_them_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for attempt in range(3):
@@ -110,7 +114,9 @@ def test_a_rank_0_that_does_not_come_is_said_to_be_missing(monkeypatch: pytest.M
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     (found,) = all_meet(agent.port, [info(1)], timedelta(seconds=1))
-    assert "has found the store" in str(found) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(found)
+    assert "has found the store" in str(found) and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(
+        found
+    )
 
 
 def test_a_port_that_somebody_has_is_an_error_that_names_the_variable() -> None:
@@ -130,7 +136,9 @@ def listeners(action: Callable[[], object]) -> tuple[object, set[str]]:
 
 def test_on_one_machine_nothing_listens_beyond_loopback() -> None:
     port = free_port()
-    _, found = listeners(lambda: all_meet(port, [info(0, 1, 2), info(1, 1, 2)], address=socket.gethostname()))
+    _, found = listeners(
+        lambda: all_meet(port, [info(0, 1, 2), info(1, 1, 2)], address=socket.gethostname())
+    )
     assert found == {"127.0.0.1"}
 
 
@@ -144,7 +152,9 @@ def test_interfaces_are_those_of_loopback_for_a_run_and_as_they_were_after_it() 
 
 def test_across_machines_the_store_listens_on_the_address_that_was_given() -> None:
     port = free_port()
-    _, found = listeners(lambda: all_meet(port, [info(0, 2, 1), info(1, 2, 1)], address="127.0.0.2"))
+    _, found = listeners(
+        lambda: all_meet(port, [info(0, 2, 1), info(1, 2, 1)], address="127.0.0.2")
+    )
     assert found == {"127.0.0.2"}
     assert [variable for variable in INTERFACE_VARIABLES if variable in os.environ] == []
 

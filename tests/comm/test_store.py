@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 from shardeddp.comm.liveness import LivenessProbe
 from shardeddp.comm.propagation import ErrorPropagation, is_transfer_error
-from shardeddp.comm.store import ANSWER_S, LostStoreError, SilentStoreError, StoreBarrier, StoreClient
+from shardeddp.comm.store import (
+    ANSWER_S,
+    LostStoreError,
+    SilentStoreError,
+    StoreBarrier,
+    StoreClient,
+)
 from shardeddp.errors import LostRankError
 from support.stores import MemoryStore
 
@@ -37,13 +43,18 @@ def test_those_made_by_ranks_alike_share_names_and_no_others(store: MemoryStore)
     )
     mine[0].write("word", "first")
     assert others[0].read("word") == "first" and others[1].read("word") is None
-    assert [client.claim("claim", text) for client, text in ((mine[1], "a"), (others[1], "b"))] == ["a", "a"]
+    assert [client.claim("claim", text) for client, text in ((mine[1], "a"), (others[1], "b"))] == [
+        "a",
+        "a",
+    ]
     assert [client.count("number") for client in (mine[1], others[1], mine[0])] == [1, 2, 1]
     assert mine[1].has(["claim"]) and not mine[1].has(["claim", "word"])
 
 
 @pytest.mark.slow
-def test_a_store_whose_host_is_frozen_is_waited_for_once_and_for_as_long_as_it_is_frozen(store: MemoryStore) -> None:
+def test_a_store_whose_host_is_frozen_is_waited_for_once_and_for_as_long_as_it_is_frozen(
+    store: MemoryStore,
+) -> None:
     client = StoreClient("topic", 0)
     store.runs.clear()
     began = time.monotonic()
@@ -103,7 +114,9 @@ def test_an_explanation_does_not_wait_for_a_frozen_host_and_a_muster_not_much_lo
 
 
 @pytest.mark.slow
-def test_a_muster_of_a_rank_that_finds_the_store_silent_for_a_while_is_that_of_the_others(store: MemoryStore) -> None:
+def test_a_muster_of_a_rank_that_finds_the_store_silent_for_a_while_is_that_of_the_others(
+    store: MemoryStore,
+) -> None:
     barrier = StoreBarrier(0, 2)
     store.values["shardeddp/barrier/1/1/here/1"] = b"1"
     store.values["shardeddp/barrier/1/1/decision"] = b"all"
@@ -120,7 +133,10 @@ def test_a_host_that_has_ended_is_said_to_have_ended(store: MemoryStore) -> None
     error_propagation.explain(broken)
     assert isinstance(broken.__cause__, LostRankError)
     text = str(pickle.loads(pickle.dumps(broken.__cause__)))
-    assert "no word from rank 0" in text and "has ended or was killed. The output of rank 0 says why" in text
+    assert (
+        "no word from rank 0" in text
+        and "has ended or was killed. The output of rank 0 says why" in text
+    )
     assert not barrier.wait_for_all("batch 1")
 
 
@@ -133,14 +149,19 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
         registered[function.__name__] = partial(function, *arguments)
 
     monkeypatch.setattr(atexit, "register", register)
-    monkeypatch.setattr(atexit, "unregister", lambda function: registered.pop(function.__name__, None))
+    monkeypatch.setattr(
+        atexit, "unregister", lambda function: registered.pop(function.__name__, None)
+    )
     return registered
 
 
 def test_rank_0_stays_with_its_store_until_the_others_have_read_why_it_ends(
     store: MemoryStore, at_exit: dict[str, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = ErrorPropagation(0, 2, LivenessProbe(0)), ErrorPropagation(1, 2, LivenessProbe(1))
+    first, second = (
+        ErrorPropagation(0, 2, LivenessProbe(0)),
+        ErrorPropagation(1, 2, LivenessProbe(1)),
+    )
     first.explain(ValueError("no such token"))
     assert list(at_exit) == ["_leave"]
     threading.Timer(0.3, second.explain, [RuntimeError(BROKEN)]).start()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardeddp.config import CPUOffload, MixedPrecision
+from support.deferred import recorded
 from support.devices import DEVICE, ROWS, Setting, Stack, Training, alone, stack, without_peers
 
 pytestmark = pytest.mark.timeout(120)
@@ -41,7 +42,9 @@ def warm_up() -> None:
     layer = nn.Linear(WIDTH, WIDTH, device=DEVICE)
     for dtype in (torch.float32, torch.bfloat16):
         layer.to(dtype)
-        layer(torch.ones(ROWS, WIDTH, device=DEVICE, dtype=dtype, requires_grad=True)).sum().backward()
+        layer(
+            torch.ones(ROWS, WIDTH, device=DEVICE, dtype=dtype, requires_grad=True)
+        ).sum().backward()
 
 
 def check_peak(setting: Setting) -> None:
@@ -55,7 +58,11 @@ def check_peak(setting: Setting) -> None:
     training.train(1)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
-    assert plan.peak_nbytes * (1 - TOLERANCE) <= peak <= plan.peak_nbytes * (1 + TOLERANCE) + ACTIVATIONS, (
+    assert (
+        plan.peak_nbytes * (1 - TOLERANCE)
+        <= peak
+        <= plan.peak_nbytes * (1 + TOLERANCE) + ACTIVATIONS
+    ), (
         f"{peak:,} bytes at the peak, {plan.peak_nbytes:,} planned, {plan.resting_nbytes:,} of them at rest"
     )
 
@@ -70,7 +77,9 @@ def test_it_is_where_parameters_are_gathered_in_half_the_bytes(ranks: int, strat
     check_peak(Setting(strategy=strategy, options=LOWER))
 
 
-@pytest.mark.parametrize("offload", [CPUOffload(params=True), CPUOffload(optimizer=True)], ids=["params", "optimizer"])
+@pytest.mark.parametrize(
+    "offload", [CPUOffload(params=True), CPUOffload(optimizer=True)], ids=["params", "optimizer"]
+)
 def test_what_is_offloaded_is_off_the_device(ranks: int, offload: CPUOffload) -> None:
     warm_up()
     before = held()
@@ -78,17 +87,18 @@ def test_what_is_offloaded_is_off_the_device(ranks: int, offload: CPUOffload) ->
     training.train(2)
     plan = training.plan()
     assert plan.host_nbytes > 0
-    assert abs(held() - before - plan.resting_nbytes) <= TOLERANCE * (plan.resting_nbytes + plan.host_nbytes)
+    assert abs(held() - before - plan.resting_nbytes) <= TOLERANCE * (
+        plan.resting_nbytes + plan.host_nbytes
+    )
 
 
 def test_a_deferred_model_is_never_whole_on_the_device(ranks: int) -> None:
-    with torch.device("meta"):
-        deferred = Stack(WIDTH)
+    deferred, recording = recorded(lambda: Stack(WIDTH))
     whole = sum(parameter.nbytes for parameter in deferred.parameters())
     largest = max(parameter.nbytes for parameter in deferred.parameters())
     before = held()
     torch.cuda.reset_peak_memory_stats(DEVICE)
-    training = Training(Setting(), deferred)
+    training = Training(Setting(), deferred, recording=recording)
     torch.cuda.synchronize()
     added = torch.cuda.max_memory_allocated(DEVICE) - before
     shards = training.plan().main_shard_nbytes

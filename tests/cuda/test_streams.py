@@ -144,7 +144,9 @@ def losses(setting: Setting, mesh: Mesh, model: Stack, micro_batches: int = 1) -
 def test_nothing_is_used_before_it_has_arrived(name: str, micro_batches: int) -> None:
     setting = SETTINGS[name]
     found = losses(setting, slow_mesh(setting), stack(), micro_batches)
-    torch.testing.assert_close(found, train_plain(STEPS, micro_batches=micro_batches), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        found, train_plain(STEPS, micro_batches=micro_batches), rtol=1e-4, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -152,7 +154,9 @@ def test_nothing_is_used_before_it_has_arrived(name: str, micro_batches: int) ->
 def test_nothing_is_freed_before_it_has_been_used(name: str, micro_batches: int) -> None:
     setting = SETTINGS[name]
     found = losses(setting, slow_mesh(setting), slow_compute(stack()), micro_batches)
-    torch.testing.assert_close(found, train_plain(STEPS, micro_batches=micro_batches), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        found, train_plain(STEPS, micro_batches=micro_batches), rtol=1e-4, atol=0
+    )
 
 
 def test_a_lane_whose_tickets_wait_for_nothing_is_noticed() -> None:
@@ -176,7 +180,9 @@ def test_lanes_do_not_wait_for_the_host() -> None:
     training.step(0)
     torch.cuda.synchronize()
     training.step(1)
-    assert not torch.cuda.current_stream().query(), "the device is done before the host has returned"
+    assert not torch.cuda.current_stream().query(), (
+        "the device is done before the host has returned"
+    )
     torch.cuda.synchronize()
 
 
@@ -192,7 +198,11 @@ def test_gradients_on_the_host_are_there_when_the_backward_returns() -> None:
             x = torch.ones(4, 8, device=DEVICE)
             outputs.append(training.model(x).square().mean())
         outputs[0].backward()
-    gradients = [parameter.grad.to_local() for parameter in training.model.parameters() if parameter.grad is not None]
+    gradients = [
+        parameter.grad.to_local()
+        for parameter in training.model.parameters()
+        if parameter.grad is not None
+    ]
     found = [gradient.clone() for gradient in gradients]
     torch.cuda.synchronize()
     assert len(found) == len(list(training.model.parameters()))

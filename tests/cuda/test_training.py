@@ -6,6 +6,7 @@ from torch import nn
 
 from shardeddp.config import CPUOffload
 from shardeddp.tensor.shard_tensor import ShardTensor
+from support.deferred import recorded
 from support.devices import DEVICE, Setting, Stack, Training, stack, train_plain
 from training import STRATEGIES, full
 
@@ -25,16 +26,22 @@ def test_every_strategy_trains_as_the_plain_model_does(
 ) -> None:
     training = Training(Setting(strategy=strategy, autocast=autocast), stack())
     expected = train_plain(STEPS, autocast, micro_batches)
-    torch.testing.assert_close(training.train(STEPS, micro_batches), expected, rtol=TOLERANCES[autocast], atol=0)
+    torch.testing.assert_close(
+        training.train(STEPS, micro_batches), expected, rtol=TOLERANCES[autocast], atol=0
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_offloaded_training_is_the_plain_one(offload: str, autocast: torch.dtype | None, micro_batches: int) -> None:
+def test_offloaded_training_is_the_plain_one(
+    offload: str, autocast: torch.dtype | None, micro_batches: int
+) -> None:
     training = Training(Setting(autocast=autocast, offload=OFFLOADS[offload]), stack())
     expected = train_plain(STEPS, autocast, micro_batches)
-    torch.testing.assert_close(training.train(STEPS, micro_batches), expected, rtol=TOLERANCES[autocast], atol=0)
+    torch.testing.assert_close(
+        training.train(STEPS, micro_batches), expected, rtol=TOLERANCES[autocast], atol=0
+    )
 
 
 def states_of(training: Training) -> list[torch.Tensor]:
@@ -46,8 +53,16 @@ def states_of(training: Training) -> list[torch.Tensor]:
 def test_offloaded_parameters_live_in_pinned_memory_of_the_host() -> None:
     training = Training(Setting(offload=OFFLOADS["params"]), stack())
     training.train(2)
-    shards = [group.main_shard for progress in training.runtime.progresses for group in progress.unit.groups]
-    gradients = [group.gradients.shard for progress in training.runtime.progresses for group in progress.unit.groups]
+    shards = [
+        group.main_shard
+        for progress in training.runtime.progresses
+        for group in progress.unit.groups
+    ]
+    gradients = [
+        group.gradients.shard
+        for progress in training.runtime.progresses
+        for group in progress.unit.groups
+    ]
     flat = [*shards, *(gradient for gradient in gradients if gradient is not None)]
     assert len(flat) == 2 * len(shards)
     assert all(each.is_cpu and each.is_pinned() for each in flat)
@@ -68,7 +83,9 @@ def test_offloaded_states_live_on_the_host_and_parameters_do_not() -> None:
     assert len(states) == 2 * len(list(training.model.parameters()))
     assert all(state.is_cpu for state in states)
     assert all(
-        each.to_local().device == DEVICE for each in training.model.parameters() if isinstance(each, ShardTensor)
+        each.to_local().device == DEVICE
+        for each in training.model.parameters()
+        if isinstance(each, ShardTensor)
     )
 
 
@@ -76,10 +93,11 @@ def test_deferred_parameters_get_the_values_of_an_eager_init_on_the_device() -> 
     torch.manual_seed(3)
     expected = Stack()
     torch.manual_seed(3)
-    with torch.device("meta"):
-        deferred = Stack()
-    training = Training(Setting(), deferred)
-    for (name, found), values in zip(training.model.named_parameters(), expected.parameters(), strict=True):
+    deferred, recording = recorded(Stack)
+    training = Training(Setting(), deferred, recording=recording)
+    for (name, found), values in zip(
+        training.model.named_parameters(), expected.parameters(), strict=True
+    ):
         assert isinstance(found, ShardTensor)
         assert found.to_local().device == DEVICE, name
         torch.testing.assert_close(full(found).cpu(), values.detach(), rtol=0, atol=0)
@@ -95,9 +113,8 @@ def test_buffers_that_were_deferred_can_be_moved_to_the_device() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(self.statistics(x))
 
-    with torch.device("meta"):
-        deferred = WithBuffer()
-    training = Training(Setting(), deferred)
+    deferred, recording = recorded(WithBuffer)
+    training = Training(Setting(), deferred, recording=recording)
     deferred.statistics.to(DEVICE)  # as the strategy does it with whatever is no parameter
     assert all(torch.isfinite(torch.tensor(training.train(2))))
     assert deferred.statistics.running_mean is not None

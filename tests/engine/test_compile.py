@@ -8,7 +8,16 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from support.compiling import WAYS, Block, CompiledSharding, Stack, fresh_compiler, in_place, not_at_all, trial
+from support.compiling import (
+    WAYS,
+    Block,
+    CompiledSharding,
+    Stack,
+    fresh_compiler,
+    in_place,
+    not_at_all,
+    trial,
+)
 from training import RUNTIMES, WIDTH, Trial, another_order, batch, close, square
 from world import on_ranks
 
@@ -30,7 +39,9 @@ class CheckpointedBlock(Block):
 def test_compiled_blocks_train_as_eager_ones_and_share_one_graph(way: str, strategy: str) -> None:
     with fresh_compiler() as backend:
         trial(backend, strategy=strategy, before=WAYS[way]).train(square, steps=4)
-    assert backend.frame_count == 1, "one whole graph (fullgraph) for three equal blocks and four steps"
+    assert backend.frame_count == 1, (
+        "one whole graph (fullgraph) for three equal blocks and four steps"
+    )
 
 
 @pytest.mark.slow
@@ -48,7 +59,11 @@ def test_blocks_train_with_inductor(way: str, strategy: str) -> None:
 def test_compiled_blocks_train_in_replicas(way: str) -> None:
     with fresh_compiler() as backend:
         sharding = CompiledSharding(
-            strategy="hybrid_shard", shard_size=2, units=("blocks.*",), backend=backend, before=WAYS[way]
+            strategy="hybrid_shard",
+            shard_size=2,
+            units=("blocks.*",),
+            backend=backend,
+            before=WAYS[way],
         )
         Trial(Stack(), sharding).train(square)
     assert backend.frame_count == 1

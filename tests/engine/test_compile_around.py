@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from support.compiling import WAYS, Block, Stack, fresh_compiler, in_place, not_at_all, trial, wrapped
+from support.compiling import (
+    WAYS,
+    Block,
+    Stack,
+    fresh_compiler,
+    in_place,
+    not_at_all,
+    trial,
+    wrapped,
+)
 from training import WIDTH, Sharding, Trial, batch, close, square
 from world import on_ranks
 
@@ -25,14 +34,18 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("inner", ["not at all", *WAYS])
 @on_ranks(2)
-def test_code_that_is_compiled_around_units_leaves_them_their_hooks(inner: str, strategy: str) -> None:
+def test_code_that_is_compiled_around_units_leaves_them_their_hooks(
+    inner: str, strategy: str
+) -> None:
     # A unit that was left out would be used sharded: a warning, which is an error here, or a crash of the compiler.
     with fresh_compiler() as backend:
         run = trial(backend, strategy=strategy, before={"not at all": not_at_all, **WAYS}[inner])
         compiled = torch.compile(square_of, backend=backend)
 
         def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-            return (compiled if model is run.model else square_of)(model, batch(rank, step, 4, WIDTH))
+            return (compiled if model is run.model else square_of)(
+                model, batch(rank, step, 4, WIDTH)
+            )
 
         run.train(loss, steps=4)
         graphs = backend.frame_count
@@ -55,7 +68,9 @@ def test_a_unit_between_plain_layers_in_compiled_code_splits_it_in_two() -> None
         compiled = torch.compile(straight, backend=backend)
 
         def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-            return (compiled if model is run.model else straight)(model, batch(rank, step, 4, WIDTH))
+            return (compiled if model is run.model else straight)(
+                model, batch(rank, step, 4, WIDTH)
+            )
 
         run.train(loss)
     assert backend.frame_count == 3, "before the unit, the unit, and behind it"
@@ -75,7 +90,11 @@ def test_a_unit_inside_of_a_whole_graph_is_refused_with_the_reason(inner: str) -
             return compiled(model, batch(rank, step, 4, WIDTH))
 
         # Not that a sharded parameter is in the way: its unit has been asked.
-        reason = "Optimized `nn.Module` is wrapped with" if inner == "wrapped" else "a unit of ShardedDP begins or ends"
+        reason = (
+            "Optimized `nn.Module` is wrapped with"
+            if inner == "wrapped"
+            else "a unit of ShardedDP begins or ends"
+        )
         with pytest.raises(Exception, match=re.escape(reason)):
             run.forward(loss)
         run.train(square, steps=1)
@@ -94,7 +113,9 @@ def test_compiled_code_that_reads_a_sharded_parameter_leaves_the_gather_to_eager
         compiled = torch.compile(penalized, backend=backend)
 
         def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-            return (compiled if model is run.model else penalized)(model, batch(rank, step, 4, WIDTH))
+            return (compiled if model is run.model else penalized)(
+                model, batch(rank, step, 4, WIDTH)
+            )
 
         def eager_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
             return penalized(model, batch(rank, step, 4, WIDTH))
@@ -119,7 +140,9 @@ def test_a_model_of_one_unit_is_one_graph() -> None:
 
 
 def gathered_bytes(run: Trial) -> list[int]:
-    flats = [[group.buffer.flat for group in progress.unit.groups] for progress in run.runtime.progresses]
+    flats = [
+        [group.buffer.flat for group in progress.unit.groups] for progress in run.runtime.progresses
+    ]
     return [sum(0 if flat is None else flat.nbytes for flat in each) for each in flats]
 
 
@@ -145,7 +168,9 @@ def saved_bytes(loss: torch.Tensor) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "backend"), [("in place", "inductor"), ("wrapped", "aot_eager")])
 @on_ranks(2)
-def test_nothing_of_a_gathered_buffer_lives_between_forward_and_backward(way: str, backend: str) -> None:
+def test_nothing_of_a_gathered_buffer_lives_between_forward_and_backward(
+    way: str, backend: str
+) -> None:
     with fresh_compiler(backend) as compiler:
         compiled, eager = (trial(compiler, before=before) for before in (WAYS[way], not_at_all))
         for run in (compiled, eager):
@@ -182,7 +207,11 @@ def test_a_parameter_that_was_kept_from_a_compiled_forward_raises(way: str) -> N
         run.forward(square).backward()
         assert len(kept) == 2
         with torch.no_grad():
-            close(kept[0].sum(), run.reference.get_parameter("blocks.0.up.weight").sum(), "what was kept")
+            close(
+                kept[0].sum(),
+                run.reference.get_parameter("blocks.0.up.weight").sum(),
+                "what was kept",
+            )
 
 
 @on_ranks(2)

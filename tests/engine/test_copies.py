@@ -37,12 +37,18 @@ class Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.namespace != "c10d" and not name.startswith(("empty", "new_empty", "resize_", "set_")):
+        if func.namespace != "c10d" and not name.startswith(
+            ("empty", "new_empty", "resize_", "set_")
+        ):
             targets = written(func, args, kwargs or {})
             if not targets and not any(output.alias_info for output in func._schema.returns):
-                targets = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+                targets = [
+                    leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)
+                ]
             # Those of agreements on the host are of bytes.
-            self.ledger[name] += sum(target.numel() for target in targets if target.is_floating_point())
+            self.ledger[name] += sum(
+                target.numel() for target in targets if target.is_floating_point()
+            )
         return result
 
 
@@ -70,8 +76,13 @@ def watch(model: nn.Module, runtime: Runtime | None, micro_batches: int) -> Ledg
     writes = Writes()
     for micro_batch in range(micro_batches):
         if runtime is not None:
-            runtime.sync_gradients = micro_batch == micro_batches - 1 or runtime.sharding.reduce_every_backward
-        with writes, nullcontext([]) if runtime is None else runtime.step("training_step") as outputs:
+            runtime.sync_gradients = (
+                micro_batch == micro_batches - 1 or runtime.sharding.reduce_every_backward
+            )
+        with (
+            writes,
+            nullcontext([]) if runtime is None else runtime.step("training_step") as outputs,
+        ):
             outputs.append(square(model, dist.get_rank(), micro_batch))
         with writes:
             outputs[0].backward()
@@ -82,11 +93,15 @@ class Engine:
     """What the engine writes beside the model, and the layouts of its units, after two steps that it learns from."""
 
     def __init__(self, strategy: str) -> None:
-        self.trial = Trial(make_model(), Sharding(strategy=strategy, units=UNITS), make_optimizer=optim.AdamW)
+        self.trial = Trial(
+            make_model(), Sharding(strategy=strategy, units=UNITS), make_optimizer=optim.AdamW
+        )
         self.trial.train(square, steps=2)
         progresses = self.trial.runtime.progresses
         self.layouts = [
-            layout for progress in progresses for layout in (group.layout for group in progress.unit.groups)
+            layout
+            for progress in progresses
+            for layout in (group.layout for group in progress.unit.groups)
         ]
         self.numel = sum(layout.numel for layout in self.layouts)
         self.padding = sum(layout.padding_numel for layout in self.layouts)
@@ -128,7 +143,9 @@ def nonzero(**numels: int) -> Ledger:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_gather_copies_a_shard_and_a_reduction_packs_each_gradient_once(world: Worlds, size: int) -> None:
+def test_a_gather_copies_a_shard_and_a_reduction_packs_each_gradient_once(
+    world: Worlds, size: int
+) -> None:
     world(size).run(write_sharded)
 
 
@@ -143,7 +160,9 @@ def write_unsharded() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_without_sharding_nothing_is_copied_but_each_gradient_once_per_step(world: Worlds, size: int) -> None:
+def test_without_sharding_nothing_is_copied_but_each_gradient_once_per_step(
+    world: Worlds, size: int
+) -> None:
     world(size).run(write_unsharded)
 
 
@@ -151,7 +170,10 @@ def test_without_sharding_nothing_is_copied_but_each_gradient_once_per_step(worl
 def test_accumulation_of_sharded_gradients_adds_shards() -> None:
     engine = Engine("full_shard")
     once, twice = engine.write(), engine.write(micro_batches=2)
-    assert twice["_foreach_copy_"] == 2 * once["_foreach_copy_"] and twice["copy_"] == 2 * once["copy_"]
+    assert (
+        twice["_foreach_copy_"] == 2 * once["_foreach_copy_"]
+        and twice["copy_"] == 2 * once["copy_"]
+    )
     # One process adds whole gradients, this rank its part of them.
     assert twice["add_"] == engine.shard - engine.numel
     assert set(twice) == {*once, "add_"}
@@ -163,7 +185,9 @@ def test_a_step_of_the_optimizer_copies_nothing() -> None:
     engine.trial.backward(square)
     with Writes() as writes:
         engine.trial.optimizer.step()
-    assert writes.ledger and not {name for name in writes.ledger if "cop" in name or name in ("cat", "clone", "stack")}
+    assert writes.ledger and not {
+        name for name in writes.ledger if "cop" in name or name in ("cat", "clone", "stack")
+    }
 
 
 @on_ranks(2)
@@ -171,10 +195,15 @@ def test_an_evaluation_copies_one_shard_per_unit() -> None:
     engine = Engine("full_shard")
     ledgers: list[Ledger] = []
     with torch.no_grad():
-        with engine.trial.runtime.step("validation_step"):  # the first of its kind, in which ranks agree on the order
+        with engine.trial.runtime.step(
+            "validation_step"
+        ):  # the first of its kind, in which ranks agree on the order
             square(engine.trial.model, dist.get_rank(), 0)
         for model in (engine.trial.model, engine.trial.reference):
-            with Writes() as writes, nullcontext() if ledgers else engine.trial.runtime.step("validation_step"):
+            with (
+                Writes() as writes,
+                nullcontext() if ledgers else engine.trial.runtime.step("validation_step"),
+            ):
                 square(model, dist.get_rank(), 0)
             ledgers.append(writes.ledger)
     ledgers[0].subtract(ledgers[1])

@@ -8,13 +8,12 @@ from torch import nn
 
 from shardeddp.comm import CollectiveHandle
 from shardeddp.comm.backends import GlooCollectives
-from shardeddp.engine.deferred_init import DeferredRecord
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.wrap import NamePolicy, build_units
 from support.allocations import ATTEMPTS, all_complete, record_allocations
-from support.deferred import Build, on_meta
+from support.deferred import Build, recorded
 from training import Sharding
 from world import Worlds
 
@@ -28,7 +27,7 @@ def wide_block() -> nn.Module:
 
 
 class Wide(nn.Module):
-    """Blocks that their parent initialises again."""
+    """Blocks that their parent initialises again, and scales in the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +38,8 @@ class Wide(nn.Module):
         """Of all blocks at once."""
         for parameter in self.parameters():
             nn.init.normal_(parameter)
+        for parameter in self.parameters():
+            parameter.data.mul_(0.5)
 
 
 def wide() -> nn.Module:
@@ -52,29 +53,49 @@ def check_peak(sharding: Sharding, build: Build, load: bool) -> None:
         sizes, shards = record_setup(sharding, build, load)
         if all_complete(sizes, shards):
             break
-    assert abs(sum(sizes) - shards) < 0.01 * full_nbytes, f"{sum(sizes):,} bytes stay, shards {shards:,}"
+    assert abs(sum(sizes) - shards) < 0.01 * full_nbytes, (
+        f"{sum(sizes):,} bytes stay, shards {shards:,}"
+    )
     peak = max(accumulate(sizes))
-    assert peak <= shards + block + 0.01 * full_nbytes, f"{peak:,} bytes, shards {shards:,}, a block {block:,}"
+    assert peak <= shards + block + 0.01 * full_nbytes, (
+        f"{peak:,} bytes, shards {shards:,}, a block {block:,}"
+    )
 
 
 def record_setup(sharding: Sharding, build: Build, load: bool) -> tuple[list[int], float]:
     """What setting up a model on the meta device allocates and frees, and the bytes of this rank's shards."""
     state = build().state_dict()
-    model = on_meta(build)
+    model, recording = recorded(build)
     units = build_units(model, NamePolicy(sharding.units))
     mesh = sharding.mesh()
-    record = DeferredRecord(load=lambda: model.load_state_dict(state) and None) if load else DeferredRecord()
+
+    def restore() -> None:
+        model.load_state_dict(state)
+
     # What the transport's threads let go of is freed where the profiler does not look; here all ranks draw alike.
-    silent = mock.patch.object(GlooCollectives, "broadcast_", new=lambda *arguments: CollectiveHandle())
+    silent = mock.patch.object(
+        GlooCollectives, "broadcast_", new=lambda *arguments: CollectiveHandle()
+    )
     with silent, record_allocations() as sizes:
-        shard_model(units, mesh, SHARDING_STRATEGIES[sharding.strategy], Prefetch(), record)
-    return sizes, sum(parameter.nbytes for parameter in build().parameters()) / mesh.topology.shard_size
+        shard_model(
+            units,
+            mesh,
+            SHARDING_STRATEGIES[sharding.strategy],
+            Prefetch(),
+            recording=recording,
+            load=restore if load else None,
+        )
+    return sizes, sum(
+        parameter.nbytes for parameter in build().parameters()
+    ) / mesh.topology.shard_size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [wide, Wide])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_holds_its_shards_and_one_unit_at_most(world: Worlds, size: int, build: Build) -> None:
+def test_a_rank_holds_its_shards_and_one_unit_at_most(
+    world: Worlds, size: int, build: Build
+) -> None:
     units = ("*",) if build is wide else ("blocks.*",)
     world(size).run(check_peak, Sharding(units=units), build, False)
 

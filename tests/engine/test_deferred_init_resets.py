@@ -33,7 +33,9 @@ INITIALIZERS: dict[str, Callable[[Tensor], Any]] = {
     "with a generator": lambda p: nn.init.normal_(p, generator=torch.Generator().manual_seed(3)),
     "of a row": lambda p: nn.init.uniform_(p.data[0]) if p.ndim else p,
     "of columns": lambda p: nn.init.xavier_normal_(p.data[:, 1:3]) if p.ndim == 2 else p,
-    "of blocks": lambda p: [nn.init.orthogonal_(part) for part in p.data.chunk(2)] if p.ndim == 2 else p,
+    "of blocks": lambda p: (
+        [nn.init.orthogonal_(part) for part in p.data.chunk(2)] if p.ndim == 2 else p
+    ),
 }
 
 
@@ -59,7 +61,9 @@ def initialize(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (3, 3), (2, 1), (4, 2)])
-def test_initializers_draw_what_they_draw_in_one_process(world: Worlds, ranks: int, size: int) -> None:
+def test_initializers_draw_what_they_draw_in_one_process(
+    world: Worlds, ranks: int, size: int
+) -> None:
     world(ranks).run(initialize, size)
 
 
@@ -100,7 +104,9 @@ def reset_layers() -> None:
         Sharding().apply(layer)
         reset(plain)
         reset(layer)
-        for (name, found), expected in zip(layer.state_dict().items(), plain.state_dict().values(), strict=True):
+        for (name, found), expected in zip(
+            layer.state_dict().items(), plain.state_dict().values(), strict=True
+        ):
             check_same(whole(found), expected, f"{name} of {layer}")
 
 

@@ -75,7 +75,9 @@ def test_units_are_unsharded_one_at_a_time_when_nothing_is_prefetched() -> None:
     seen: list[list[str]] = []
 
     def watch(*_: object) -> None:
-        seen.append([t.unit.label for t in trial.runtime.progresses[1:] if t.unit.state.value != "sharded"])
+        seen.append(
+            [t.unit.label for t in trial.runtime.progresses[1:] if t.unit.state.value != "sharded"]
+        )
 
     for block in trial.model.blocks:
         block[1].register_forward_hook(watch)
@@ -94,7 +96,13 @@ def test_prefetch_gathers_what_comes_next_in_both_directions() -> None:
     seen: list[str] = []
 
     def watch(*_: object) -> None:
-        seen.append("".join(t.unit.label[-1] for t in trial.runtime.progresses[1:] if t.unit.state.value != "sharded"))
+        seen.append(
+            "".join(
+                t.unit.label[-1]
+                for t in trial.runtime.progresses[1:]
+                if t.unit.state.value != "sharded"
+            )
+        )
 
     for block in trial.model.blocks:
         block[1].register_forward_hook(watch)
@@ -106,12 +114,16 @@ def test_prefetch_gathers_what_comes_next_in_both_directions() -> None:
 @every_strategy
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 @on_ranks(2)
-def test_units_are_reduced_while_the_backward_goes_on(strategy: str, order: tuple[int, ...]) -> None:
+def test_units_are_reduced_while_the_backward_goes_on(
+    strategy: str, order: tuple[int, ...]
+) -> None:
     trial = chain(strategy, order)
     seen: list[set[str]] = []
 
     def watch(*_: object) -> None:
-        seen.append({progress.unit.label[-1] for progress in trial.runtime.progresses if progress.issued})
+        seen.append(
+            {progress.unit.label[-1] for progress in trial.runtime.progresses if progress.issued}
+        )
 
     trial.train(square, steps=2)
     for index in order:

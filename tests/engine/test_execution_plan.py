@@ -77,13 +77,17 @@ def test_after_any_visit_of_a_recorded_unit_its_successor_in_the_record_is_expec
         order.visit(unit)
         if unit not in visits:
             continue
-        successors = [visits[place + 1 : place + 2] for place, known in enumerate(visits) if known == unit]
+        successors = [
+            visits[place + 1 : place + 2] for place, known in enumerate(visits) if known == unit
+        ]
         assert order.upcoming(1) in successors
 
 
 @bounded
 @given(different_units, st.data())
-def test_one_or_more_skipped_units_are_reported_once(visits: list[int], data: st.DataObject) -> None:
+def test_one_or_more_skipped_units_are_reported_once(
+    visits: list[int], data: st.DataObject
+) -> None:
     first = data.draw(st.integers(0, len(visits) - 2))
     behind = data.draw(st.integers(first + 1, len(visits) - 1))
     order = recorded(*visits)

@@ -94,7 +94,9 @@ def test_parameters_are_unfrozen_and_frozen_after_setup(strategy: str) -> None:
 @every_strategy
 @pytest.mark.parametrize("units", [(), ("0", "1")])
 @on_ranks(2)
-def test_a_step_freezes_and_unfreezes_what_it_does_not_train(strategy: str, units: tuple[str, ...]) -> None:
+def test_a_step_freezes_and_unfreezes_what_it_does_not_train(
+    strategy: str, units: tuple[str, ...]
+) -> None:
     def alternating(model: nn.Sequential, rank: int, step: int) -> torch.Tensor:
         model[0].requires_grad_(step % 3 != 1)
         model[1].requires_grad_(step % 3 != 2)
@@ -103,8 +105,12 @@ def test_a_step_freezes_and_unfreezes_what_it_does_not_train(strategy: str, unit
     trial = Trial(linears(3), Sharding(strategy=strategy, units=units))
     with another_order():
         trial.train(alternating, steps=6)
-    expected = {name: parameter.requires_grad for name, parameter in trial.reference.named_parameters()}
-    assert {name: parameter.requires_grad for name, parameter in trial.model.named_parameters()} == expected
+    expected = {
+        name: parameter.requires_grad for name, parameter in trial.reference.named_parameters()
+    }
+    assert {
+        name: parameter.requires_grad for name, parameter in trial.model.named_parameters()
+    } == expected
 
 
 @every_strategy

@@ -23,7 +23,11 @@ pytestmark = pytest.mark.timeout(60)
 def train_and_let_go(strategy: str, ranks: int) -> list[bool]:
     """Whether runtime and communicators outlive the last reference to a model that was trained a step."""
     shard_size = ranks if strategy == "full_shard" else 1
-    mesh = Mesh(Topology(world_size=ranks, shard_size=shard_size), torch.device("cpu"), timedelta(seconds=30))
+    mesh = Mesh(
+        Topology(world_size=ranks, shard_size=shard_size),
+        torch.device("cpu"),
+        timedelta(seconds=30),
+    )
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
     specs = build_units(model, resolve_policy({nn.Sequential}))
     runtime = shard_model(specs, mesh, find_sharding(strategy), Prefetch())

@@ -96,7 +96,10 @@ class Training:
         """What the cost model predicts."""
         units = [progress.unit.costs() for progress in self.runtime.progresses]
         return plan_memory(
-            units, self.sharding.sharding, prefetch=self.sharding.prefetch, accumulates=micro_batches > 1
+            units,
+            self.sharding.sharding,
+            prefetch=self.sharding.prefetch,
+            accumulates=micro_batches > 1,
         )
 
     def step(self, micro_batches: int = 1) -> None:
@@ -104,9 +107,13 @@ class Training:
         for micro_batch in range(micro_batches):
             self.runtime.sync_gradients = micro_batch == micro_batches - 1
             dtype = self.autocast or torch.bfloat16
-            autocast = torch.autocast("cpu", dtype, enabled=self.autocast is not None, cache_enabled=False)
+            autocast = torch.autocast(
+                "cpu", dtype, enabled=self.autocast is not None, cache_enabled=False
+            )
             with autocast, self.runtime.step("training_step") as outputs:
-                outputs.append(self.model(batch(dist.get_rank(), micro_batch, 2, 8)).square().mean())
+                outputs.append(
+                    self.model(batch(dist.get_rank(), micro_batch, 2, 8)).square().mean()
+                )
             outputs.pop().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -129,7 +136,9 @@ def check_held(before: int, expected: int) -> None:
         return living_nbytes() - before
 
     # The transport's threads may still have to let go of the last agreement; a single number may be anywhere.
-    assert until(lambda: abs(found() - expected) <= A_NUMBER_NBYTES), f"found {found():,} bytes, expected {expected:,}"
+    assert until(lambda: abs(found() - expected) <= A_NUMBER_NBYTES), (
+        f"found {found():,} bytes, expected {expected:,}"
+    )
 
 
 def settled_nbytes() -> int:
@@ -147,7 +156,9 @@ def living_nbytes() -> int:
     storages: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for candidate in gc.get_objects():
-            if issubclass(type(candidate), torch.Tensor) and not issubclass(type(candidate), ShardTensor):
+            if issubclass(type(candidate), torch.Tensor) and not issubclass(
+                type(candidate), ShardTensor
+            ):
                 storage = torch.Tensor.untyped_storage(candidate)
                 if storage.device.type != "meta":  # of what a compiler has traced; without memory
                     storages[storage._cdata] = storage.nbytes()
@@ -171,7 +182,9 @@ def check_peak(
     peak = plan.resting_nbytes + added
     about = f"{added:,} bytes in flight, {plan.in_flight_nbytes:,} planned, {plan.resting_nbytes:,} at rest"
     assert abs(peak - plan.peak_nbytes) <= TOLERANCE * plan.peak_nbytes, about
-    allowed = max(ACTIVATIONS * plan.in_flight_nbytes, ACTIVATIONS_NBYTES) + (SCRATCH_NBYTES if autocast else 0)
+    allowed = max(ACTIVATIONS * plan.in_flight_nbytes, ACTIVATIONS_NBYTES) + (
+        SCRATCH_NBYTES if autocast else 0
+    )
     assert abs(added - plan.in_flight_nbytes) <= allowed, about
 
 
@@ -181,7 +194,9 @@ BLOCKS = ("blocks.*",)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_peak_of_a_step_is_what_was_planned(world: Worlds, size: int, micro_batches: int) -> None:
+def test_the_peak_of_a_step_is_what_was_planned(
+    world: Worlds, size: int, micro_batches: int
+) -> None:
     world(size).run(check_peak, Sharding(units=BLOCKS), 8, micro_batches)
 
 
@@ -215,7 +230,13 @@ def test_it_is_with_hardly_any_units(world: Worlds, units: tuple[str, ...]) -> N
 
 
 def test_it_is_with_frozen_blocks(world: Worlds) -> None:
-    world(2).run(check_peak, Sharding(units=BLOCKS), 8, 1, ("input", *(f"blocks.{index}" for index in range(DEPTH))))
+    world(2).run(
+        check_peak,
+        Sharding(units=BLOCKS),
+        8,
+        1,
+        ("input", *(f"blocks.{index}" for index in range(DEPTH))),
+    )
 
 
 @on_ranks(2)
@@ -233,7 +254,8 @@ def test_an_evaluation_holds_the_root_and_the_units_at_work() -> None:
         evaluate()
     added = max(accumulate(sizes))
     root, *blocks = (
-        sum(cost.full_nbytes for cost in progress.unit.costs()) for progress in training.runtime.progresses
+        sum(cost.full_nbytes for cost in progress.unit.costs())
+        for progress in training.runtime.progresses
     )
     assert abs(added - (root + 2 * blocks[0])) <= ACTIVATIONS * added
 
@@ -248,8 +270,12 @@ def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
     training.step()
     plan, trained = training.plan(), training.optimizer.param_groups[0]["params"]
     # Adam's states are as long as this rank's elements, without the padding; and it counts its steps per parameter.
-    states = sum(2 * (it.to_local() if isinstance(it, ShardTensor) else it).nbytes for it in trained)
-    check_held(before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained))
+    states = sum(
+        2 * (it.to_local() if isinstance(it, ShardTensor) else it).nbytes for it in trained
+    )
+    check_held(
+        before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained)
+    )
     groups = [group for progress in training.runtime.progresses for group in progress.unit.groups]
     padding = sum(2 * 4 * group.layout.padding_numel for group in groups)
     assert 0 <= plan.optimizer_nbytes - states <= padding
@@ -284,7 +310,9 @@ def test_replicas_that_split_the_optimizer_hold_a_part_of_its_share(world: World
 
 
 def test_it_is_where_replicas_split_the_optimizer(world: Worlds) -> None:
-    world(4).run(check_peak, Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS, split=True))
+    world(4).run(
+        check_peak, Sharding(strategy="hybrid_shard", shard_size=2, units=BLOCKS, split=True)
+    )
 
 
 @pytest.mark.slow
@@ -309,5 +337,9 @@ def test_retained_parameters_are_held_between_steps() -> None:
     training = Training(Sharding(strategy="shard_optimizer", units=BLOCKS))
     with torch.no_grad(), training.runtime.step("validation_step"):
         training.model(torch.ones(2, 8))
-    full = sum(cost.full_nbytes for progress in training.runtime.progresses for cost in progress.unit.costs())
+    full = sum(
+        cost.full_nbytes
+        for progress in training.runtime.progresses
+        for cost in progress.unit.costs()
+    )
     check_held(before, training.plan().main_shard_nbytes + full)

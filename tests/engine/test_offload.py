@@ -28,7 +28,9 @@ def adam(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
 
 def two_groups(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
     parameters = list(parameters)
-    return optim.Adam([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.1}], lr=0.01)
+    return optim.Adam(
+        [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.1}], lr=0.01
+    )
 
 
 def rprop(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
@@ -46,14 +48,22 @@ def offloaded(make_optimizer: MakeOptimizer, strategy: str = "full_shard") -> Tr
 @pytest.mark.parametrize("strategy", RUNTIMES)
 @pytest.mark.parametrize("make_optimizer", [sgd, adam, two_groups, rprop])
 @on_ranks(2)
-def test_training_with_states_on_the_host_equals_one_process(strategy: str, make_optimizer: MakeOptimizer) -> None:
+def test_training_with_states_on_the_host_equals_one_process(
+    strategy: str, make_optimizer: MakeOptimizer
+) -> None:
     trial = offloaded(make_optimizer, strategy)
     trial.train(square, steps=4)
-    for model, clip in ((trial.model, clip_grad_norm_), (trial.reference, nn.utils.clip_grad_norm_)):
+    for model, clip in (
+        (trial.model, clip_grad_norm_),
+        (trial.reference, nn.utils.clip_grad_norm_),
+    ):
         model.get_parameter("0.weight").grad = None  # a parameter without a gradient is not stepped
         clip(model.parameters(), 1e-3)
     trial.backward(square, 5)
-    for model, clip in ((trial.model, clip_grad_norm_), (trial.reference, nn.utils.clip_grad_norm_)):
+    for model, clip in (
+        (trial.model, clip_grad_norm_),
+        (trial.reference, nn.utils.clip_grad_norm_),
+    ):
         model.get_parameter("0.weight").grad = None
         clip(model.parameters(), 1e-3)
     trial.step()
@@ -99,7 +109,9 @@ def test_states_are_shown_as_sharded_and_loaded_to_the_host() -> None:
     torch.testing.assert_close(full(average), expected)
     saved = copy.deepcopy(trial.optimizer.state_dict())  # as from a file
     again = offloaded(adam)
-    again.model.load_state_dict({name: full(value) for name, value in trial.model.state_dict().items()})
+    again.model.load_state_dict(
+        {name: full(value) for name, value in trial.model.state_dict().items()}
+    )
     again.optimizer.load_state_dict(saved)
     for each in (trial, again):
         each.forward(square, 7).backward()
@@ -112,7 +124,11 @@ def test_states_are_shown_as_sharded_and_loaded_to_the_host() -> None:
 def test_an_optimizer_that_looks_at_whole_matrices_cannot_be_taken_off_the_device() -> None:
     model = linears()
     runtime = Sharding(units=UNITS).apply(model)
-    with pytest.raises(ConfigurationError, match="cpu_offload cannot take the states of Muon off the device"):
+    with pytest.raises(
+        ConfigurationError, match="cpu_offload cannot take the states of Muon off the device"
+    ):
         attach_optimizer(
-            optim.Muon([p for p in model.parameters() if p.ndim == 2]), runtime.parameters_changed, offload=True
+            optim.Muon([p for p in model.parameters() if p.ndim == 2]),
+            runtime.parameters_changed,
+            offload=True,
         )

@@ -24,7 +24,9 @@ class Experts(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)) for _ in range(count))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)) for _ in range(count)
+        )
         self.head = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))
         self.order = list(range(count))
 
@@ -69,7 +71,9 @@ def test_ranks_use_units_of_their_own_and_train_as_one_process() -> None:
     for strategy, prefetch in [*((strategy, 1) for strategy in GATHERING), ("full_shard", 0)]:
         with another_order():  # of a backward in which nothing is gathered
             Trial(Experts(), units(strategy, prefetch=prefetch)).train(each_its_own, steps=6)
-            Trial(Experts(), units(strategy, prefetch=prefetch, uneven=True)).train(some_go_cold, steps=5)
+            Trial(Experts(), units(strategy, prefetch=prefetch, uneven=True)).train(
+                some_go_cold, steps=5
+            )
 
 
 @pytest.mark.slow
@@ -119,7 +123,11 @@ def test_a_changed_order_is_said_once_on_rank_zero_with_a_remedy_and_not_in_eval
         warnings.simplefilter("always")
         for step in range(5):
             forward(step)
-    said = [str(warning.message) for warning in caught if "units run in another order" in str(warning.message)]
+    said = [
+        str(warning.message)
+        for warning in caught
+        if "units run in another order" in str(warning.message)
+    ]
     assert len(said) == (dist.get_rank() == 0)
     assert all("auto_wrap_policy" in text for text in said)
 
@@ -135,7 +143,9 @@ def test_backwards_of_one_step_are_known_apart_and_agree_on_nothing_once_they_ar
         with runtime.step("training_step"):
             for order in ([0, 1], [2, 3, 1]):  # as a discriminator's backward and a generator's
                 routed(trial.model, 0, 0, [[order]]).backward()
-        asked = [runtime.agreement.agrees(kind) for kind in ("training_step", "backward 0", "backward 1")]
+        asked = [
+            runtime.agreement.agrees(kind) for kind in ("training_step", "backward 0", "backward 1")
+        ]
         assert asked == [False] * 3 and calls == [], step
 
 
@@ -144,9 +154,15 @@ def test_what_all_ranks_change_for_good_is_asked_about_in_one_step_only() -> Non
     trial = Trial(Experts(), Sharding(units=("experts.*",)))
     calls: list[str] = []
     call = trial.runtime.mesh.world_fingerprints.call
-    trial.runtime.mesh.world_fingerprints.call = lambda what, *advice: (calls.append(what), call(what, *advice))[1]  # type: ignore[method-assign]
+    trial.runtime.mesh.world_fingerprints.call = lambda what, *advice: (
+        calls.append(what),
+        call(what, *advice),
+    )[1]  # type: ignore[method-assign]
     for step in range(6):
-        with another_order() if step == 2 else nullcontext(), trial.runtime.step("training_step") as outputs:
+        with (
+            another_order() if step == 2 else nullcontext(),
+            trial.runtime.step("training_step") as outputs,
+        ):
             outputs.append(routed(trial.model, 0, 0, [[[0, 1] if step < 2 else [2, 1, 3]]]))
         outputs[0].backward()
         assert bool(calls) == (step == 2), (step, calls)

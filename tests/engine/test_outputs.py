@@ -46,7 +46,9 @@ class Wrapped(nn.Module):
 class Unwrapping(nn.Module):
     """Two wrapped layers and what takes their outputs out again."""
 
-    def __init__(self, wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(
+        self, wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList([Wrapped(wrap), Wrapped(wrap)])
@@ -73,23 +75,37 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
 @pytest.mark.parametrize("container", CONTAINERS)
 @on_ranks(2)
 def test_outputs_in_containers_are_found(strategy: str, container: str) -> None:
-    trial = Trial(Unwrapping(*CONTAINERS[container]), Sharding(strategy=strategy, units=("layers.*",)))
+    trial = Trial(
+        Unwrapping(*CONTAINERS[container]), Sharding(strategy=strategy, units=("layers.*",))
+    )
     trial.train(square)
 
 
 @pytest.mark.parametrize("strategy", RUNTIMES)
 @on_ranks(2)
 def test_a_unit_whose_outputs_are_hidden_is_gathered_when_its_backward_comes(strategy: str) -> None:
-    trial = Trial(Unwrapping(Envelope, lambda out: out.tensor), Sharding(strategy=strategy, units=("layers.*",)))
+    trial = Trial(
+        Unwrapping(Envelope, lambda out: out.tensor),
+        Sharding(strategy=strategy, units=("layers.*",)),
+    )
     trial.train(square)
 
 
 def test_tensors_are_found_in_containers_and_not_in_other_objects() -> None:
     tensors = [torch.tensor(float(index)) for index in range(5)]
-    value = {"a": tensors[0], "b": [tensors[1], (tensors[2], Record(tensors[3])), "text", 1, None], "c": {1, 2}}
+    value = {
+        "a": tensors[0],
+        "b": [tensors[1], (tensors[2], Record(tensors[3])), "text", 1, None],
+        "c": {1, 2},
+    }
     assert [float(tensor) for tensor in find_tensors(value)] == [0.0, 1.0, 2.0, 3.0]
     assert find_tensors([tensors[0], Envelope(tensors[4])]) == tensors[:1]
 
 
 def test_plain_values_hold_no_tensors() -> None:
-    assert find_tensors([1, 2.0, True, "text", b"bytes", None, torch.float32, torch.Size([1]), {"k": {1.0}}]) == []
+    assert (
+        find_tensors(
+            [1, 2.0, True, "text", b"bytes", None, torch.float32, torch.Size([1]), {"k": {1.0}}]
+        )
+        == []
+    )

@@ -95,7 +95,9 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+        )
         self.layers[0][0].weight = self.layers[0][1].weight  # inside one unit
         self.layers[1][0].weight = self.layers[2][0].weight  # across units
         self.layers[2][1].bias = self.layers[2][0].bias
@@ -122,12 +124,20 @@ def test_weights_are_tied_inside_a_unit_and_across_units(strategy: str) -> None:
 def test_parameters_keep_identity_names_shapes_and_order(strategy: str) -> None:
     warnings.filterwarnings("ignore", ".*a parameter that was not contiguous")
     model = nn.Sequential(Odds(), Mixed(), Tied())
-    before = {name: (id(p), p.shape, p.dtype, p.requires_grad, p.ndim) for name, p in model.named_parameters()}
+    before = {
+        name: (id(p), p.shape, p.dtype, p.requires_grad, p.ndim)
+        for name, p in model.named_parameters()
+    }
     Sharding(strategy=strategy, units=("0", "1", "2.layers.*")).apply(model)
-    after = {name: (id(p), p.shape, p.dtype, p.requires_grad, p.ndim) for name, p in model.named_parameters()}
+    after = {
+        name: (id(p), p.shape, p.dtype, p.requires_grad, p.ndim)
+        for name, p in model.named_parameters()
+    }
     assert after == before
     assert list(after) == list(before)
-    assert all(isinstance(p, nn.Parameter) and isinstance(p, ShardTensor) for p in model.parameters())
+    assert all(
+        isinstance(p, nn.Parameter) and isinstance(p, ShardTensor) for p in model.parameters()
+    )
 
 
 @every_strategy
@@ -157,7 +167,9 @@ class Recurrent(nn.Module):
 @every_strategy
 @pytest.mark.parametrize("units", [(), ("lstm",)])
 @on_ranks(2)
-def test_the_flat_weights_of_an_lstm_stay_its_parameters(strategy: str, units: tuple[str, ...]) -> None:
+def test_the_flat_weights_of_an_lstm_stay_its_parameters(
+    strategy: str, units: tuple[str, ...]
+) -> None:
     trial = Trial(Recurrent(), Sharding(strategy=strategy, units=units))
 
     def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -219,7 +231,9 @@ def test_running_statistics_follow_rank_zero(strategy: str) -> None:
         trial.forward(square, 9)
     assert all(torch.equal(buffers[name], values) for name, values in expected.items())
     trial.runtime.sync_buffers()
-    follows = [torch.equal(buffers[name], values) for name, values in expected.items() if values.ndim]
+    follows = [
+        torch.equal(buffers[name], values) for name, values in expected.items() if values.ndim
+    ]
     assert all(follows) if dist.get_rank() == 0 else not any(follows)
 
 
@@ -241,7 +255,9 @@ def test_hooks_that_users_set_on_parameters_before_setup_see_the_gradients(strat
 def test_gradients_that_exist_before_setup_are_kept(strategy: str) -> None:
     model = linears()
     square(model, 0, 7).backward()
-    trial = Trial(model, Sharding(strategy=strategy, units=("0", "1")), lambda p: optim.SGD(p, lr=0.1))
+    trial = Trial(
+        model, Sharding(strategy=strategy, units=("0", "1")), lambda p: optim.SGD(p, lr=0.1)
+    )
     for mine, reference in zip(trial.model.parameters(), trial.reference.parameters(), strict=True):
         reference.grad = full(mine.grad).clone()
     trial.train(square)

@@ -73,7 +73,9 @@ def make_model() -> TinyLanguageModel:
     return TinyLanguageModel()
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> tuple[optim.AdamW, optim.lr_scheduler.LRScheduler]:
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+) -> tuple[optim.AdamW, optim.lr_scheduler.LRScheduler]:
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -99,7 +101,9 @@ class Case:
     def autocast(self) -> torch.autocast:
         """What Lightning's precision plugin puts around a step."""
         dtype = PRECISIONS[self.precision]
-        return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False)
+        return torch.autocast(
+            "cpu", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=False
+        )
 
 
 CASES = [Case(*options) for options in itertools.product(PRECISIONS, (False, True), ACCUMULATIONS)]
@@ -127,7 +131,11 @@ def one_process(case: Case) -> Trained:
 @pytest.fixture(scope="module")
 def expected(world: Worlds) -> dict[Case, Trained]:
     """What one process gets."""
-    cases = [Case(precision, False, accumulation) for precision in PRECISIONS for accumulation in ACCUMULATIONS]
+    cases = [
+        Case(precision, False, accumulation)
+        for precision in PRECISIONS
+        for accumulation in ACCUMULATIONS
+    ]
     return {case: world(1).run(one_process, case)[0] for case in cases}
 
 
@@ -171,11 +179,16 @@ def sharding_of(strategy: str, size: int) -> Sharding:
 
 def distance(found: State, expected: State) -> float:
     """The largest relative error of a weight."""
-    return max(float((found[name] - weight).norm() / weight.norm()) for name, weight in expected.items())
+    return max(
+        float((found[name] - weight).norm() / weight.norm()) for name, weight in expected.items()
+    )
 
 
 WORLDS = list(itertools.product(STRATEGIES, (1, 2, 3, 4)))
-SHORT_DRAW = [*((strategy, 2) for strategy in STRATEGIES), *(("full_shard", size) for size in (1, 3))]
+SHORT_DRAW = [
+    *((strategy, 2) for strategy in STRATEGIES),
+    *(("full_shard", size) for size in (1, 3)),
+]
 SHORT_DRAW += [("hybrid_shard", 4)]
 
 
@@ -184,11 +197,16 @@ SHORT_DRAW += [("hybrid_shard", 4)]
 @pytest.mark.parametrize(
     ("strategy", "size"),
     [
-        *(pytest.param(*case, marks=() if case in SHORT_DRAW else pytest.mark.torture) for case in WORLDS),
+        *(
+            pytest.param(*case, marks=() if case in SHORT_DRAW else pytest.mark.torture)
+            for case in WORLDS
+        ),
         ("hybrid_shard split over replicas", 4),
     ],
 )
-def test_training_equals_one_process(world: Worlds, expected: dict[Case, Trained], strategy: str, size: int) -> None:
+def test_training_equals_one_process(
+    world: Worlds, expected: dict[Case, Trained], strategy: str, size: int
+) -> None:
     for found in world(size).run(train_all, sharding_of(strategy, size), timeout_s=100):
         for case, (weights, norms) in found.items():
             expected_weights, expected_norms = expected[replace(case, recomputes=False)]
@@ -199,7 +217,9 @@ def test_training_equals_one_process(world: Worlds, expected: dict[Case, Trained
             assert distance(weights, expected_weights) < tolerance, case
 
 
-def test_the_trainings_that_are_compared_clip_gradients_and_round_differently(expected: dict[Case, Trained]) -> None:
+def test_the_trainings_that_are_compared_clip_gradients_and_round_differently(
+    expected: dict[Case, Trained],
+) -> None:
     assert all(max(norms) > MAX_NORM for _, norms in expected.values())
     rounded, exact = (expected[Case(precision)][0] for precision in ("bf16-mixed", "32-true"))
     assert RELATIVE_TOLERANCE < distance(rounded, exact) < 0.05
@@ -207,9 +227,15 @@ def test_the_trainings_that_are_compared_clip_gradients_and_round_differently(ex
 
 @pytest.mark.parametrize(
     ("strategy", "size"),
-    [pytest.param("full_shard", 3, marks=pytest.mark.torture), ("shard_optimizer", 3), ("hybrid_shard", 4)],
+    [
+        pytest.param("full_shard", 3, marks=pytest.mark.torture),
+        ("shard_optimizer", 3),
+        ("hybrid_shard", 4),
+    ],
 )
-def test_two_runs_on_the_same_ranks_are_bit_identical_on_all_ranks(world: Worlds, strategy: str, size: int) -> None:
+def test_two_runs_on_the_same_ranks_are_bit_identical_on_all_ranks(
+    world: Worlds, strategy: str, size: int
+) -> None:
     results = world(size).run(train_twice, sharding_of(strategy, size))
     first = results[0][0]
     for state in (state for pair in results for state in pair):

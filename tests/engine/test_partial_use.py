@@ -68,7 +68,9 @@ def used_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("loss", [used_by_some, used_in_turns])
 @on_ranks(2, timeout_s=30)
-def test_what_some_ranks_use_gets_the_mean_over_all_ranks(strategy: str, prefetch: int, loss: Loss) -> None:
+def test_what_some_ranks_use_gets_the_mean_over_all_ranks(
+    strategy: str, prefetch: int, loss: Loss
+) -> None:
     trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",), prefetch=prefetch))
     trial.train(loss, steps=5)
 
@@ -77,14 +79,18 @@ def test_what_some_ranks_use_gets_the_mean_over_all_ranks(strategy: str, prefetc
 @pytest.mark.parametrize("loss", [used_by_some, used_in_turns])
 @on_ranks(4)
 def test_replicas_use_different_parameters(loss: Loss) -> None:
-    Trial(Layers(), Sharding(strategy="hybrid_shard", shard_size=2, units=("layers.*",))).train(loss, steps=5)
+    Trial(Layers(), Sharding(strategy="hybrid_shard", shard_size=2, units=("layers.*",))).train(
+        loss, steps=5
+    )
 
 
 @every_strategy
 @pytest.mark.parametrize("reduce_each_time", [True, False])
 @on_ranks(2)
 def test_micro_batches_use_different_parameters(strategy: str, reduce_each_time: bool) -> None:
-    accumulate(Sharding(strategy=strategy, units=("layers.*",), reduce_every_backward=reduce_each_time))
+    accumulate(
+        Sharding(strategy=strategy, units=("layers.*",), reduce_every_backward=reduce_each_time)
+    )
 
 
 @pytest.mark.slow

@@ -21,7 +21,10 @@ class Checkpointed(nn.Module):
         torch.manual_seed(0)
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, WIDTH)) for _ in range(blocks)]
+            [
+                nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, WIDTH))
+                for _ in range(blocks)
+            ]
         )
         self.mode = "plain"
         self.reentrant = False
@@ -34,12 +37,18 @@ class Checkpointed(nn.Module):
 
     def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=self.reentrant) if self.mode == "each" else block(x))
+            x = x + (
+                checkpoint(block, x, use_reentrant=self.reentrant)
+                if self.mode == "each"
+                else block(x)
+            )
         return x
 
 
 def make_trial(strategy: str, mode: str, reentrant: bool, prefetch: int = 1) -> Trial:
-    trial = Trial(Checkpointed(), Sharding(strategy=strategy, units=("blocks.*",), prefetch=prefetch))
+    trial = Trial(
+        Checkpointed(), Sharding(strategy=strategy, units=("blocks.*",), prefetch=prefetch)
+    )
     trial.model.mode, trial.model.reentrant = mode, reentrant
     return trial
 
@@ -70,13 +79,18 @@ def collectives(strategy: str, mode: str, reentrant: bool) -> Counter[str]:
 @pytest.mark.parametrize("mode", ["each", "together"])
 @on_ranks(2)
 def test_recomputation_communicates_nothing_more(strategy: str, mode: str) -> None:
-    assert collectives(strategy, mode, reentrant=False) == collectives(strategy, "plain", reentrant=False)
+    assert collectives(strategy, mode, reentrant=False) == collectives(
+        strategy, "plain", reentrant=False
+    )
 
 
 @pytest.mark.parametrize("mode", ["each", "together"])
 @on_ranks(2)
 def test_reentrant_recomputation_reduces_every_unit_once(mode: str) -> None:
-    found, plain = collectives("full_shard", mode, reentrant=True), collectives("full_shard", "plain", reentrant=True)
+    found, plain = (
+        collectives("full_shard", mode, reentrant=True),
+        collectives("full_shard", "plain", reentrant=True),
+    )
     assert found["reduce_scatter"] == plain["reduce_scatter"]
 
 
@@ -97,7 +111,11 @@ def test_blocks_are_recomputed_one_at_a_time() -> None:
     seen: list[str] = []
 
     def watch(*_: object) -> None:
-        unsharded = (t.unit.label[-1] for t in trial.runtime.progresses[1:] if t.unit.state.value != "sharded")
+        unsharded = (
+            t.unit.label[-1]
+            for t in trial.runtime.progresses[1:]
+            if t.unit.state.value != "sharded"
+        )
         seen.append("".join(unsharded))
 
     for block in trial.model.blocks:

@@ -76,7 +76,10 @@ def test_units_that_two_threads_run_at_the_same_time_are_refused_by_name(strateg
 
     model = Parallel()
     runtime = Sharding(strategy=strategy, units=("blocks.*",)).apply(model)
-    with pytest.raises(RuntimeError, match=r"forward of .*blocks\.1.* begins while another thread"), runtime.step():
+    with (
+        pytest.raises(RuntimeError, match=r"forward of .*blocks\.1.* begins while another thread"),
+        runtime.step(),
+    ):
         model(batch(0, 0, 4, WIDTH))
 
 
@@ -200,7 +203,10 @@ def test_a_forward_without_gradients_comes_between_forward_and_backward(strategy
     for step in range(3):
         loss = trial.forward(square, step)
         with torch.no_grad():
-            found, expected = trial.forward(square, step + 9), square(trial.reference, dist.get_rank(), step + 9)
+            found, expected = (
+                trial.forward(square, step + 9),
+                square(trial.reference, dist.get_rank(), step + 9),
+            )
         torch.testing.assert_close(found, expected)
         loss.backward()
         trial.reference_loss(square, step).backward()
@@ -261,7 +267,9 @@ def test_inputs_are_made_worse_by_their_gradient_before_the_step(strategy: str) 
 def test_a_backward_that_keeps_its_graph_for_another_one(strategy: str) -> None:
     trial = chain(strategy)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using backward.* with create_graph=True")  # torch's advice
+        warnings.filterwarnings(
+            "ignore", "Using backward.* with create_graph=True"
+        )  # torch's advice
         for loss in (trial.forward(square), trial.reference_loss(square)):
             loss.backward(create_graph=True)
     trial.check_gradients()

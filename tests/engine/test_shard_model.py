@@ -19,7 +19,9 @@ from training import RUNTIMES, Sharding, unit_of
 from world import on_ranks
 
 
-def model_of(width: int = 4, dtype: torch.dtype = torch.float32, frozen: bool = False) -> nn.Sequential:
+def model_of(
+    width: int = 4, dtype: torch.dtype = torch.float32, frozen: bool = False
+) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)).to(dtype)
     model[1].bias.requires_grad_(not frozen)
@@ -67,7 +69,9 @@ KEPT: dict[str, Keep] = {
 def test_who_keeps_the_former_memory_of_parameters_is_told(kept: str) -> None:
     model = model_of()
     held = KEPT[kept](model[0])
-    with pytest.warns(UserWarning, match=r"still refers to the memory that 0\.(bias|weight).*had before") as caught:
+    with pytest.warns(
+        UserWarning, match=r"still refers to the memory that 0\.(bias|weight).*had before"
+    ) as caught:
         Sharding().apply(model)
     assert len(caught) == 1 and held is not None
 
@@ -84,8 +88,14 @@ def test_parameters_whose_memory_nobody_keeps_are_sharded_without_a_word() -> No
 
 
 MISMATCHES: list[tuple[Callable[[], nn.Module], str]] = [
-    (another_shape, r"parameter 0\.weight: torch.float32, shape \(4, 4\).*rank 2 has .*shape \(5, 4\)"),
-    (another_dtype, r"parameter 0\.weight: torch.float32.*rank 2 has 'parameter 0\.weight: torch.float64"),
+    (
+        another_shape,
+        r"parameter 0\.weight: torch.float32, shape \(4, 4\).*rank 2 has .*shape \(5, 4\)",
+    ),
+    (
+        another_dtype,
+        r"parameter 0\.weight: torch.float32.*rank 2 has 'parameter 0\.weight: torch.float64",
+    ),
     (another_freeze, r"parameter 1\.bias.*trainable.*rank 2 has 'parameter 1\.bias.*frozen"),
     (one_layer_less, r"parameter 1\.weight.*rank 2 has 'nothing more'"),
 ]
@@ -96,7 +106,10 @@ MISMATCHES: list[tuple[Callable[[], nn.Module], str]] = [
 def test_another_model_on_one_rank_is_refused_on_every_rank(case: int) -> None:
     build, message = MISMATCHES[case]
     model = build() if dist.get_rank() == 2 else model_of()
-    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    before = {
+        name: (parameter, parameter.detach().clone())
+        for name, parameter in model.named_parameters()
+    }
     with pytest.raises(LayoutMismatchError, match=message) as caught:
         Sharding().apply(model)
     assert "ranks that differ from rank 0: [2]" in str(caught.value)
@@ -110,13 +123,18 @@ def test_another_model_on_one_rank_is_refused_on_every_rank(case: int) -> None:
 @on_ranks(2)
 def test_another_strategy_on_one_rank_is_refused_on_every_rank() -> None:
     strategy = ("full_shard", "shard_grad_op")[dist.get_rank()]
-    with pytest.raises(LayoutMismatchError, match=r"reshard.*AFTER_FORWARD.*rank 1 has.*AFTER_BACKWARD"):
+    with pytest.raises(
+        LayoutMismatchError, match=r"reshard.*AFTER_FORWARD.*rank 1 has.*AFTER_BACKWARD"
+    ):
         Sharding(strategy=strategy).apply(model_of())
 
 
 @on_ranks(2)
 def test_other_units_on_one_rank_are_refused_on_every_rank() -> None:
-    with pytest.raises(LayoutMismatchError, match=r"rank 0 has 'parameter 1\.weight.*rank 1 has 'parameter 0\.weight"):
+    with pytest.raises(
+        LayoutMismatchError,
+        match=r"rank 0 has 'parameter 1\.weight.*rank 1 has 'parameter 0\.weight",
+    ):
         Sharding(units=(str(dist.get_rank()),)).apply(model_of())
 
 
@@ -124,8 +142,12 @@ def test_other_units_on_one_rank_are_refused_on_every_rank() -> None:
 def test_a_failure_of_one_rank_while_sharding_is_raised_on_every_rank_with_its_traceback() -> None:
     failure = MemoryError("no room for the shard") if dist.get_rank() == 1 else None
     with (
-        mock.patch.object(unit_module, "layout_of", wraps=unit_module.layout_of, side_effect=failure),
-        pytest.raises(RankError, match=r"(?s)sharding the model failed on rank 1.*no room for the shard") as caught,
+        mock.patch.object(
+            unit_module, "layout_of", wraps=unit_module.layout_of, side_effect=failure
+        ),
+        pytest.raises(
+            RankError, match=r"(?s)sharding the model failed on rank 1.*no room for the shard"
+        ) as caught,
     ):
         Sharding().apply(model_of())
     assert list(caught.value.failures) == [1]
@@ -167,7 +189,8 @@ def test_verbs_of_a_unit_are_refused_in_the_wrong_state(verb: str) -> None:
         unit.state = state
         if state not in sources:
             with pytest.raises(
-                RuntimeError, match=rf"{verb}\(\) of unit \(root\): expected it .*, found it {state.value}"
+                RuntimeError,
+                match=rf"{verb}\(\) of unit \(root\): expected it .*, found it {state.value}",
             ):
                 getattr(unit, verb)()
 

@@ -30,7 +30,11 @@ def tied(strategy: str) -> Trial:
 
 
 def summoned(
-    trial: Trial, module: nn.Module | None = None, *, writeback: bool = True, rank0_only: bool = False
+    trial: Trial,
+    module: nn.Module | None = None,
+    *,
+    writeback: bool = True,
+    rank0_only: bool = False,
 ) -> AbstractContextManager[None]:
     return summon(
         trial.runtime,
@@ -123,12 +127,20 @@ def test_rank_zero_may_have_them_alone_and_write() -> None:
 @on_ranks(2)
 def test_what_could_not_reach_the_shards_is_refused_and_nothing_has_changed() -> None:
     trial = tied("full_shard")
-    with pytest.raises(RuntimeError, match=r"unit 1 were written to inside of summon_full_params"), summoned(trial):
+    with (
+        pytest.raises(RuntimeError, match=r"unit 1 were written to inside of summon_full_params"),
+        summoned(trial),
+    ):
         with torch.no_grad():
             trial.model[1].weight.zero_()
         trial.model(X)
     trial.runtime.reset()
-    with pytest.raises(RuntimeError, match=r"backward reached 1\.weight inside of summon_full_params"), summoned(trial):
+    with (
+        pytest.raises(
+            RuntimeError, match=r"backward reached 1\.weight inside of summon_full_params"
+        ),
+        summoned(trial),
+    ):
         trial.model[1].weight.sum().backward()
     assert not is_whole(trial.model)
     trial.train(square, steps=1)

@@ -71,7 +71,9 @@ ONE_WAY = ALL_NBYTES
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("size", [2, 4])
-def test_full_shard_gathers_twice_and_reduces_once_each_time(world: Worlds, size: int, micro_batches: int) -> None:
+def test_full_shard_gathers_twice_and_reduces_once_each_time(
+    world: Worlds, size: int, micro_batches: int
+) -> None:
     # ZeRO-3: 3 P (F - 1) / F
     expected = {
         "all_gather": micro_batches * ring(BOTH_WAYS, size),
@@ -85,13 +87,17 @@ def test_full_shard_gathers_twice_and_reduces_once_each_time(world: Worlds, size
 def test_shard_grad_op_gathers_once_and_reduces_once(world: Worlds, size: int) -> None:
     # ZeRO-2: 2 P (F - 1) / F
     expected = {"all_gather": ring(ONE_WAY, size), "reduce_scatter": ring(ALL_NBYTES, size)}
-    for found in world(size).run(communicated, Sharding(strategy="shard_grad_op", units=("blocks.*",)), 1):
+    for found in world(size).run(
+        communicated, Sharding(strategy="shard_grad_op", units=("blocks.*",)), 1
+    ):
         assert +found == expected
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("size", [2, 4])
-def test_shard_optimizer_gathers_and_reduces_once_per_step(world: Worlds, size: int, micro_batches: int) -> None:
+def test_shard_optimizer_gathers_and_reduces_once_per_step(
+    world: Worlds, size: int, micro_batches: int
+) -> None:
     # ZeRO-1: 2 P (F - 1) / F, whatever the number of micro-batches
     expected = {"all_gather": ring(ONE_WAY, size), "reduce_scatter": ring(ALL_NBYTES, size)}
     sharding = Sharding(strategy="shard_optimizer", units=("blocks.*",))
@@ -110,7 +116,9 @@ def test_no_shard_all_reduces_once_per_step(world: Worlds, size: int, micro_batc
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_hybrid_shard_crosses_replicas_once_per_step_with_a_shard(world: Worlds, micro_batches: int) -> None:
+def test_hybrid_shard_crosses_replicas_once_per_step_with_a_shard(
+    world: Worlds, micro_batches: int
+) -> None:
     expected = {
         "all_gather": micro_batches * ring(BOTH_WAYS, 2),
         "reduce_scatter": micro_batches * ring(ALL_NBYTES, 2),
@@ -121,7 +129,9 @@ def test_hybrid_shard_crosses_replicas_once_per_step_with_a_shard(world: Worlds,
         assert +found == expected
 
 
-def test_replicas_that_split_the_optimizer_scatter_their_sums_and_gather_once_per_step(world: Worlds) -> None:
+def test_replicas_that_split_the_optimizer_scatter_their_sums_and_gather_once_per_step(
+    world: Worlds,
+) -> None:
     expected = {
         # In the shard group as always, and of each shard across replicas after the step.
         "all_gather": ring(BOTH_WAYS, 2) + ring(ALL_NBYTES // 2, 2),
@@ -134,7 +144,10 @@ def test_replicas_that_split_the_optimizer_scatter_their_sums_and_gather_once_pe
 
 def test_parts_that_were_kept_are_gathered_among_fewer_ranks(world: Worlds) -> None:
     forward, backward = ALL_NBYTES, BOTH_WAYS - ALL_NBYTES
-    expected = {"all_gather": ring(forward, 4) + ring(backward, 2), "reduce_scatter": ring(ALL_NBYTES, 4)}
+    expected = {
+        "all_gather": ring(forward, 4) + ring(backward, 2),
+        "reduce_scatter": ring(ALL_NBYTES, 4),
+    }
     for found in world(4).run(communicated, Sharding(units=("blocks.*",), regather=2), 1):
         assert +found == expected
 
@@ -168,18 +181,34 @@ def test_a_part_is_held_from_forward_to_backward_and_not_longer() -> None:
 @pytest.mark.parametrize(
     ("strategy", "value", "message"),
     [
-        ("full_shard", 3, "groups of 3 ranks do not divide the 4 ranks of a shard group; use one of \\[2\\]"),
-        ("full_shard", 1, "reshard_after_forward=1: expected True, False, or a number of ranks of at least 2"),
-        ("no_shard", True, "reshard_after_forward=True does not go with sharding_strategy='no_shard'"),
+        (
+            "full_shard",
+            3,
+            "groups of 3 ranks do not divide the 4 ranks of a shard group; use one of \\[2\\]",
+        ),
+        (
+            "full_shard",
+            1,
+            "reshard_after_forward=1: expected True, False, or a number of ranks of at least 2",
+        ),
+        (
+            "no_shard",
+            True,
+            "reshard_after_forward=True does not go with sharding_strategy='no_shard'",
+        ),
     ],
 )
 def test_a_resharding_that_cannot_be_is_refused(strategy: str, value: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        choose_sharding(strategy, reshard_after_forward=value).topology(num_nodes=1, ranks_per_node=4)
+        choose_sharding(strategy, reshard_after_forward=value).topology(
+            num_nodes=1, ranks_per_node=4
+        )
 
 
 def test_resharding_by_hand_turns_one_strategy_into_another() -> None:
     zero_3, zero_2 = choose_sharding("full_shard"), choose_sharding("shard_grad_op")
     assert choose_sharding("full_shard", reshard_after_forward=False) == zero_2
     assert choose_sharding("shard_grad_op", reshard_after_forward=True) == zero_3
-    assert choose_sharding("full_shard", reshard_after_forward=2) == replace(zero_3, regather_size=2)
+    assert choose_sharding("full_shard", reshard_after_forward=2) == replace(
+        zero_3, regather_size=2
+    )

@@ -49,7 +49,11 @@ class InThePool(TrainGPT):
 
 def model_class(name: str) -> type[GPTModule]:
     """What the script that the file names trains."""
-    return LoRAGPTModule if "finetune_gpt.py" in CONFIGS[name].read_text(encoding="utf-8") else GPTModule
+    return (
+        LoRAGPTModule
+        if "finetune_gpt.py" in CONFIGS[name].read_text(encoding="utf-8")
+        else GPTModule
+    )
 
 
 def train(name: str, folder: str, **more: str) -> dict[str, Any]:
@@ -58,10 +62,15 @@ def train(name: str, folder: str, **more: str) -> dict[str, Any]:
     # As in pyproject.toml, which the ranks do not read.
     warnings.filterwarnings("ignore", r"\s*skip_none parameter was deprecated", DeprecationWarning)
     overrides = TINY | {"trainer.default_root_dir": folder, "trainer.logger": "false"} | more
-    line = [f"--config={CONFIGS[name]}", *(f"--{option}={value}" for option, value in overrides.items())]
+    line = [
+        f"--config={CONFIGS[name]}",
+        *(f"--{option}={value}" for option, value in overrides.items()),
+    ]
     torch.set_num_threads(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of LightningCLI about jsonargparse, and about a line that is not sys.argv
+        warnings.simplefilter(
+            "ignore"
+        )  # of LightningCLI about jsonargparse, and about a line that is not sys.argv
         cli = InThePool(model_class(name), PydocText, args=line, run=False)
     checkpoint: Any = cli.trainer.checkpoint_callback
     checkpoint.dirpath = folder
@@ -78,7 +87,14 @@ def train(name: str, folder: str, **more: str) -> dict[str, Any]:
 
 
 def test_each_use_has_its_file() -> None:
-    assert sorted(CONFIGS) == ["laptop", "long_context", "lora", "offload", "one_node", "several_nodes"]
+    assert sorted(CONFIGS) == [
+        "laptop",
+        "long_context",
+        "lora",
+        "offload",
+        "one_node",
+        "several_nodes",
+    ]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -89,7 +105,11 @@ def test_a_file_says_how_it_is_run_and_what_its_options_are_for(name: str) -> No
     options = yaml.safe_load(text)["trainer"]["strategy"]["init_args"]
     options.pop("backward_prefetch", None)  # said with forward_prefetch
     head, _, block = text.partition("init_args:")
-    silent = [option for option in options if not re.search(rf"(#.*\n +{option}:|{option}:.*#|{option}:\n.*#)", block)]
+    silent = [
+        option
+        for option in options
+        if not re.search(rf"(#.*\n +{option}:|{option}:.*#|{option}:\n.*#)", block)
+    ]
     assert silent == [], "options without a comment"
     assert head.startswith("# ")
 
@@ -107,12 +127,15 @@ def pretrained(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_saved(name: str, folder: Path) -> None:
     """The configuration that a run leaves behind has all that the file says about the strategy."""
     saved, written = (
-        yaml.safe_load(path.read_text(encoding="utf-8")) for path in (folder / "config.yaml", CONFIGS[name])
+        yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in (folder / "config.yaml", CONFIGS[name])
     )
     options, wanted = (each["trainer"]["strategy"]["init_args"] for each in (saved, written))
     for option, value in wanted.items():
         found = options[option]
-        assert found == value or (isinstance(value, dict) and value.items() <= found.items()), option
+        assert found == value or (isinstance(value, dict) and value.items() <= found.items()), (
+            option
+        )
 
 
 def check(found: list[dict[str, Any]], steps: int = 2) -> None:
@@ -122,7 +145,9 @@ def check(found: list[dict[str, Any]], steps: int = 2) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("several_nodes", "one_node", "lora")])
+@pytest.mark.parametrize(
+    "name", [name for name in CONFIGS if name not in ("several_nodes", "one_node", "lora")]
+)
 def test_a_file_for_one_machine_trains(world: Worlds, tmp_path: Path, name: str) -> None:
     found = world(2).run(train, name, str(tmp_path))
     check(found, steps=1 if "accumulate" in CONFIGS[name].read_text(encoding="utf-8") else 2)
@@ -131,7 +156,9 @@ def test_a_file_for_one_machine_trains(world: Worlds, tmp_path: Path, name: str)
 
 
 @pytest.mark.slow
-def test_the_file_for_several_machines_has_one_copy_of_the_model_per_machine(world: Worlds, tmp_path: Path) -> None:
+def test_the_file_for_several_machines_has_one_copy_of_the_model_per_machine(
+    world: Worlds, tmp_path: Path
+) -> None:
     found = world(4).run(train, "several_nodes", str(tmp_path))
     check(found)
     assert {each["shards"] for each in found} == {2}
@@ -151,7 +178,9 @@ def test_the_file_for_finetuning_trains_adapters_on_the_weights_of_a_checkpoint(
     before = shardeddp.load_from_checkpoint(GPTModule, start).state_dict()
     tuned = shardeddp.load_from_checkpoint(LoRAGPTModule, tmp_path / END)
     after = {name.replace(".base.", "."): value for name, value in tuned.state_dict().items()}
-    assert all(torch.equal(after[name], value) for name, value in before.items() if name.startswith("gpt."))
+    assert all(
+        torch.equal(after[name], value) for name, value in before.items() if name.startswith("gpt.")
+    )
     adapters = [module for module in tuned.modules() if isinstance(module, LoRALinear)]
     assert len(adapters) == 4
     assert all(adapter.up.abs().sum() > 0 for adapter in adapters), "an adapter has learnt nothing"

@@ -45,7 +45,9 @@ def test_rope_products_depend_only_on_the_distance_of_positions() -> None:
     for distance in range(-LENGTH + 1, LENGTH):
         along = products.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along))
-    assert not torch.allclose(products[0], products[0, :1].expand(LENGTH)), "positions make no difference at all"
+    assert not torch.allclose(products[0], products[0, :1].expand(LENGTH)), (
+        "positions make no difference at all"
+    )
 
 
 def test_rope_leaves_lengths_and_the_first_position_alone() -> None:
@@ -56,7 +58,9 @@ def test_rope_leaves_lengths_and_the_first_position_alone() -> None:
 
 
 @pytest.mark.parametrize("position", [1, LENGTH // 2, LENGTH - 1])
-def test_a_changed_token_changes_no_earlier_logits(module: GPTModule, tokens: Tensor, position: int) -> None:
+def test_a_changed_token_changes_no_earlier_logits(
+    module: GPTModule, tokens: Tensor, position: int
+) -> None:
     changed = tokens.clone()
     changed[:, position] = (changed[:, position] + 1) % VOCAB
     with torch.no_grad():
@@ -73,7 +77,9 @@ def test_input_and_output_embedding_are_one_parameter(module: GPTModule) -> None
     assert {"gpt.embedding.weight", "gpt.head.weight"} <= module.state_dict().keys()
 
 
-def test_optimizer_groups_hold_every_parameter_once_and_decay_matrices_only(module: GPTModule) -> None:
+def test_optimizer_groups_hold_every_parameter_once_and_decay_matrices_only(
+    module: GPTModule,
+) -> None:
     decayed, kept = decay_groups(module, weight_decay=0.1)
     grouped = [*decayed["params"], *kept["params"]]
     assert sorted(map(id, grouped)) == sorted(map(id, module.parameters()))
@@ -90,7 +96,11 @@ def test_optimizer_groups_leave_frozen_parameters_out(module: GPTModule) -> None
 
 def test_gradients_reach_every_parameter(module: GPTModule, tokens: Tensor) -> None:
     F.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten()).backward()
-    without = [name for name, p in module.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    without = [
+        name
+        for name, p in module.named_parameters()
+        if p.grad is None or not p.grad.abs().sum() > 0
+    ]
     assert without == []
 
 
@@ -102,7 +112,9 @@ def test_first_loss_is_that_of_a_guess(module: GPTModule, tokens: Tensor) -> Non
 def test_loss_falls_within_a_few_steps(module: GPTModule) -> None:
     text = encode(corpus())
     windows = Windows(text, block_size=32, stride=32)
-    inputs, targets = (torch.stack(column) for column in zip(*(windows[index] for index in range(16)), strict=True))
+    inputs, targets = (
+        torch.stack(column) for column in zip(*(windows[index] for index in range(16)), strict=True)
+    )
     optimizer = torch.optim.AdamW(decay_groups(module, 0.1), lr=1e-2)
     losses = []
     for _ in range(30):
@@ -152,8 +164,15 @@ def test_bytes_that_are_no_text_decode_to_the_replacement_character() -> None:
 
 def test_windows_hold_the_text_and_their_targets_are_one_byte_ahead() -> None:
     windows = Windows(torch.arange(11), block_size=4, stride=3)
-    pairs = [(inputs.tolist(), targets.tolist()) for inputs, targets in (windows[i] for i in range(len(windows)))]
-    assert pairs == [([0, 1, 2, 3], [1, 2, 3, 4]), ([3, 4, 5, 6], [4, 5, 6, 7]), ([6, 7, 8, 9], [7, 8, 9, 10])]
+    pairs = [
+        (inputs.tolist(), targets.tolist())
+        for inputs, targets in (windows[i] for i in range(len(windows)))
+    ]
+    assert pairs == [
+        ([0, 1, 2, 3], [1, 2, 3, 4]),
+        ([3, 4, 5, 6], [4, 5, 6, 7]),
+        ([6, 7, 8, 9], [7, 8, 9, 10]),
+    ]
 
 
 def test_a_text_shorter_than_a_block_is_refused() -> None:
@@ -203,7 +222,9 @@ def test_a_fit_is_measured_in_optimizer_steps_ended_after_them_and_sampled(
     assert figures is not None
     assert (figures.num_steps, figures.last_step, figures.sent_nbytes) == (3, 4, 0)
     assert figures.loss == pytest.approx(math.log(VOCAB), rel=0.2)
-    assert figures.tokens_per_s * figures.step_time_s == pytest.approx(2 * 2 * 8)  # batches, samples, bytes
+    assert figures.tokens_per_s * figures.step_time_s == pytest.approx(
+        2 * 2 * 8
+    )  # batches, samples, bytes
     counters = 4 * len(list(module.parameters()))
     assert figures.state_nbytes == 4 * sum(p.nbytes for p in module.parameters()) + counters
     print_closing_table(figures, figures)

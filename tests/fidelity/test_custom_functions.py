@@ -56,7 +56,11 @@ class FusedHeadOfHalfAVocabulary(FusedUntiedHead):
 
 class FusedHeadTwiceInAStep(FusedUntiedHead):
     def fused(self, x: Tensor, labels: Tensor) -> Tensor:
-        return super().fused(x, labels) + 0.5 * super().fused(x.detach(), (labels + 1) % 11) + self.head(x).std()
+        return (
+            super().fused(x, labels)
+            + 0.5 * super().fused(x.detach(), (labels + 1) % 11)
+            + self.head(x).std()
+        )
 
 
 class FusedHeadByHand(FusedUntiedHead):
@@ -175,7 +179,9 @@ class Quantized(Gated):
 
     def gate(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + F.linear(x, Rounded.apply(block.down.weight).t()[:8, :8]) * Rounded.apply(self.scale)
+            x = x + F.linear(x, Rounded.apply(block.down.weight).t()[:8, :8]) * Rounded.apply(
+                self.scale
+            )
         return x
 
 
@@ -270,7 +276,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("strategy", UNITS_TOO)
-def test_parameters_in_custom_functions_train_as_under_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_parameters_in_custom_functions_train_as_under_ddp(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(CASES, strategy)
 
 
@@ -279,5 +287,7 @@ IN_BF16 = [in_bf16(each) for each in CASES if each.model in OF_BF16]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard in one unit"])
-def test_parameters_in_custom_functions_train_as_under_ddp_in_bf16(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_parameters_in_custom_functions_train_as_under_ddp_in_bf16(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(IN_BF16, strategy)

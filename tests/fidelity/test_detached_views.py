@@ -1,5 +1,7 @@
 """A detached view of a parameter that somebody keeps is up to date, as under DDP, or its use an error by name."""
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,14 +35,20 @@ class ArraysInTheStepsOutput(DetachedInTheStepsOutput):
     """Arrays that share the memory."""
 
     def views(self) -> dict[str, Any]:
-        return {"array": self.embed.weight.detach().numpy(), "row": self.embed.weight.detach()[3].numpy()}
+        return {
+            "array": self.embed.weight.detach().numpy(),
+            "row": self.embed.weight.detach()[3].numpy(),
+        }
 
 
 class DetachedOfABlock(DetachedInTheStepsOutput):
     """Of a unit that has been released."""
 
     def views(self) -> dict[str, Any]:
-        return {"up": self.blocks[0].up.weight.detach()[:3], "down": self.blocks[1].down.bias.detach()}
+        return {
+            "up": self.blocks[0].up.weight.detach()[:3],
+            "down": self.blocks[1].down.bias.detach(),
+        }
 
 
 class RemembersItself(Block):
@@ -59,7 +67,9 @@ class DetachedByTheUnit(SmallGpt):
         self.blocks = nn.ModuleList(RemembersItself(8) for _ in range(2))
 
     def look(self) -> None:
-        self.losses += [float(block.remembered.sum()) for block in self.blocks if hasattr(block, "remembered")]
+        self.losses += [
+            float(block.remembered.sum()) for block in self.blocks if hasattr(block, "remembered")
+        ]
 
     def loss(self, batch: Tensor) -> Tensor:
         self.look()
@@ -86,6 +96,21 @@ class KeptToTheNextStep(SmallGpt):
         return super().loss(batch)
 
 
+class WrittenBetweenSteps(KeptToTheNextStep):
+    """A detached view of the last step, of parameters that are written to between steps."""
+
+    rows: tuple[Tensor, ...] = ()
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        for parameter in (self.embed.weight, self.blocks[0].up.weight):
+            parameter.data.mul_(0.98)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.losses += [float(row.norm()) for row in self.rows]
+        self.rows = self.embed.weight.detach()[0], self.blocks[0].up.weight.detach()[0]
+        return super().loss(batch)
+
+
 class DetachedBeforeTraining(SmallGpt):
     """A view that was taken when the model was built."""
 
@@ -98,17 +123,71 @@ class DetachedBeforeTraining(SmallGpt):
         return super().loss(batch) + (self.rows.mean() - self.head.weight).square().mean()
 
 
+class DetachedBeforeAnAssignment(SmallGpt):
+    """Assigning to `.data` gives a parameter other memory: what was detached before keeps the former values."""
+
+    kept: tuple[Tensor, ...] = ()
+
+    def detached(self) -> Iterator[Tensor]:
+        weight = self.blocks[0].up.weight
+        yield from (
+            weight.detach(),
+            weight.detach().view(-1)[:3],
+            weight.data.detach(),
+            copy.copy(weight).detach(),
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        self.losses += [float(each.norm()) for each in self.kept]
+        if batch_index % 2 == 0:
+            self.kept = tuple(self.detached())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.98
+        if self.kept:
+            self.kept[0].mul_(0.5)
+
+
+class RemembersAllOfItself(Block):
+    """Keeps its own weight, detached, in every other forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 2:
+            self.remembered = self.up.weight.detach()
+        return super().forward(x)
+
+
+class DetachedByTheUnitBeforeAnAssignment(DetachedByTheUnit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RemembersAllOfItself(8) for _ in range(2))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.98
+        self.look()
+
+
 CASES = [
+    case(DetachedByTheUnitBeforeAnAssignment, units={RemembersAllOfItself}, steps=6),
+    case(DetachedBeforeAnAssignment, steps=6),
     case(DetachedInTheStepsOutput, refused=r"embed\.weight"),
     case(DetachedPartsInTheStepsOutput, refused=r"embed\.weight|head\.weight"),
     case(ArraysInTheStepsOutput, refused=r"embed\.weight"),
     case(DetachedOfABlock, refused=r"blocks\.0\.up\.weight|blocks\.1\.down\.bias"),
     case(DetachedByTheUnit, units={RemembersItself}, refused=r"blocks\.[01]\.up\.weight"),
     case(KeptToTheNextStep, refused=r"embed\.weight"),
+    case(WrittenBetweenSteps, refused=r"embed\.weight|blocks\.0\.up\.weight"),
     case(DetachedBeforeTraining, refused=r"embed\.weight"),
 ]
 
 
 @pytest.mark.parametrize("strategy", UNITS_TOO)
-def test_detached_views_are_up_to_date_or_refused_by_name(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_detached_views_are_up_to_date_or_refused_by_name(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(CASES, strategy)

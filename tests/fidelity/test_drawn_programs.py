@@ -34,7 +34,9 @@ def tally() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     yield counts
     for kind, share in {"discarded": 0.1, "refused": 0.05, "sensitive": 0.05}.items():
-        assert counts[kind] <= max(2, share * counts.total()), f"too many programs are {kind}: {counts}"
+        assert counts[kind] <= max(2, share * counts.total()), (
+            f"too many programs are {kind}: {counts}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,4 +57,6 @@ def test_a_drawn_program_trains_as_under_ddp(world: Worlds, tally: Counter[str],
 def is_refusal(program: Program, outcome: Outcome) -> bool:
     """Whether an error is documented and names a parameter."""
     names = DrawnModel(program).state_dict()
-    return any(name in outcome.text for name in names) and any(re.search(text, outcome.text) for text in REFUSED)
+    return any(name in outcome.text for name in names) and any(
+        re.search(text, outcome.text) for text in REFUSED
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case
+from support.fidelity import ELEMENT_WISE, STRATEGIES, BesideDdp, SmallGpt, case
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,7 +28,9 @@ class Descent(optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.sub_(self.change(parameter.grad, self.state[parameter]), alpha=group["lr"])
+                    parameter.sub_(
+                        self.change(parameter.grad, self.state[parameter]), alpha=group["lr"]
+                    )
         return loss
 
     def change(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
@@ -49,7 +51,10 @@ class BySigns(Descent):
 
     def change(self, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         if "previous" not in state:
-            state["previous"], state["length"] = torch.zeros_like(gradient), torch.full_like(gradient, 0.02)
+            state["previous"], state["length"] = (
+                torch.zeros_like(gradient),
+                torch.full_like(gradient, 0.02),
+            )
         state["length"].mul_(1 + 0.3 * (1e4 * gradient * state["previous"]).tanh())
         state["previous"] = gradient.detach()
         return (100 * gradient).tanh() * state["length"]
@@ -81,7 +86,11 @@ class BarzilaiBorwein(Descent):
         length = torch.tensor(1.0)
         if "change" in state:
             slope = gradient - state["gradient"]
-            length = ((state["change"] * slope).sum() / (slope.square().sum() + 1e-8)).abs().clamp(0.5, 2.0)
+            length = (
+                ((state["change"] * slope).sum() / (slope.square().sum() + 1e-8))
+                .abs()
+                .clamp(0.5, 2.0)
+            )
         state["gradient"], state["change"] = gradient, gradient * length
         return gradient * length
 
@@ -122,7 +131,9 @@ class KeepsGradientsInAHook(SmallGpt):
     def on_before_optimizer_step(self, optimizer: optim.Optimizer) -> None:
         now = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         if self.last:
-            cosine = sum(float((self.last[name] * self.keep(grad)).sum()) for name, grad in now.items())
+            cosine = sum(
+                float((self.last[name] * self.keep(grad)).sum()) for name, grad in now.items()
+            )
             length = sum(float(grad.square().sum()) for grad in self.last.values())
             self.losses.append(cosine)
             for grad in now.values():
@@ -167,6 +178,24 @@ class ZeroesInPlace(KeepsGradientsInAHook):
         optimizer.zero_grad(set_to_none=False)
 
 
+class ZeroesSomeInPlace(KeepsDetachedGradients):
+    """Views of gradients to which the next backward adds, beside those of others that are over."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_index: int, optimizer: optim.Optimizer) -> None:
+        for index, parameter in enumerate(self.parameters()):
+            if index % 2:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class AddsToKeptGradients(StepsByDifferences):
+    """Nothing is ever zeroed: the gradient in the optimizer's state is the one to which every backward adds."""
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
 class AveragesGradientsSlowly(SmallGpt):
     """Grokfast, as it is published: an average of gradients that begins with the first one itself."""
 
@@ -174,7 +203,9 @@ class AveragesGradientsSlowly(SmallGpt):
 
     def on_before_optimizer_step(self, optimizer: optim.Optimizer) -> None:
         if self.averages is None:
-            self.averages = {n: p.grad.data.detach() for n, p in self.named_parameters() if p.requires_grad}
+            self.averages = {
+                n: p.grad.data.detach() for n, p in self.named_parameters() if p.requires_grad
+            }
         for name, p in self.named_parameters():
             self.averages[name] = self.averages[name] * 0.9 + p.grad.data.detach() * 0.1
             p.grad.data = p.grad.data + self.averages[name] * 2.0
@@ -186,7 +217,9 @@ class KeepsGradientsInParameterHooks(SmallGpt):
     def configure_optimizers(self) -> optim.Optimizer:
         self.kept = dict[str, Tensor]()
         for name, parameter in self.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self.kept.update({name: p.grad}))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: self.kept.update({name: p.grad})
+            )
         return super().configure_optimizers()
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -224,7 +257,9 @@ class ProjectsConflicts(ByHand):
         first, second = self.gradients_of(batch), self.gradients_of(batch.flip(1))
         for parameter, a, b in zip(self.parameters(), first, second, strict=True):
             inner = (a * b).sum()
-            parameter.grad = a + b - (inner.clamp(max=0.1) * (a / (a * a).sum() + b / (b * b).sum()))
+            parameter.grad = (
+                a + b - (inner.clamp(max=0.1) * (a / (a * a).sum() + b / (b * b).sum()))
+            )
 
 
 class AccumulatesByHand(ByHand):
@@ -274,6 +309,25 @@ class VarianceReduced(ByHand):
             parameter.grad = 0.5 * grad + 0.5 * kept
 
 
+class ZeroesWhatTwoOptimizersKeep(ByHand):
+    """Each trains its own half of every unit; both keep their gradients, which are zeroed in place later."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.item())
+        self.zero_grad(set_to_none=False)
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return [ByDifferences(parameters[::2]), ByDifferences(parameters[1::2])]
+
+
 class ChangesWhatWasKept(ByHand):
     """What is done to `p.grad` in place is seen in the kept gradient, and the other way round."""
 
@@ -318,6 +372,9 @@ CASES = [
     case(KeepsPartsOfGradients),
     case(KeepsGradientsAfterBackward, options=CLIPPED),
     case(ZeroesInPlace),
+    case(ZeroesSomeInPlace),
+    case(AddsToKeptGradients),
+    case(ZeroesWhatTwoOptimizersKeep),
     case(AveragesGradientsSlowly),
     case(KeepsGradientsInParameterHooks),
     case(ProjectsConflicts),
@@ -333,3 +390,15 @@ CASES = [
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_kept_gradients_have_the_values_of_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
     beside_ddp(CASES, strategy)
+
+
+BY_DIFFERENCES = [
+    each
+    for each in CASES
+    if each.model in (StepsByDifferences, AddsToKeptGradients, ZeroesWhatTwoOptimizersKeep)
+]
+
+
+@pytest.mark.parametrize("strategy", ELEMENT_WISE)
+def test_kept_local_gradients_have_the_values_of_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
+    beside_ddp(BY_DIFFERENCES, strategy)

@@ -58,6 +58,10 @@ def test_gradients_of_every_micro_batch_are_there(world: Worlds, strategy: str) 
         for index in range(len(ours)):
             assert not ours[index].isnan().any(), f"no gradient after backward {index}"
             complete = index % MICRO_BATCHES == MICRO_BATCHES - 1
-            allowed = [average[index]] if complete else [average[index], of_shard_group[index], theirs[index]]
+            allowed = (
+                [average[index]]
+                if complete
+                else [average[index], of_shard_group[index], theirs[index]]
+            )
             distances = [float((ours[index] - each).norm() / each.norm()) for each in allowed]
             assert min(distances) < 1e-5, f"after backward {index}: {distances}"

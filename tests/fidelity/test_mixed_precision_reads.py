@@ -71,7 +71,9 @@ class BootstrapYourOwnLatent(Pretraining):
     def __init__(self) -> None:
         super().__init__()
         self.predictor = nn.Linear(8, 8)
-        self.target = nn.ModuleDict({"block": deepcopy(self.blocks[0]), "head": deepcopy(self.query)})
+        self.target = nn.ModuleDict(
+            {"block": deepcopy(self.blocks[0]), "head": deepcopy(self.query)}
+        )
         self.target.requires_grad_(False)
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -79,7 +81,10 @@ class BootstrapYourOwnLatent(Pretraining):
         online = self.predictor(self.query(self.blocks[0](x)))
         with torch.no_grad():
             target = self.target["head"](self.target["block"](x))
-            for mine, theirs in ((self.target["head"], self.query), (self.target["block"], self.blocks[0])):
+            for mine, theirs in (
+                (self.target["head"], self.query),
+                (self.target["block"], self.blocks[0]),
+            ):
                 for slow, fast in zip(mine.parameters(), theirs.parameters(), strict=True):
                     slow.lerp_(fast, 0.004)
         return 2 - 2 * F.cosine_similarity(online.float(), target.float()).mean()
@@ -132,7 +137,9 @@ class AngularMargin(Pretraining):
     def loss(self, batch: Tensor) -> Tensor:
         cosine = F.linear(F.normalize(self.features(batch)), F.normalize(self.query.weight)).float()
         margin = F.one_hot(batch[:, 0] % 8, 8) * 0.2
-        return F.cross_entropy(4 * (cosine.clamp(-0.99, 0.99).acos() + margin).cos(), batch[:, 0] % 8)
+        return F.cross_entropy(
+            4 * (cosine.clamp(-0.99, 0.99).acos() + margin).cos(), batch[:, 0] % 8
+        )
 
 
 class PenalizedWeights(SmallGpt):
@@ -142,7 +149,11 @@ class PenalizedWeights(SmallGpt):
         loss = super().loss(batch)
         for block in self.blocks:
             gram = block.down.weight @ block.down.weight.t()
-            loss = loss + 0.1 * (gram.float() - torch.eye(8)).square().mean() + block.up.weight.square().sum() * 1e-2
+            loss = (
+                loss
+                + 0.1 * (gram.float() - torch.eye(8)).square().mean()
+                + block.up.weight.square().sum() * 1e-2
+            )
         return loss + 0.1 * torch.linalg.vector_norm(self.head.weight)
 
 
@@ -160,7 +171,9 @@ class WeightReadsInBlocks(Block):
         ternary = (weight / scale).round().clamp(-1, 1) * scale
         hidden = F.linear(self.norm(x), weight + (ternary - weight).detach(), self.up.bias)
         with torch.autocast("cpu", enabled=False):
-            out = F.linear(F.gelu(hidden).to(self.down.weight.dtype), self.down.weight, self.down.bias)
+            out = F.linear(
+                F.gelu(hidden).to(self.down.weight.dtype), self.down.weight, self.down.bias
+            )
         return x + out
 
 
@@ -192,7 +205,9 @@ class FollowsTheWeightsDtype(SmallGpt):
         x = self.embed(batch[:, :-1])
         for block in self.blocks:
             x = block(x.to(block.up.weight.dtype))
-        self.losses += [float(w.dtype == torch.float32) for w in (self.head.weight, self.blocks[0].up.weight)]
+        self.losses += [
+            float(w.dtype == torch.float32) for w in (self.head.weight, self.blocks[0].up.weight)
+        ]
         logits = self.head(x).to(self.head.weight.dtype)
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -202,11 +217,20 @@ class WeightsBorrowed(Pretraining):
 
     def __init__(self) -> None:
         super().__init__()
-        self.low, self.high = nn.Parameter(torch.randn(2, 8) * 0.1), nn.Parameter(torch.randn(8, 2) * 0.1)
+        self.low, self.high = (
+            nn.Parameter(torch.randn(2, 8) * 0.1),
+            nn.Parameter(torch.randn(8, 2) * 0.1),
+        )
 
     def loss(self, batch: Tensor) -> Tensor:
-        x = self.query(self.features(batch)) + F.linear(self.features(batch), self.query.weight + self.high @ self.low)
-        x = x + F.embedding(batch[:, 0] % 8, self.query.weight) + F.linear(x, self.blocks[0].up.weight)[:, :8]
+        x = self.query(self.features(batch)) + F.linear(
+            self.features(batch), self.query.weight + self.high @ self.low
+        )
+        x = (
+            x
+            + F.embedding(batch[:, 0] % 8, self.query.weight)
+            + F.linear(x, self.blocks[0].up.weight)[:, :8]
+        )
         return F.cross_entropy(F.linear(x, self.embed.weight).float(), batch[:, 1])
 
 
@@ -260,7 +284,9 @@ class StandardizedConvolutions(Recorded):
         images, labels = batch
         x = self.plain(self.stem(images))
         for block in self.blocks:
-            x = F.relu(block(x)) + F.conv2d(x, self.plain.weight - self.plain.weight.mean(), padding=1)
+            x = F.relu(block(x)) + F.conv2d(
+                x, self.plain.weight - self.plain.weight.mean(), padding=1
+            )
         penalty = self.stem.weight.flatten(1).norm(dim=1).sum() + self.blocks[0].weight.abs().mean()
         return F.cross_entropy(self.head(x.mean((2, 3))).float(), labels) + 0.05 * penalty
 
@@ -279,7 +305,9 @@ class AttentionAndRecurrence(SmallGpt):
     def loss(self, batch: Tensor) -> Tensor:
         x = self.embed(batch[:, :-1])
         x = x + self.attention(x, x, x)[0] + self.bilinear(x, x)
-        penalty = self.attention.in_proj_weight.square().mean() + self.bilinear.weight.square().mean()
+        penalty = (
+            self.attention.in_proj_weight.square().mean() + self.bilinear.weight.square().mean()
+        )
         x = self.blocks[1](self.blocks[0](x))
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten()) + penalty
 

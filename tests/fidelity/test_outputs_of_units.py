@@ -203,5 +203,7 @@ IN_BF16 = [in_bf16(case(model)) for model in (InPlaceOnOutputs, OpaqueOutputs)]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard in one unit"])
-def test_outputs_of_every_kind_train_as_under_ddp_in_bf16(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_outputs_of_every_kind_train_as_under_ddp_in_bf16(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(IN_BF16, strategy)

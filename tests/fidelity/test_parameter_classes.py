@@ -28,7 +28,9 @@ class ManifoldParameter(nn.Parameter):
 
     manifold: Sphere
 
-    def __new__(cls, data: Tensor, manifold: Sphere | None = None, requires_grad: bool = True) -> "ManifoldParameter":
+    def __new__(
+        cls, data: Tensor, manifold: Sphere | None = None, requires_grad: bool = True
+    ) -> "ManifoldParameter":
         instance = super().__new__(cls, data, requires_grad)
         instance.manifold = manifold or Sphere()
         return instance
@@ -51,7 +53,11 @@ class RiemannianDescent(optim.Optimizer):
         for group in self.param_groups:
             for point in group["params"]:
                 if isinstance(point, ManifoldParameter):
-                    point.copy_(point.manifold.retract(point - group["lr"] * point.manifold.tangent(point, point.grad)))
+                    point.copy_(
+                        point.manifold.retract(
+                            point - group["lr"] * point.manifold.tangent(point, point.grad)
+                        )
+                    )
                 else:
                     point.sub_(point.grad, alpha=group["lr"])
         return loss
@@ -77,7 +83,9 @@ class DirectionsInAUnit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = Block(8)
-        self.directions = nn.ParameterList([ManifoldParameter(F.normalize(torch.randn(8, 8), dim=-1))])
+        self.directions = nn.ParameterList(
+            [ManifoldParameter(F.normalize(torch.randn(8, 8), dim=-1))]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + x @ self.directions[0].t()
@@ -123,7 +131,11 @@ class GroupsByClass(Directions):
 
     def configure_optimizers(self) -> optim.Optimizer:
         points = [p for p in self.parameters() if isinstance(p, ManifoldParameter)]
-        others = [p for p in self.parameters() if isinstance(p, nn.Parameter) and not isinstance(p, ManifoldParameter)]
+        others = [
+            p
+            for p in self.parameters()
+            if isinstance(p, nn.Parameter) and not isinstance(p, ManifoldParameter)
+        ]
         self.losses += [len(points), len(others)]
         return optim.SGD([{"params": points, "lr": 0.3}, {"params": others}], lr=0.05)
 
@@ -134,7 +146,9 @@ class FrozenDirections(Directions):
         self.directions.requires_grad_(False)
 
     def loss(self, batch: Tensor) -> Tensor:
-        return super().loss(batch) * (1.0 if isinstance(self.directions, ManifoldParameter) else 2.0)
+        return super().loss(batch) * (
+            1.0 if isinstance(self.directions, ManifoldParameter) else 2.0
+        )
 
     def configure_optimizers(self) -> optim.Optimizer:
         return optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
@@ -216,7 +230,11 @@ class MarkedParameters(SmallGpt):
 
     def configure_optimizers(self) -> optim.Optimizer:
         groups = [
-            {"params": [p], "lr": 0.1 * p.lr_scale, "weight_decay": 0.0 if p._no_weight_decay else 0.1}
+            {
+                "params": [p],
+                "lr": 0.1 * p.lr_scale,
+                "weight_decay": 0.0 if p._no_weight_decay else 0.1,
+            }
             for p in self.parameters()
         ]
         return optim.SGD(groups, momentum=0.9)
@@ -281,7 +299,10 @@ class BesideTaggedTensors(SmallGpt):
     def loss(self, batch: Tensor) -> Tensor:
         x = self.embed(batch).detach().as_subclass(Tagged)
         for block in self.blocks:
-            x = x @ block.up.weight.t() * block.up.weight.square().mean() @ block.down.weight.t() + block.norm.bias
+            x = (
+                x @ block.up.weight.t() * block.up.weight.square().mean() @ block.down.weight.t()
+                + block.norm.bias
+            )
         return super().loss(batch) + x.square().mean().as_subclass(Tensor)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case, in_bf16
+from support.fidelity import UNITS_TOO, BesideDdp, ScaledBlock, SmallGpt, case, in_bf16
 from support.tasks import Block
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,7 +53,9 @@ class ActorAndCritic(ByHand):
     def step(self, batch: Tensor) -> None:
         x = self.features(batch[:, :-1])
         advantage = (batch[:, 1:] - 5.0) / 5 - self.critic(x).squeeze(-1)
-        chosen = -F.cross_entropy(self.actor(x).flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+        chosen = -F.cross_entropy(
+            self.actor(x).flatten(0, 1), batch[:, 1:].flatten(), reduction="none"
+        )
         policy = -(chosen.view_as(advantage) * advantage.detach()).mean()
         self.descend(policy, advantage.square().mean())
 
@@ -64,6 +66,29 @@ class OneLossTwice(ByHand):
     def step(self, batch: Tensor) -> None:
         loss = self.loss(batch)
         self.descend(loss, loss, loss * 0.5)
+
+
+class EndsWithAScale(Block):
+    """A graph saves the unit's last parameter itself, and no view of it."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.last = nn.ParameterList([torch.linspace(0.5, 1.5, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = super().forward(x) * self.last[0]
+        return self.seen.tanh()
+
+
+class LossOfWhatUnitsHaveSeen(ByHand):
+    """The second backward enters units behind their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(EndsWithAScale() for _ in range(2))
+
+    def step(self, batch: Tensor) -> None:
+        self.descend(self.loss(batch), sum(block.seen.square().mean() for block in self.blocks))
 
 
 class ClipsInBetween(ByHand):
@@ -110,6 +135,15 @@ class LossPerBlock(ByHand):
         self.descend(*reversed(losses))
 
 
+class LossPerTiedBlock(LossPerBlock):
+    """Units compute with a parameter of the root's; their graphs save it itself, and need it after it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(2))
+        self.blocks[1].scale = self.blocks[0].scale
+
+
 class GanWithOneFake(ByHand):
     """The fake is computed once: the critic's backward stops at it or goes through it, then comes the generator's."""
 
@@ -127,7 +161,9 @@ class GanWithOneFake(ByHand):
     def step(self, batch: Tensor) -> None:
         first, second = self.optimizers()
         fake = self.generator(batch.flip(1) / 10)
-        loss = self.judge(batch / 10, 1.0) + self.judge(fake if self.through else fake.detach(), 0.0)
+        loss = self.judge(batch / 10, 1.0) + self.judge(
+            fake if self.through else fake.detach(), 0.0
+        )
         second.zero_grad()
         self.manual_backward(loss, retain_graph=self.through)
         second.step()
@@ -167,7 +203,10 @@ class WassersteinGan(GanWithOneFake):
         self.losses += [loss.item(), generated.item()]
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.generator, self.discriminator)]
+        return [
+            torch.optim.SGD(part.parameters(), lr=0.01)
+            for part in (self.generator, self.discriminator)
+        ]
 
 
 class TwoOptimizersInTurn(ByHand):
@@ -177,7 +216,9 @@ class TwoOptimizersInTurn(ByHand):
         blocks, rest = self.optimizers()
         x = self.embed(batch[:, :-1])
         target = batch[:, 1:].flatten()
-        inner = F.cross_entropy(F.linear(self.blocks[0](x.detach()), self.table).flatten(0, 1), target)
+        inner = F.cross_entropy(
+            F.linear(self.blocks[0](x.detach()), self.table).flatten(0, 1), target
+        )
         outer = F.cross_entropy(self.head(x).flatten(0, 1), target)
         for optimizer, loss in ((blocks, inner), (rest, outer)):
             optimizer.zero_grad()
@@ -310,17 +351,23 @@ class InnerLoop(SmallGpt):
         block, x = self.blocks[0], self.embed(batch[:, :-1])
         named = dict(block.named_parameters())
         slopes = torch.autograd.grad(block(x).square().mean(), named.values(), create_graph=True)
-        adapted = {name: p - 0.1 * slope for (name, p), slope in zip(named.items(), slopes, strict=True)}
-        return super().loss(batch) + torch.func.functional_call(block, adapted, (x,)).square().mean()
+        adapted = {
+            name: p - 0.1 * slope for (name, p), slope in zip(named.items(), slopes, strict=True)
+        }
+        return (
+            super().loss(batch) + torch.func.functional_call(block, adapted, (x,)).square().mean()
+        )
 
 
 CASES = [
     case(ActorAndCritic),
     case(OneLossTwice),
+    case(LossOfWhatUnitsHaveSeen),
     case(ClipsInBetween),
     case(ZeroesInBetween),
     case(AccumulatesByHand),
     case(LossPerBlock),
+    case(LossPerTiedBlock),
     case(GanWithOneFake, steps=8),
     case(GanThroughOneFake, steps=8),
     case(WassersteinGan, steps=8),
@@ -341,7 +388,11 @@ def test_several_backwards_train_as_under_ddp(beside_ddp: BesideDdp, strategy: s
     beside_ddp(CASES, strategy)
 
 
-IN_BF16 = [in_bf16(each) for each in CASES if each.model in (ActorAndCritic, GanThroughOneFake, GradientPenalty)]
+IN_BF16 = [
+    in_bf16(each)
+    for each in CASES
+    if each.model in (ActorAndCritic, GanThroughOneFake, GradientPenalty)
+]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard in one unit"])

@@ -174,7 +174,10 @@ class WritesToEither(UntiedGpt):
             for block in self.blocks:
                 block.up.weight.mul_(0.9)
                 block.norm.bias.add_(0.1)
-                self.losses += [float(self.blocks[0].up.weight.norm()), float(self.blocks[1].norm.bias.norm())]
+                self.losses += [
+                    float(self.blocks[0].up.weight.norm()),
+                    float(self.blocks[1].norm.bias.norm()),
+                ]
         self.blocks[1].up.weight[0].mul_(0.5)
         self.losses.append(float(self.blocks[0].up.weight.norm()))
 
@@ -198,7 +201,11 @@ CASES = [
     case(HeadTiedByDataUnderAdam, refused=names("embed.weight", "head.weight")),
     case(HeadTiedBySet, refused=names("embed.weight", "head.weight")),
     case(HeadTiedByANewParameter, refused=names("embed.weight", "head.weight")),
-    case(HeadTiedByDetach, refused=names("embed.weight", "head.weight"), options={"accumulate_grad_batches": 2}),
+    case(
+        HeadTiedByDetach,
+        refused=names("embed.weight", "head.weight"),
+        options={"accumulate_grad_batches": 2},
+    ),
     case(BlocksTiedByData, refused=names("blocks.0.up.weight", "blocks.1.up.weight")),
     case(ThreeTiedByData, refused=names("third", "blocks.0.norm.weight")),
     case(FrozenTeacherOfTheSameMemory, refused=names("head.weight", "teacher.weight")),
@@ -214,5 +221,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shared_memory_stays_shared_or_is_refused_by_name(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_shared_memory_stays_shared_or_is_refused_by_name(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(CASES, strategy)

@@ -73,7 +73,9 @@ class AssignsGradients(ByHand):
 
     def step(self, loss: Tensor, batch: Tensor) -> None:
         parameters = list(self.parameters())
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters), strict=True
+        ):
             torch.distributed.all_reduce(gradient)
             parameter.grad = gradient.sign()
         self.optimizers().step()
@@ -114,7 +116,9 @@ class AddsAGroupInAHook(SmallGpt):
 
     def on_before_backward(self, loss: Tensor) -> None:
         if self.global_step == 1:
-            self.optimizers().optimizer.add_param_group({"params": list(self.embed.parameters()), "lr": 0.05})
+            self.optimizers().optimizer.add_param_group(
+                {"params": list(self.embed.parameters()), "lr": 0.05}
+            )
 
 
 class BacksUpData(SmallGpt):
@@ -228,7 +232,12 @@ class ClampsWhatAllUsesBring(SmallGpt):
 
     def loss(self, batch: Tensor) -> Tensor:
         up, down = self.blocks[0].up.weight, self.blocks[1].down.weight
-        return super().loss(batch) + up.square().sum() + (up @ self.embed.weight.t()).mean() + 0.1 * down.norm()
+        return (
+            super().loss(batch)
+            + up.square().sum()
+            + (up @ self.embed.weight.t()).mean()
+            + 0.1 * down.norm()
+        )
 
 
 class ClampsEveryMicroBatch(ClampsWhatAllUsesBring):
@@ -348,8 +357,13 @@ class HalvesTogether(SmallGpt):
 
     def loss(self, batch: Tensor) -> Tensor:
         loss = super().loss(batch) + self.blocks[0].up.weight.square().mean()
-        counted = lambda gradients: self.losses.append(float(sum(each is not None for each in gradients)))  # noqa: E731
-        handle = register_multi_grad_hook([*self.parameters()], lambda found: [counted(found), handle.remove()])
+
+        def count(gradients: Any) -> None:
+            self.losses.append(float(sum(each is not None for each in gradients)))
+
+        handle = register_multi_grad_hook(
+            [*self.parameters()], lambda found: [count(found), handle.remove()]
+        )
         return loss
 
 
@@ -363,7 +377,9 @@ class TakesEdges(SmallGpt):
     def loss(self, batch: Tensor) -> Tensor:
         loss = super().loss(batch)
         edges = [get_gradient_edge(parameter) for parameter in self.blocks[1].parameters()]
-        return loss + sum(each.square().sum() for each in torch.autograd.grad(loss, edges, create_graph=True))
+        return loss + sum(
+            each.square().sum() for each in torch.autograd.grad(loss, edges, create_graph=True)
+        )
 
 
 THREE = {"accumulate_grad_batches": 3}
@@ -402,10 +418,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("strategy", UNITS_TOO)
-def test_gradients_and_optimizers_inside_of_a_step_are_those_of_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_gradients_and_optimizers_inside_of_a_step_are_those_of_ddp(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(CASES, strategy)
 
 
 @pytest.mark.parametrize("strategy", EVERY_BACKWARD)
-def test_gradients_assigned_between_micro_batches_are_averaged(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_gradients_assigned_between_micro_batches_are_averaged(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(MICRO_BATCHES, strategy)

@@ -14,7 +14,9 @@ class BalancedUnit(ScaledBlock):
     """A mixture of experts keeps its balancing loss."""
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
-        self.auxiliary = (x * self.scale).logsumexp(-1).mean() + self.block.up.weight.square().mean()
+        self.auxiliary = (x * self.scale).logsumexp(
+            -1
+        ).mean() + self.block.up.weight.square().mean()
         return super().forward(x)
 
 
@@ -169,7 +171,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("strategy", UNITS_TOO)
-def test_losses_of_what_units_do_not_return_train_as_under_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_losses_of_what_units_do_not_return_train_as_under_ddp(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(CASES, strategy)
 
 
@@ -177,5 +181,7 @@ IN_BF16 = [in_bf16(case(model)) for model in (AuxiliaryLossesAlone, RecordsFeatu
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard in one unit"])
-def test_losses_of_what_units_do_not_return_train_as_under_ddp_in_bf16(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_losses_of_what_units_do_not_return_train_as_under_ddp_in_bf16(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(IN_BF16, strategy)

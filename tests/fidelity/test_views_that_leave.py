@@ -115,7 +115,11 @@ class TakesViewsFromTheUnit(WithATable):
     def add(self, x: Tensor) -> Tensor:
         self.positions(5)
         scale = (self.positions.parts[0].t() * self.positions.parts[1].t()).mean(0)
-        return x * (1 + scale) + self.positions.named["first"] + self.positions.named["rest"].view(3, 8).sum(0)
+        return (
+            x * (1 + scale)
+            + self.positions.named["first"]
+            + self.positions.named["rest"].view(3, 8).sum(0)
+        )
 
 
 class Yielded(Table):
@@ -130,7 +134,9 @@ class TakesViewsOneByOne(WithATable):
     table_class = Yielded
 
     def add(self, x: Tensor) -> Tensor:
-        return torch.stack([part + row for part, row in zip(x.unbind(1), self.positions(5), strict=True)], 1)
+        return torch.stack(
+            [part + row for part, row in zip(x.unbind(1), self.positions(5), strict=True)], 1
+        )
 
 
 class Rotary(Table):
@@ -156,7 +162,9 @@ class Codebook(nn.Module):
         self.book = nn.Embedding(5, 8)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cdist(x.flatten(0, 1), self.book.weight).argmin(-1).view(x.shape[:-1]), self.book.weight
+        return torch.cdist(x.flatten(0, 1), self.book.weight).argmin(-1).view(
+            x.shape[:-1]
+        ), self.book.weight
 
 
 class Quantizes(WithATable):
@@ -231,8 +239,12 @@ class ViewByAHook(WithATable):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[0].register_forward_hook(lambda module, args, out: out + module.norm.weight[:8] * self.kept[0])
-        self.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * module.norm.bias.view(-1).add(1),))
+        self.blocks[0].register_forward_hook(
+            lambda module, args, out: out + module.norm.weight[:8] * self.kept[0]
+        )
+        self.blocks[1].register_forward_pre_hook(
+            lambda module, args: (args[0] * module.norm.bias.view(-1).add(1),)
+        )
 
     def add(self, x: Tensor) -> Tensor:
         self.kept = self.positions(5)
@@ -257,13 +269,21 @@ CASES = [
 
 
 @pytest.mark.parametrize("strategy", UNITS_TOO)
-def test_views_that_leave_their_unit_train_as_under_ddp(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_views_that_leave_their_unit_train_as_under_ddp(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(CASES, strategy)
 
 
-IN_BF16 = [in_bf16(each) for each in CASES if each.model in (PrefixTuning, Quantizes, ComputesWithReturnedWeights)]
+IN_BF16 = [
+    in_bf16(each)
+    for each in CASES
+    if each.model in (PrefixTuning, Quantizes, ComputesWithReturnedWeights)
+]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard in one unit"])
-def test_views_that_leave_their_unit_train_as_under_ddp_in_bf16(beside_ddp: BesideDdp, strategy: str) -> None:
+def test_views_that_leave_their_unit_train_as_under_ddp_in_bf16(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
     beside_ddp(IN_BF16, strategy)

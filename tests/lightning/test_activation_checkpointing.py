@@ -9,7 +9,10 @@ from torch import nn
 
 from shardeddp.config import ActivationCheckpointing
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.activation_checkpointing import checkpoint_activations, resolve_activation_checkpointing
+from shardeddp.lightning.activation_checkpointing import (
+    checkpoint_activations,
+    resolve_activation_checkpointing,
+)
 from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, PredicatePolicy
 from training import RUNTIMES, WIDTH, Sharding, Trial, batch
 from world import on_ranks
@@ -69,7 +72,9 @@ def make_trial(strategy: str, kind: str | None) -> Trial:
     """The model with activation checkpointing, and without any as the reference."""
     model = Net()
     if kind is not None:
-        checkpoint_activations(model, ActivationCheckpointing(**{"modules": [Block], **KINDS[kind]}))
+        checkpoint_activations(
+            model, ActivationCheckpointing(**{"modules": [Block], **KINDS[kind]})
+        )
     trial = Trial(model, Sharding(strategy=strategy, units=("stack.blocks.*",)))
     for module in trial.reference.modules():
         vars(module).pop("forward", None)
@@ -100,7 +105,9 @@ def test_the_recomputation_has_the_autocast_of_the_forward(kind: str) -> None:
     recomputed, plain = (make_trial("full_shard", each) for each in (kind, None))
     for trial in (recomputed, plain):
         trial.forward(lower).backward()
-    for found, expected in zip(recomputed.model.parameters(), plain.model.parameters(), strict=True):
+    for found, expected in zip(
+        recomputed.model.parameters(), plain.model.parameters(), strict=True
+    ):
         assert torch.equal(found.grad.full_tensor(), expected.grad.full_tensor())
 
 
@@ -150,7 +157,11 @@ def test_a_unit_is_neither_released_before_its_recomputation_nor_kept_behind_it(
         trial.forward(square, step).backward()
     recomputed = seen[-3:]
     assert len(seen) == 6
-    assert [states[index] for states, index in zip(recomputed, (2, 1, 0), strict=True)] == ["u", "u", "u"]
+    assert [states[index] for states, index in zip(recomputed, (2, 1, 0), strict=True)] == [
+        "u",
+        "u",
+        "u",
+    ]
     assert recomputed[2][2] == "."
 
 
@@ -213,7 +224,10 @@ def test_a_value_may_be_modules_or_options() -> None:
 
     resolve = resolve_activation_checkpointing
     written = {"class_path": "shardeddp.wrap.NamePolicy", "init_args": {"names": ["stack"]}}
-    found = [resolve(value) for value in (True, "auto", {Block}, predicate, written, {"every": 2, "save_ops": ["mm"]})]
+    found = [
+        resolve(value)
+        for value in (True, "auto", {Block}, predicate, written, {"every": 2, "save_ops": ["mm"]})
+    ]
     kinds = [type(options.modules) for options in found if options is not None]
     assert kinds == [AutoPolicy, AutoPolicy, ClassPolicy, PredicatePolicy, NamePolicy, AutoPolicy]
     assert found[-1] is not None and (found[-1].every, found[-1].save_ops) == (2, ["mm"])
@@ -255,7 +269,10 @@ class GradientCheckpointingLayer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(
-        self, x: torch.Tensor, past_key_values: list[torch.Tensor] | None = None, use_cache: bool = False
+        self,
+        x: torch.Tensor,
+        past_key_values: list[torch.Tensor] | None = None,
+        use_cache: bool = False,
     ) -> torch.Tensor:
         keys = self.linear(x)
         if past_key_values is not None:
@@ -266,7 +283,9 @@ class GradientCheckpointingLayer(nn.Module):
 
 def test_a_layer_of_transformers_fills_its_cache_only_without_gradients() -> None:
     layer, x, cache = GradientCheckpointingLayer(), torch.randn(2, WIDTH), list[torch.Tensor]()
-    checkpoint_activations(nn.Sequential(layer), ActivationCheckpointing(modules=GradientCheckpointingLayer))
+    checkpoint_activations(
+        nn.Sequential(layer), ActivationCheckpointing(modules=GradientCheckpointingLayer)
+    )
     result = layer(x, past_key_values=cache, use_cache=True)
     torch.testing.assert_close(result, x + layer.linear(x))
     result.sum().backward()

@@ -16,7 +16,14 @@ from shardeddp import ShardedDP
 from shardeddp.checkpoint.contents import lightning_version
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import __file__ as API
-from shardeddp.lightning.namespace import NAMESPACE, STANDALONE, UNIFIED, VARIABLE, choose_namespace, handed_down
+from shardeddp.lightning.namespace import (
+    NAMESPACE,
+    STANDALONE,
+    UNIFIED,
+    VARIABLE,
+    choose_namespace,
+    handed_down,
+)
 from shardeddp.lightning.registry import register_names
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -30,14 +37,18 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def standalone() -> Any:
     """The other package, in a process that uses ``lightning.pytorch``."""
-    return pytest.importorskip(STANDALONE, reason="pytorch-lightning is not installed, which lightning itself requires")
+    return pytest.importorskip(
+        STANDALONE, reason="pytorch-lightning is not installed, which lightning itself requires"
+    )
 
 
 # -- training
 
 
 @pytest.fixture(scope="module")
-def programs(standalone: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def programs(
+    standalone: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, dict[str, Any]]]:
     """The same program with each package, at the same time: its folder, and what it said."""
     folders = {namespace: tmp_path_factory.mktemp(namespace) for namespace in (UNIFIED, STANDALONE)}
     running = {namespace: start(namespace, folder) for namespace, folder in folders.items()}
@@ -46,7 +57,11 @@ def programs(standalone: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
         for namespace, process in running.items():
             out, error = process.communicate(timeout=200)
             assert process.returncode == 0, error
-            (said,) = [json.loads(line.removeprefix("said ")) for line in out.splitlines() if line.startswith("said ")]
+            (said,) = [
+                json.loads(line.removeprefix("said "))
+                for line in out.splitlines()
+                if line.startswith("said ")
+            ]
             found[namespace] = (folders[namespace], said)
     finally:
         for process in running.values():
@@ -56,11 +71,17 @@ def programs(standalone: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def start(namespace: str, folder: Path) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", VARIABLE)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", VARIABLE)
+    }
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     environment |= {"PYTHONPATH": path, "TESTED": namespace, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), str(folder)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.slow
@@ -79,12 +100,16 @@ def test_both_packages_train_alike_and_write_the_same_checkpoints(
 ) -> None:
     (one, said), (other, said_too) = programs.values()
     assert (said["fitted"], said["resumed"]) == (said_too["fitted"], said_too["resumed"])
-    weights, states = ([torch.load(folder / "last.ckpt")[key] for folder in (one, other)] for key in KEYS)
+    weights, states = (
+        [torch.load(folder / "last.ckpt")[key] for folder in (one, other)] for key in KEYS
+    )
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert states[0][0]["param_groups"] == states[1][0]["param_groups"]
 
 
-def test_the_version_in_checkpoints_is_that_of_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_in_checkpoints_is_that_of_the_package_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def version(name: str) -> str:
         if name == "lightning":
             raise PackageNotFoundError(name)
@@ -104,7 +129,11 @@ def test_the_version_in_checkpoints_is_that_of_the_package_that_is_installed(mon
         (None, BOTH, UNIFIED),
         (None, {UNIFIED: object()}, UNIFIED),
         (None, {STANDALONE: object()}, STANDALONE),
-        (None, {STANDALONE: object(), UNIFIED: None}, STANDALONE),  # None is how Python notes what must not be imported
+        (
+            None,
+            {STANDALONE: object(), UNIFIED: None},
+            STANDALONE,
+        ),  # None is how Python notes what must not be imported
         ("", {STANDALONE: object()}, STANDALONE),
         ("lightning", {STANDALONE: object()}, UNIFIED),
         (UNIFIED, {}, UNIFIED),
@@ -143,12 +172,16 @@ def test_ranks_that_are_spawned_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_both_halves_of_the_list_name_the_same_things() -> None:
     text = Path(API).read_text(encoding="utf-8")
     first, second = text.split("if TYPE_CHECKING or")[1].split("__all__")[0].split("else:\n")
-    renamed = first.replace("lightning.pytorch", STANDALONE).replace("lightning.fabric", "lightning_fabric")
+    renamed = first.replace("lightning.pytorch", STANDALONE).replace(
+        "lightning.fabric", "lightning_fabric"
+    )
     assert imports(renamed) == imports(second) != []
 
 
 def imports(text: str) -> list[str]:
-    return sorted(" ".join(part.replace("(", "").replace(")", "").split()) for part in text.split("from ")[1:])
+    return sorted(
+        " ".join(part.replace("(", "").replace(")", "").split()) for part in text.split("from ")[1:]
+    )
 
 
 # -- both in one program
@@ -160,12 +193,20 @@ def test_a_trainer_of_the_other_package_shows_for_whom_the_strategy_is(standalon
         standalone.Trainer(strategy=ShardedDP(), accelerator="cpu", devices=1)
 
 
-def test_a_trainer_of_the_other_package_says_why_it_does_not_have_the_names(standalone: Any) -> None:
+def test_a_trainer_of_the_other_package_says_why_it_does_not_have_the_names(
+    standalone: Any,
+) -> None:
     register_names(ShardedDP)  # as where both packages were imported before this one
     strategies = importlib.import_module(f"{STANDALONE}.strategies")
-    names = [name for name in strategies.StrategyRegistry if name.startswith("shardeddp") or "sharded_dp" in name]
+    names = [
+        name
+        for name in strategies.StrategyRegistry
+        if name.startswith("shardeddp") or "sharded_dp" in name
+    ]
     try:
-        with pytest.raises(ValueError, match=f"ShardedDP is made for {UNIFIED}.Trainer.*{VARIABLE}={STANDALONE}"):
+        with pytest.raises(
+            ValueError, match=f"ShardedDP is made for {UNIFIED}.Trainer.*{VARIABLE}={STANDALONE}"
+        ):
             standalone.Trainer(strategy="sharded_dp_no_shard", accelerator="cpu", devices=1)
     finally:
         for name in names:

@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shardeddp import ShardedDP, ShardTensor
-from support.tasks import Block, ConvBlock, EvaluatedGpt, Recorded, TinyConvNet, image_loader, token_loader
+from support.tasks import (
+    Block,
+    ConvBlock,
+    EvaluatedGpt,
+    Recorded,
+    TinyConvNet,
+    image_loader,
+    token_loader,
+)
 from support.trainers import assert_same_weights, full_weights, make_trainer
 from world import Worlds, on_ranks
 
@@ -60,7 +68,9 @@ def swa() -> Callback:
 
 
 def sharded(model: type, name: str = "full_shard", **options: Any) -> ShardedDP:
-    return ShardedDP(name, auto_wrap_policy={Block} if model is EvaluatedGpt else {ConvBlock}, **options)
+    return ShardedDP(
+        name, auto_wrap_policy={Block} if model is EvaluatedGpt else {ConvBlock}, **options
+    )
 
 
 def ddp() -> DDPStrategy:
@@ -82,15 +92,24 @@ def train(
     loader = DataLoader(samples, 4, sampler=DistributedSampler(samples, shuffle=False))
     callbacks = [validations] if make_callback is None else [make_callback(), validations]
     callbacks += [] if keeper is None else [keeper]
-    trainer = make_trainer(strategy, max_epochs=4, callbacks=callbacks, enable_checkpointing=keeper is not None)
+    trainer = make_trainer(
+        strategy, max_epochs=4, callbacks=callbacks, enable_checkpointing=keeper is not None
+    )
     warnings.filterwarnings("ignore", "SWA is currently only supported every epoch")
     trainer.fit(model, loader, loader, ckpt_path=ckpt_path)
-    return {"losses": model.losses, "val": validations.seen, "weights": full_weights(model), "callback": callbacks[0]}
+    return {
+        "losses": model.losses,
+        "val": validations.seen,
+        "weights": full_weights(model),
+        "callback": callbacks[0],
+    }
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Up to rounding."""
-    assert found["losses"][-len(expected["losses"]) :] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["losses"][-len(expected["losses"]) :] == pytest.approx(
+        expected["losses"], rel=1e-5
+    )
     assert found["val"] == pytest.approx(expected["val"], rel=1e-5)
     if dist.get_rank() == 0:  # whose buffers count
         assert_same_weights(found["weights"], expected["weights"])
@@ -115,7 +134,10 @@ def test_averages_and_what_validation_sees_of_them_are_those_of_ddp(
     average: Any, model: Any, names: Sequence[str]
 ) -> None:
     expected, without = train(ddp(), average, model), train(ddp(), None, model)
-    assert not all(torch.equal(expected["weights"][name], weight) for name, weight in without["weights"].items())
+    assert not all(
+        torch.equal(expected["weights"][name], weight)
+        for name, weight in without["weights"].items()
+    )
     for name in names:
         found = train(sharded(model, name), average, model)
         assert_same(found, expected)
@@ -174,11 +196,15 @@ def test_an_average_is_resumed_with_the_weights_that_are_trained(
 
 def start_anywhere(folder: str) -> None:
     """A module that has been sharded before takes a checkpoint; one of a run without averages begins them."""
-    straight = train(sharded(EvaluatedGpt), ema, keeper=ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
+    straight = train(
+        sharded(EvaluatedGpt), ema, keeper=ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    )
     module = EvaluatedGpt()
     make_trainer(sharded(EvaluatedGpt)).validate(module, token_loader(8), verbose=False)
     path = f"{folder}/epoch=1.ckpt"
-    again = train(sharded(EvaluatedGpt), ema, module, path, ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
+    again = train(
+        sharded(EvaluatedGpt), ema, module, path, ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    )
     assert_same(again, {**straight, **{name: straight[name][-2:] for name in ("losses", "val")}})
 
     average, module = ema(), EvaluatedGpt()
@@ -187,7 +213,9 @@ def start_anywhere(folder: str) -> None:
     module.trainer.save_checkpoint(f"{folder}/plain.ckpt")
     trainer = make_trainer(sharded(EvaluatedGpt), max_epochs=1, callbacks=[average])
     warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
-    trainer.fit(EvaluatedGpt(), token_loader(8), ckpt_path=f"{folder}/plain.ckpt")  # nothing is left to train
+    trainer.fit(
+        EvaluatedGpt(), token_loader(8), ckpt_path=f"{folder}/plain.ckpt"
+    )  # nothing is left to train
     assert_same_weights(full_weights(average._average_model.module), weights)
 
 
@@ -201,7 +229,9 @@ def test_the_average_of_a_deferred_module_begins_with_its_values() -> None:
     def fit(deferred: bool) -> dict[str, Tensor]:
         seed_everything(1, verbose=False)
         average = ema()
-        trainer = make_trainer(sharded(EvaluatedGpt), max_epochs=1, callbacks=[average], num_sanity_val_steps=1)
+        trainer = make_trainer(
+            sharded(EvaluatedGpt), max_epochs=1, callbacks=[average], num_sanity_val_steps=1
+        )
         with trainer.init_module(empty_init=deferred):
             model = EvaluatedGpt()
         trainer.fit(model, token_loader(16), token_loader(16))
@@ -222,7 +252,9 @@ class BuildsLate(EvaluatedGpt):
 
 
 class WritesToTheModel(Callback):
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         with torch.no_grad():
             pl_module.blocks[0].up.weight.zero_()
 
@@ -248,10 +280,22 @@ def refusals(folder: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_callback_that_cannot_do_its_work_is_refused_before_training(world: Worlds, tmp_path: Path) -> None:
+def test_a_callback_that_cannot_do_its_work_is_refused_before_training(
+    world: Worlds, tmp_path: Path
+) -> None:
     for late, writes, prunes in world(2).run(refusals, str(tmp_path)):
-        assert {kind for kind, _ in (late, writes, prunes)} == {"ConfigurationError"}, (late, writes, prunes)
-        assert "expected late.weight of shape (2, 2), found nothing" in late[1] and "use WeightAveraging" in late[1]
-        assert "written to parameter blocks.0.up.weight" in writes[1] and "pl_module.load_state_dict()" in writes[1]
+        assert {kind for kind, _ in (late, writes, prunes)} == {"ConfigurationError"}, (
+            late,
+            writes,
+            prunes,
+        )
+        assert (
+            "expected late.weight of shape (2, 2), found nothing" in late[1]
+            and "use WeightAveraging" in late[1]
+        )
+        assert (
+            "written to parameter blocks.0.up.weight" in writes[1]
+            and "pl_module.load_state_dict()" in writes[1]
+        )
         assert "ModelPruning replaces parameters while they are sharded" in prunes[1]
         assert "torch.nn.utils.prune before trainer.fit()" in prunes[1]

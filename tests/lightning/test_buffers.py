@@ -121,5 +121,7 @@ def save_and_load(buffer: str, path: str, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("buffer", ["coo", "csr", "eight bits", "boolean", "empty"])
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
-def test_buffers_of_every_kind_are_saved_and_loaded(world: Worlds, tmp_path: Path, buffer: str, kind: str) -> None:
+def test_buffers_of_every_kind_are_saved_and_loaded(
+    world: Worlds, tmp_path: Path, buffer: str, kind: str
+) -> None:
     world(2).run(save_and_load, buffer, str(tmp_path / "saved"), kind)

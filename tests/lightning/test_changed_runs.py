@@ -47,7 +47,9 @@ class Descends(EvaluatedGpt):
 
 class TwoGroups(EvaluatedGpt):
     def configure_optimizers(self) -> Any:
-        return optim.AdamW([{"params": self.blocks.parameters()}, {"params": [self.embed.weight]}], lr=1e-2)
+        return optim.AdamW(
+            [{"params": self.blocks.parameters()}, {"params": [self.embed.weight]}], lr=1e-2
+        )
 
 
 class TwoOptimizers(EvaluatedGpt):
@@ -120,7 +122,9 @@ def go_on_otherwise(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_schedulers_hyper_parameters_and_layers_may_change_as_under_ddp(world: Worlds, tmp_path: Path) -> None:
+def test_schedulers_hyper_parameters_and_layers_may_change_as_under_ddp(
+    world: Worlds, tmp_path: Path
+) -> None:
     world(2).run(go_on_otherwise, str(tmp_path))
 
 
@@ -132,13 +136,28 @@ def refuse(folder: str) -> None:
     save_one_epoch(sharded(), Plain, path)
     save_one_epoch(sharded(), Plain, f"{folder}/weights.ckpt", weights_only=True)
     for model, words in (
-        (Descends, ["not one of SGD: expected dampening, momentum, nesterov", "found amsgrad, betas", OTHER]),
+        (
+            Descends,
+            [
+                "not one of SGD: expected dampening, momentum, nesterov",
+                "found amsgrad, betas",
+                OTHER,
+            ],
+        ),
         (TwoGroups, ["fit AdamW: expected 2 groups of [18, 1] parameters, found 1 of [19]", OTHER]),
         (TwoOptimizers, ["the states of 1 optimizers, expected 2", "or load its weights alone"]),
-        (InsistsOnIt, ['Missing key(s) in the checkpoint: "extra.weight", "extra.bias"', "nothing was loaded"]),
+        (
+            InsistsOnIt,
+            [
+                'Missing key(s) in the checkpoint: "extra.weight", "extra.bias"',
+                "nothing was loaded",
+            ],
+        ),
     ):
         found = go_on(sharded(), model, path)
-        assert isinstance(found, str) and found.startswith("CheckpointError: "), f"{model.__name__}: {found}"
+        assert isinstance(found, str) and found.startswith("CheckpointError: "), (
+            f"{model.__name__}: {found}"
+        )
         assert all(word in found for word in words), found
         assert "Traceback" not in found
     only_weights = go_on(sharded(), Plain, f"{folder}/weights.ckpt")
@@ -161,5 +180,7 @@ def validate_loosely(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_checkpoint_lacks_stays_as_it_was_where_loading_is_not_strict(world: Worlds, tmp_path: Path) -> None:
+def test_what_a_checkpoint_lacks_stays_as_it_was_where_loading_is_not_strict(
+    world: Worlds, tmp_path: Path
+) -> None:
     world(2).run(validate_loosely, str(tmp_path))

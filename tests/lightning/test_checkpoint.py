@@ -31,7 +31,9 @@ def save_at_any_time(folder: str) -> dict[str, bool]:
         trainer.save_checkpoint(f"{folder}/{moment}.ckpt", weights_only=moment == "weights_only")
         saved = torch.load(f"{folder}/{moment}.ckpt", weights_only=True)
         weights = full_weights(model)
-        found[moment] = all(torch.equal(saved["state_dict"][name], weights[name]) for name in weights)
+        found[moment] = all(
+            torch.equal(saved["state_dict"][name], weights[name]) for name in weights
+        )
         found[f"{moment} with optimizer"] = bool(saved.get("optimizer_states"))
 
     trainer = make_trainer(in_one_file(), max_epochs=1)
@@ -72,7 +74,11 @@ class EditsItsCheckpoint(TinyGpt):
         state = checkpoint["state_dict"]
         del state["head.weight"]
         state["renamed"] = state.pop("blocks.0.norm.weight")
-        checkpoint["mine"] = {"average": [self.blocks[1].up.weight.detach().clone()], "note": "text", "number": 3}
+        checkpoint["mine"] = {
+            "average": [self.blocks[1].up.weight.detach().clone()],
+            "note": "text",
+            "number": 3,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
@@ -109,7 +115,9 @@ def test_what_the_module_changes_in_its_checkpoint_is_saved_and_loaded(
 
 
 class FailsToWrite(TorchCheckpointIO):
-    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         raise OSError(f"no space left for {Path(path).name}")
 
 
@@ -144,9 +152,16 @@ def checkpoint_by_callback(folder: str) -> list[str]:
 
 
 def test_checkpoints_in_the_middle_of_an_epoch_are_whole(world: Worlds, tmp_path: Path) -> None:
-    assert world(2).run(checkpoint_by_callback, str(tmp_path / "new"))[0] == ["step=2.ckpt", "step=4.ckpt"]
-    loaded = [torch.load(tmp_path / "new" / f"step={step}.ckpt", weights_only=True) for step in (2, 4)]
-    for name, shape in {name: tensor.shape for name, tensor in TinyGpt().state_dict().items()}.items():
+    assert world(2).run(checkpoint_by_callback, str(tmp_path / "new"))[0] == [
+        "step=2.ckpt",
+        "step=4.ckpt",
+    ]
+    loaded = [
+        torch.load(tmp_path / "new" / f"step={step}.ckpt", weights_only=True) for step in (2, 4)
+    ]
+    for name, shape in {
+        name: tensor.shape for name, tensor in TinyGpt().state_dict().items()
+    }.items():
         first, second = (checkpoint["state_dict"][name] for checkpoint in loaded)
         assert first.shape == second.shape == shape
         assert not torch.equal(first, second)
@@ -175,14 +190,18 @@ def save_before_and_after_an_error(folder: str) -> list[int]:
     steps = []
     for name in ("before", "after"):
         model, trainer = TinyGpt(), make_trainer(full_shard(), max_steps=3)
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        warnings.filterwarnings(
+            "ignore", "You're resuming from a checkpoint that ended before the epoch"
+        )
         trainer.fit(model, token_loader(32), ckpt_path=f"{folder}/{name}.ckpt")
         steps.append(len(model.losses))
     return steps
 
 
 @pytest.mark.slow
-def test_a_checkpoint_can_be_saved_before_training_and_after_it_has_failed(world: Worlds, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_saved_before_training_and_after_it_has_failed(
+    world: Worlds, tmp_path: Path
+) -> None:
     assert world(2).run(save_before_and_after_an_error, str(tmp_path)) == [[3, 1]] * 2
 
 
@@ -205,7 +224,9 @@ def copy_and_train_on() -> dict[str, Any]:
         expected = plain(tokens)
     after = full_weights(model)
     return {
-        "copy is unchanged": all(torch.equal(weight, before[name]) for name, weight in full_weights(frozen).items()),
+        "copy is unchanged": all(
+            torch.equal(weight, before[name]) for name, weight in full_weights(frozen).items()
+        ),
         "original has changed": not any(torch.equal(after[name], before[name]) for name in before),
         "copy computes": torch.allclose(logits, expected, atol=1e-6),
         "copy is sharded": all(isinstance(p, ShardTensor) for p in frozen.parameters()),
@@ -213,4 +234,9 @@ def copy_and_train_on() -> dict[str, Any]:
 
 
 def test_a_sharded_module_can_be_copied_and_the_copy_is_independent(world: Worlds) -> None:
-    assert {key for answers in world(2).run(copy_and_train_on) for key, value in answers.items() if not value} == set()
+    assert {
+        key
+        for answers in world(2).run(copy_and_train_on)
+        for key, value in answers.items()
+        if not value
+    } == set()

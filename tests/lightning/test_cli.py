@@ -85,9 +85,14 @@ def test_every_plain_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         ("1 day, 0:00:00", timedelta(days=1)),
     ],
 )
-def test_the_timeout_is_a_number_of_seconds_or_a_duration(tmp_path: Path, value: Any, expected: timedelta) -> None:
+def test_the_timeout_is_a_number_of_seconds_or_a_duration(
+    tmp_path: Path, value: Any, expected: timedelta
+) -> None:
     assert strategy_of(write(tmp_path, {"timeout": value})).timeout == expected
-    assert strategy_of(f"{STRATEGY}=shardeddp.ShardedDP", f"{STRATEGY}.timeout={value}").timeout == expected
+    assert (
+        strategy_of(f"{STRATEGY}=shardeddp.ShardedDP", f"{STRATEGY}.timeout={value}").timeout
+        == expected
+    )
 
 
 # -- policies
@@ -100,8 +105,14 @@ def test_the_timeout_is_a_number_of_seconds_or_a_duration(tmp_path: Path, value:
         (None, SingleUnitPolicy()),
         ("support.tasks.Block", ClassPolicy([Block])),
         (["support.tasks.Block", "torch.nn.Linear"], ClassPolicy([Block, nn.Linear])),
-        ({"class_path": "shardeddp.SizePolicy", "init_args": {"min_numel": 1000}}, SizePolicy(min_numel=1000)),
-        ({"class_path": "shardeddp.NamePolicy", "init_args": {"names": ["blocks.*"]}}, NamePolicy(names=["blocks.*"])),
+        (
+            {"class_path": "shardeddp.SizePolicy", "init_args": {"min_numel": 1000}},
+            SizePolicy(min_numel=1000),
+        ),
+        (
+            {"class_path": "shardeddp.NamePolicy", "init_args": {"names": ["blocks.*"]}},
+            NamePolicy(names=["blocks.*"]),
+        ),
         (f"{__name__}.is_block", PredicatePolicy(is_block)),
     ],
 )
@@ -133,7 +144,9 @@ def test_a_policy_that_chooses_nothing_would_be_noticed() -> None:
         ),
     ],
 )
-def test_mixed_precision_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: object) -> None:
+def test_mixed_precision_can_be_written_in_yaml(
+    tmp_path: Path, value: Any, expected: object
+) -> None:
     assert strategy_of(write(tmp_path, {"mixed_precision": value})).mixed_precision == expected
 
 
@@ -145,13 +158,20 @@ def test_mixed_precision_can_be_written_in_yaml(tmp_path: Path, value: Any, expe
         ("auto", ActivationCheckpointing()),
         ({"modules": "auto", "every": 2}, ActivationCheckpointing(every=2)),
         (
-            {"class_path": "shardeddp.ActivationCheckpointing", "init_args": {"save_ops": ["matmul"]}},
+            {
+                "class_path": "shardeddp.ActivationCheckpointing",
+                "init_args": {"save_ops": ["matmul"]},
+            },
             ActivationCheckpointing(save_ops=["matmul"]),
         ),
     ],
 )
-def test_activation_checkpointing_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: Any) -> None:
-    found = strategy_of(write(tmp_path, {"activation_checkpointing": value})).activation_checkpointing
+def test_activation_checkpointing_can_be_written_in_yaml(
+    tmp_path: Path, value: Any, expected: Any
+) -> None:
+    found = strategy_of(
+        write(tmp_path, {"activation_checkpointing": value})
+    ).activation_checkpointing
     if expected is None:
         assert found is None
     else:
@@ -165,7 +185,10 @@ def test_activation_checkpointing_can_be_written_in_yaml(tmp_path: Path, value: 
         (True, CPUOffload(params=True, optimizer=True)),
         (False, CPUOffload()),
         ({"optimizer": True}, CPUOffload(optimizer=True)),
-        ({"class_path": "shardeddp.CPUOffload", "init_args": {"params": True}}, CPUOffload(params=True)),
+        (
+            {"class_path": "shardeddp.CPUOffload", "init_args": {"params": True}},
+            CPUOffload(params=True),
+        ),
     ],
 )
 def test_offload_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: CPUOffload) -> None:

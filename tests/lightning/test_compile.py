@@ -15,7 +15,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from shardeddp import ShardedDP
 from support.compiling import fresh_compiler
 from support.parity import Run, Trained, assert_same_training
-from support.tasks import Block, ConvBlock, EvaluatedGpt, Recorded, TinyConvNet, TinyGpt, image_loader, token_loader
+from support.tasks import (
+    Block,
+    ConvBlock,
+    EvaluatedGpt,
+    Recorded,
+    TinyConvNet,
+    TinyGpt,
+    image_loader,
+    token_loader,
+)
 from support.trainers import make_trainer
 from world import Worlds, on_ranks
 
@@ -79,7 +88,8 @@ def trained(run: Run, way: str, backend: str, arguments: dict[str, Any]) -> Trai
     with fresh_compiler():
         result = compiled.sharded(**arguments)
     return Trained(
-        losses=result.losses, weights={name.replace("_orig_mod.", ""): w for name, w in result.weights.items()}
+        losses=result.losses,
+        weights={name.replace("_orig_mod.", ""): w for name, w in result.weights.items()},
     )
 
 
@@ -108,7 +118,9 @@ def test_every_loss_and_all_weights_equal_eager_ddp(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_inductor_trains_to_the_same_weights(world: Worlds, reference: References, way: str) -> None:
+def test_inductor_trains_to_the_same_weights(
+    world: Worlds, reference: References, way: str
+) -> None:
     arguments = {"auto_wrap_policy": {Block}}
     assert_same_training(world(2).run(trained, GPT, way, INDUCTOR, arguments), reference("gpt"))
 
@@ -119,14 +131,18 @@ def test_statistics_of_compiled_batch_norms_equal_those_of_eager_ones(
     world: Worlds, reference: References, way: str
 ) -> None:
     arguments = {"auto_wrap_policy": {ConvBlock}}
-    assert_same_training(world(2).run(trained, CONV_NET, way, TRACED, arguments), reference("conv net"))
+    assert_same_training(
+        world(2).run(trained, CONV_NET, way, TRACED, arguments), reference("conv net")
+    )
 
 
 # -- one module, several runs
 
 
 def trainer_for(strategy: str = "full_shard", **options: Any) -> Trainer:
-    return make_trainer(ShardedDP(strategy, auto_wrap_policy={Block}), max_steps=2, max_epochs=-1, **options)
+    return make_trainer(
+        ShardedDP(strategy, auto_wrap_policy={Block}), max_steps=2, max_epochs=-1, **options
+    )
 
 
 @pytest.mark.slow
@@ -149,7 +165,9 @@ def test_a_compiled_module_goes_through_all_kinds_of_runs() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_module_is_tested_from_a_checkpoint_without_being_given_again(world: Worlds, tmp_path: Path) -> None:
+def test_a_compiled_module_is_tested_from_a_checkpoint_without_being_given_again(
+    world: Worlds, tmp_path: Path
+) -> None:
     fresh, loaded = world(2).run(losses_before_and_after_loading, str(tmp_path / "last.ckpt"))[0]
     assert loaded == pytest.approx(fresh, rel=1e-6)
 

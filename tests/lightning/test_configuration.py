@@ -10,7 +10,13 @@ import pytest
 import yaml
 
 import shardeddp
-from shardeddp import ActivationCheckpointing, CheckpointOptions, CPUOffload, MixedPrecision, ShardedDP
+from shardeddp import (
+    ActivationCheckpointing,
+    CheckpointOptions,
+    CPUOffload,
+    MixedPrecision,
+    ShardedDP,
+)
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from support.command_line import STRATEGY, printed, refusal, strategy_of, write
 from support.tasks import TinyGpt
@@ -44,7 +50,9 @@ def test_help_shows_every_argument_with_its_meaning(capsys: pytest.CaptureFixtur
     for name, meaning in said.items():
         assert re.search(rf" {STRATEGY}\.{name}[ .]", text), name
         assert meaning in text, f"{name}: {meaning}"
-    assert all(f"{STRATEGY}.checkpoint_options.{name} " in text for name in meanings(CheckpointOptions))
+    assert all(
+        f"{STRATEGY}.checkpoint_options.{name} " in text for name in meanings(CheckpointOptions)
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,10 @@ def test_help_shows_every_argument_with_its_meaning(capsys: pytest.CaptureFixtur
     [
         ("mixed_precision.help", MixedPrecision),
         ("cpu_offload.help", CPUOffload),
-        ("activation_checkpointing.help=shardeddp.ActivationCheckpointing", ActivationCheckpointing),
+        (
+            "activation_checkpointing.help=shardeddp.ActivationCheckpointing",
+            ActivationCheckpointing,
+        ),
     ],
 )
 def test_help_of_a_group_shows_its_fields_with_their_meaning(
@@ -114,13 +125,18 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         "timeout": 30.0,
         "debug": True,
         "start_method": "spawn",
-        "cluster_environment": {"class_path": "lightning.pytorch.plugins.environments.LightningEnvironment"},
+        "cluster_environment": {
+            "class_path": "lightning.pytorch.plugins.environments.LightningEnvironment"
+        },
         "checkpoint_io": {"class_path": "lightning.pytorch.plugins.TorchCheckpointIO"},
     },
     {
         "sharding_strategy": "shard_grad_op",
         "timeout": "0:10:00",
-        "auto_wrap_policy": {"class_path": "shardeddp.SizePolicy", "init_args": {"min_numel": 1000}},
+        "auto_wrap_policy": {
+            "class_path": "shardeddp.SizePolicy",
+            "init_args": {"min_numel": 1000},
+        },
         "mixed_precision": "bf16",
         "activation_checkpointing": ["support.tasks.Block"],
         "cpu_offload": True,
@@ -129,10 +145,18 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     },
     {
         "auto_wrap_policy": None,
-        "activation_checkpointing": {"class_path": "shardeddp.ClassPolicy", "init_args": {"classes": ["Block"]}},
+        "activation_checkpointing": {
+            "class_path": "shardeddp.ClassPolicy",
+            "init_args": {"classes": ["Block"]},
+        },
     },
     {
-        "activation_checkpointing": {"modules": ["Block"], "every": 1, "save_ops": "attention", "cpu_offload": False},
+        "activation_checkpointing": {
+            "modules": ["Block"],
+            "every": 1,
+            "save_ops": "attention",
+            "cpu_offload": False,
+        },
         "optimizer_scope": None,
     },
 ]
@@ -140,8 +164,16 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 
 def described(strategy: ShardedDP) -> dict[str, str]:
     """All that a strategy has been told, and what modules of a model it takes."""
-    parts = [part for part in vars(strategy).values() if type(part).__module__.startswith("shardeddp.strategy.")]
-    shown = {f"{type(it).__name__}.{name}": str(value) for it in (strategy, *parts) for name, value in vars(it).items()}
+    parts = [
+        part
+        for part in vars(strategy).values()
+        if type(part).__module__.startswith("shardeddp.strategy.")
+    ]
+    shown = {
+        f"{type(it).__name__}.{name}": str(value)
+        for it in (strategy, *parts)
+        for name, value in vars(it).items()
+    }
     recomputed = strategy.activation_checkpointing
     return {name: text for name, text in shown.items() if " object at " not in text} | {
         "units": str(strategy.policy.select(TinyGpt())),
@@ -166,7 +198,9 @@ def test_the_printed_configuration_makes_the_same_strategy(
 
 
 def test_every_option_and_every_field_was_among_them() -> None:
-    assert {name for written in CONFIGURATIONS for name in written} == set(SIGNATURE) - SET_BY_THE_TRAINER
+    assert {name for written in CONFIGURATIONS for name in written} == set(
+        SIGNATURE
+    ) - SET_BY_THE_TRAINER
     for option, group in GROUPS.items():
         fields = {field.name for field in dataclasses.fields(group)}
         assert any(set(written.get(option) or ()) == fields for written in CONFIGURATIONS), option
@@ -213,8 +247,12 @@ def test_a_wrong_value_is_refused_with_the_name_of_its_option_and_what_was_expec
     assert [word for word in words if word not in message] == []
 
 
-def test_an_unknown_option_is_named_on_the_command_line_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "shardsize" in refusal(capsys, f"{STRATEGY}=shardeddp.ShardedDP", f"{STRATEGY}.shardsize=2")
+def test_an_unknown_option_is_named_on_the_command_line_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "shardsize" in refusal(
+        capsys, f"{STRATEGY}=shardeddp.ShardedDP", f"{STRATEGY}.shardsize=2"
+    )
 
 
 # -- documentation
@@ -222,24 +260,37 @@ def test_an_unknown_option_is_named_on_the_command_line_too(capsys: pytest.Captu
 
 def rows(title: str) -> dict[str, list[str]]:
     """The cells of the table under a heading of the document, by the option in the first of them."""
-    text = DOCUMENT.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    text = (
+        DOCUMENT.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    )
     cells = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     return {row[0].strip(" `"): [cell.strip() for cell in row[1:]] for row in cells}
 
 
 def as_yaml(value: Any) -> str:
     """A default as the document writes it."""
-    return yaml.safe_dump(list(value) if isinstance(value, tuple) else value).replace("...", "").strip()
+    return (
+        yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
+        .replace("...", "")
+        .strip()
+    )
 
 
 def test_the_document_lists_every_option_with_its_default() -> None:
     table = rows("All options")
-    expected = {name: parameter.default for name, parameter in SIGNATURE.items() if name not in SET_BY_THE_TRAINER}
+    expected = {
+        name: parameter.default
+        for name, parameter in SIGNATURE.items()
+        if name not in SET_BY_THE_TRAINER
+    }
     defaults = {
-        name: "see below" if name == "checkpoint_options" else f"`{as_yaml(it)}`" for name, it in expected.items()
+        name: "see below" if name == "checkpoint_options" else f"`{as_yaml(it)}`"
+        for name, it in expected.items()
     }
     assert {name: cells[1] for name, cells in table.items()} == defaults
-    assert [name for name, cells in table.items() if len(cells) != 3 or len(cells[2].split()) < 4] == []
+    assert [
+        name for name, cells in table.items() if len(cells) != 3 or len(cells[2].split()) < 4
+    ] == []
 
 
 @pytest.mark.parametrize("option", GROUPS)
@@ -253,7 +304,11 @@ def test_the_document_lists_the_fields_of_every_group_with_their_defaults(option
 def choices(annotation: Any) -> set[str]:
     """Everything that a Literal in a type allows."""
     inner = get_args(annotation)
-    return {str(it) for it in inner} if get_origin(annotation) is Literal else set().union(*map(choices, inner), set())
+    return (
+        {str(it) for it in inner}
+        if get_origin(annotation) is Literal
+        else set().union(*map(choices, inner), set())
+    )
 
 
 def test_the_document_lists_the_choices_of_every_option() -> None:
@@ -267,6 +322,8 @@ def test_the_document_lists_the_choices_of_every_option() -> None:
 
 def test_the_document_lists_every_policy() -> None:
     known = {
-        name for name in shardeddp.__all__ if name.endswith("Policy") and name not in ("Policy", "PredicatePolicy")
+        name
+        for name in shardeddp.__all__
+        if name.endswith("Policy") and name not in ("Policy", "PredicatePolicy")
     }
     assert {name.removeprefix("shardeddp.") for name in rows("auto_wrap_policy")} == known

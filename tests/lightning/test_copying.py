@@ -56,7 +56,9 @@ class CopiesAll(Callback):
 
 def train(*callbacks: Callback, name: str, epochs: int = 2) -> tuple[Trainer, Copied]:
     strategy = ShardedDP(name, auto_wrap_policy={Block})
-    trainer = make_trainer(strategy, max_epochs=epochs, callbacks=[EarlyStopping("val"), *callbacks])
+    trainer = make_trainer(
+        strategy, max_epochs=epochs, callbacks=[EarlyStopping("val"), *callbacks]
+    )
     torch.manual_seed(1)
     model = Copied()
     trainer.fit(model, token_loader(8), token_loader(8))
@@ -67,7 +69,9 @@ def train_with_copies(name: str) -> None:
     expected = full_weights(train(name=name)[1])
     trainer, model = train(CopiesAll(), name=name)
     found = full_weights(model)
-    assert all(torch.equal(found[key], value) for key, value in expected.items()), "copying changed the training"
+    assert all(torch.equal(found[key], value) for key, value in expected.items()), (
+        "copying changed the training"
+    )
     copy_all(trainer)
 
 
@@ -89,7 +93,10 @@ def run_copies() -> None:
         assert copied.callbacks is not trainer.callbacks
         assert copied.validate(model, token_loader(8), verbose=False) == [expected]
         twin = way(model)
-        assert all(torch.equal(value, full_weights(model)[key]) for key, value in full_weights(twin).items())
+        assert all(
+            torch.equal(value, full_weights(model)[key])
+            for key, value in full_weights(twin).items()
+        )
         copied.fit_loop.max_epochs = 2
         copied.fit(twin, token_loader(8), token_loader(8))
         assert copied.current_epoch == 2

@@ -26,7 +26,9 @@ def gather_other_shapes(module: LightningModule) -> None:
 
 
 def reduce_other_dtypes(module: LightningModule) -> None:
-    module.trainer.strategy.reduce(torch.zeros(3, dtype=(torch.float32, torch.float64)[module.global_rank]))
+    module.trainer.strategy.reduce(
+        torch.zeros(3, dtype=(torch.float32, torch.float64)[module.global_rank])
+    )
 
 
 def do_other_things(module: LightningModule) -> None:
@@ -69,7 +71,9 @@ def train(strategy: str, action: Callable[[LightningModule], None]) -> tuple[str
     """What it ends with, and after which seconds."""
     model = Communicates(action)
     trainer = make_trainer(
-        ShardedDP(strategy, auto_wrap_policy={Block}, debug=True), use_distributed_sampler=False, max_epochs=1
+        ShardedDP(strategy, auto_wrap_policy={Block}, debug=True),
+        use_distributed_sampler=False,
+        max_epochs=1,
     )
     said = ""
     try:
@@ -81,7 +85,10 @@ def train(strategy: str, action: Callable[[LightningModule], None]) -> tuple[str
 
 ODD = {
     gather_other_shapes: ["all_gather(float32 of shape (2,))", "all_gather(float32 of shape (3,))"],
-    reduce_other_dtypes: ["reduce(float32 of shape (3,), mean)", "reduce(float64 of shape (3,), mean)"],
+    reduce_other_dtypes: [
+        "reduce(float32 of shape (3,), mean)",
+        "reduce(float64 of shape (3,), mean)",
+    ],
     do_other_things: ["broadcast(src=0)", "barrier(evaluation)"],
     log_on_one_rank: ["reduce(float32 of shape (), mean)", "barrier()"],
 }
@@ -95,7 +102,10 @@ def test_ranks_that_communicate_otherwise_are_told_both_lines(
     lines, first = inspect.getsourcelines(action)
     for rank, (said, seconds) in enumerate(world(2).run(train, strategy, action)):
         assert seconds < 5
-        assert f"on rank {rank} needs ranks [{1 - rank}] to do the same, and others do something else" in said
+        assert (
+            f"on rank {rank} needs ranks [{1 - rank}] to do the same, and others do something else"
+            in said
+        )
         for operation in ODD[action]:
             assert operation in said
         places = [int(place.split()[0].rstrip(",.:")) for place in said.split(f"{__file__}:")[1:]]
@@ -110,7 +120,9 @@ def test_ranks_that_do_the_same_train_on(world: Worlds) -> None:
 def switch_on_later() -> str:
     model = Communicates(do_the_same)
     data = loader((4, 4), True)
-    make_trainer(ShardedDP(auto_wrap_policy={Block}), use_distributed_sampler=False, max_epochs=1).fit(model, data)
+    make_trainer(
+        ShardedDP(auto_wrap_policy={Block}), use_distributed_sampler=False, max_epochs=1
+    ).fit(model, data)
     with pytest.raises(ConfigurationError) as caught:
         make_trainer(ShardedDP(auto_wrap_policy={Block}, debug=True), max_epochs=1).fit(model, data)
     return str(caught.value)

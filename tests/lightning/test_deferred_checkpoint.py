@@ -83,7 +83,9 @@ def evaluate(path: str) -> None:
         model = deferred_model(trainer)
         with never_initialised():
             found = getattr(trainer, verb)(model, loader, ckpt_path=path)
-        torch.testing.assert_close(found, getattr(reference, verb)(expected, loader), rtol=0, atol=0)
+        torch.testing.assert_close(
+            found, getattr(reference, verb)(expected, loader), rtol=0, atol=0
+        )
 
 
 def test_every_verb_takes_a_checkpoint(world: Worlds, checkpoint: str) -> None:
@@ -117,7 +119,9 @@ def load_strictly(path: str) -> None:
         trainer.validate(model, token_loader(8), ckpt_path=path)
 
 
-def test_what_a_checkpoint_lacks_is_an_error_where_loading_is_strict(world: Worlds, checkpoint: str) -> None:
+def test_what_a_checkpoint_lacks_is_an_error_where_loading_is_strict(
+    world: Worlds, checkpoint: str
+) -> None:
     world(2).run(load_strictly, checkpoint)
 
 
@@ -131,7 +135,9 @@ def load_into_meta(path: str) -> None:
         EvaluatedGpt.load_from_checkpoint(path)
 
 
-def test_load_from_checkpoint_onto_the_meta_device_is_refused_by_torch(world: Worlds, checkpoint: str) -> None:
+def test_load_from_checkpoint_onto_the_meta_device_is_refused_by_torch(
+    world: Worlds, checkpoint: str
+) -> None:
     world(1).run(load_into_meta, checkpoint)
 
 

@@ -1,5 +1,7 @@
 """A module that was built on the meta device trains as one that was built at once: same values, same draws after it."""
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,8 +12,18 @@ from torch import Tensor, nn
 
 from shardeddp import ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
+from support.deferred import warned
 from support.deferred_training import Make, SeesItsStart, deferred_model, same_weights, seed
-from support.tasks import VOCABULARY, Block, Recorded, TinyConvNet, TinyGpt, image_loader, token_loader
+from support.tasks import (
+    VOCABULARY,
+    Block,
+    EvaluatedGpt,
+    Recorded,
+    TinyConvNet,
+    TinyGpt,
+    image_loader,
+    token_loader,
+)
 from support.trainers import full_weights, make_trainer
 from world import Worlds, on_ranks
 
@@ -107,9 +119,9 @@ class Uninitialised(TinyGpt):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(3))
-        self.blocks[1].bias = nn.Parameter(torch.zeros(2))
-        self.register_buffer("mask", torch.ones(2, 2))
+        self.gain = nn.Parameter(torch.empty(3))
+        self.blocks[1].bias = nn.Parameter(torch.empty(2))
+        self.register_buffer("mask", torch.empty(2, 2))
 
 
 # -- helpers
@@ -119,7 +131,9 @@ def loader_of(model: LightningModule) -> Any:
     return image_loader(32) if isinstance(model, TinyConvNet) else token_loader(32)
 
 
-def trained(make: Make, arguments: dict[str, Any], deferred: bool, globally: bool, **options: Any) -> Any:
+def trained(
+    make: Make, arguments: dict[str, Any], deferred: bool, globally: bool, **options: Any
+) -> Any:
     """A module after four steps, and the generator's state then."""
     seed(globally)
     trainer = make_trainer(ShardedDP(**arguments), max_steps=4, max_epochs=-1, **options)
@@ -181,7 +195,10 @@ def test_a_module_that_is_converted_later_is_initialised_in_the_dtype_it_was_bui
         seed(True)
         with torch.device(device):
             model = TinyGpt()
-        make_trainer(ShardedDP(), max_steps=1, precision="bf16-true").fit(model, token_loader(8))
+        with warned() if device == "meta" else nullcontext():
+            make_trainer(ShardedDP(), max_steps=1, precision="bf16-true").fit(
+                model, token_loader(8)
+            )
         return full_weights(model)
 
     same_weights(run("meta"), run("cpu"))
@@ -235,6 +252,20 @@ def test_numbers_drawn_between_building_and_training_are_not_drawn_again() -> No
     same_weights(model.weights_at_start, full_weights(expected))
 
 
+@on_ranks(2)
+def test_several_modules_may_be_built_before_one_is_trained() -> None:
+    seed(False)
+    expected = [full_weights(EvaluatedGpt()) for _ in range(2)]
+    seed(False)
+    trainer = make_trainer(ShardedDP(), max_epochs=1)
+    copy.deepcopy(trainer.strategy)
+    with trainer.init_module(empty_init=True):
+        models = [EvaluatedGpt(), EvaluatedGpt()]
+    for model, weights in zip(models, expected, strict=True):
+        trainer.validate(model, token_loader(8), verbose=False)
+        same_weights(full_weights(model), weights)
+
+
 @on_ranks(1)
 def test_without_empty_init_a_module_is_built_on_the_host() -> None:
     trainer = make_trainer(ShardedDP(), max_steps=1, precision="bf16-true")
@@ -253,9 +284,11 @@ def test_what_nothing_initialises_is_listed_on_every_rank_before_any_training() 
     trainer = make_trainer(ShardedDP(), max_steps=1)
     with trainer.init_module(empty_init=True):
         model = Uninitialised()
-    with pytest.raises(ConfigurationError, match=r"found 3 on the meta device.*: blocks.1.bias, gain, mask.") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"found 3 on the meta device.*: blocks.1.bias, gain, mask."
+    ) as caught:
         trainer.fit(model, token_loader(8))
-    assert "Define reset_parameters() in Block, Uninitialised" in str(caught.value)
+    assert "in the constructors of Block, Uninitialised" in str(caught.value)
     assert model.losses == []
     with pytest.raises(ConfigurationError, match="build the module anew"):
         make_trainer(ShardedDP(), max_steps=1).fit(model, token_loader(8))

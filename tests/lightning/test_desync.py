@@ -117,10 +117,21 @@ def ended_with(run: Callable[[], object], began: Callable[[], float]) -> Ended:
 
 
 def make_strategy(name: str, **options: Any) -> ShardedDP:
-    return ShardedDP(name, auto_wrap_policy={Block}, **({"shard_size": 2} if name == "hybrid_shard" else {}), **options)
+    return ShardedDP(
+        name,
+        auto_wrap_policy={Block},
+        **({"shard_size": 2} if name == "hybrid_shard" else {}),
+        **options,
+    )
 
 
-def train(strategy: str, action: Action, rank: int = 0, step: int = 2, options: Mapping[str, Any] = NOTHING) -> Ended:
+def train(
+    strategy: str,
+    action: Action,
+    rank: int = 0,
+    step: int = 2,
+    options: Mapping[str, Any] = NOTHING,
+) -> Ended:
     """A training in which one rank does something alone."""
     model = Odd(action, rank, step)
     trainer = make_trainer(make_strategy(strategy, **options), max_steps=6)
@@ -136,7 +147,10 @@ def check(answers: list[Ended], action: Callable[..., object]) -> None:
         assert ended.seconds < SOON_S
         assert any(place in ended.said for place in places), ended.said
         assert sum(f"rank {rank}" in ended.said for rank in range(len(answers))) > 1
-        assert "All ranks have to communicate alike" in ended.said or "asked by all ranks alike" in ended.said
+        assert (
+            "All ranks have to communicate alike" in ended.said
+            or "asked by all ranks alike" in ended.said
+        )
 
 
 IN_STEPS = [
@@ -161,16 +175,24 @@ def test_what_one_rank_does_alone_ends_all_of_them(world: Worlds, action: Action
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", [save, read_a_weight, barrier, log_everywhere])
-def test_it_does_so_in_the_first_step_where_ranks_agree_on_each_unit(world: Worlds, action: Action) -> None:
+def test_it_does_so_in_the_first_step_where_ranks_agree_on_each_unit(
+    world: Worlds, action: Action
+) -> None:
     check(world(2).run(train, "full_shard", action, 1, 0), action)
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+@pytest.mark.parametrize(
+    "strategy", ["hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
+)
 def test_it_does_so_under_each_strategy(world: Worlds, strategy: str) -> None:
     size = 4 if strategy == "hybrid_shard" else 2
     answers = world(size).run(train, strategy, save, 1, 2, {"state_dict_type": "full"})
     for ended in answers:
-        assert ended.kind == "DesyncError" and "Trainer.save_checkpoint" in ended.said and ended.seconds < SOON_S
+        assert (
+            ended.kind == "DesyncError"
+            and "Trainer.save_checkpoint" in ended.said
+            and ended.seconds < SOON_S
+        )
     check(world(size).run(train, strategy, log_everywhere, 0, 2), log_everywhere)
 
 
@@ -196,12 +218,16 @@ class Measured(Odd):
 def validate(rank: int) -> Ended:
     model = Measured(read_a_weight, rank, 0)
     trainer = make_trainer(make_strategy("full_shard"), max_epochs=1)
-    return ended_with(lambda: trainer.fit(model, token_loader(16), token_loader(8)), lambda: model.began)
+    return ended_with(
+        lambda: trainer.fit(model, token_loader(16), token_loader(8)), lambda: model.began
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_weight_read_while_others_compute_a_metric_is_told_with_the_metric(world: Worlds, rank: int) -> None:
+def test_a_weight_read_while_others_compute_a_metric_is_told_with_the_metric(
+    world: Worlds, rank: int
+) -> None:
     answers = world(2).run(validate, rank)
     check(answers, read_a_weight)
     assert all("(torch.distributed.barrier) at " in ended.said for ended in answers)
@@ -227,7 +253,9 @@ def after_the_run(alone: int, others: str) -> Ended:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("alone", "others"), [(0, "barrier"), (1, "test")])
-def test_what_one_rank_does_alone_after_a_run_ends_all_of_them(world: Worlds, alone: int, others: str) -> None:
+def test_what_one_rank_does_alone_after_a_run_ends_all_of_them(
+    world: Worlds, alone: int, others: str
+) -> None:
     check(world(2).run(after_the_run, alone, others), save)
 
 
@@ -267,7 +295,9 @@ def write(module: LightningModule) -> None:
 def train_odd_freezer(strategy: str, action: Action, rank: int) -> Ended:
     model = OddFreezer(action, rank, 2)
     trainer = make_trainer(make_strategy(strategy), max_steps=6)
-    return ended_with(lambda: trainer.fit(model, token_loader(24 * dist.get_world_size())), lambda: model.began)
+    return ended_with(
+        lambda: trainer.fit(model, token_loader(24 * dist.get_world_size())), lambda: model.began
+    )
 
 
 @pytest.mark.slow
@@ -277,7 +307,13 @@ def train_odd_freezer(strategy: str, action: Action, rank: int) -> Ended:
 def test_what_one_rank_does_alone_to_parameters_is_told_by_name(
     world: Worlds, strategy: str, action: Action, rank: int
 ) -> None:
-    name = "blocks.0" if action is unfreeze else "blocks.1" if action is freeze else "blocks.0.up.weight"
+    name = (
+        "blocks.0"
+        if action is unfreeze
+        else "blocks.1"
+        if action is freeze
+        else "blocks.0.up.weight"
+    )
     for ended in world(2).run(train_odd_freezer, strategy, action, rank):
         assert ended.said != "trained" and ended.seconds < SOON_S
         assert name in ended.said, ended.said
@@ -297,11 +333,15 @@ def warnings_of_a_run(strategy: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(OddSchedule(barrier, 1, -1), token_loader(24 * dist.get_world_size()))
-    return [str(each.message) for each in caught if "step with different options" in str(each.message)]
+    return [
+        str(each.message) for each in caught if "step with different options" in str(each.message)
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
-def test_optimizers_that_step_with_different_options_are_told_of_once(world: Worlds, strategy: str) -> None:
+def test_optimizers_that_step_with_different_options_are_told_of_once(
+    world: Worlds, strategy: str
+) -> None:
     (said,), others = world(2).run(warnings_of_a_run, strategy)
     assert "lr of" in said and "sync_dist=True" in said and not others
 
@@ -343,7 +383,9 @@ class Late(Odd):
 def train_late(strategy: str, action: Action, step: int, everybody: bool) -> Ended:
     model = (Late if everybody else Odd)(action, 0, step)
     trainer = make_trainer(make_strategy(strategy), max_steps=3)
-    return ended_with(lambda: trainer.fit(model, token_loader(24 * dist.get_world_size())), lambda: model.began)
+    return ended_with(
+        lambda: trainer.fit(model, token_loader(24 * dist.get_world_size())), lambda: model.began
+    )
 
 
 @pytest.mark.slow
@@ -372,7 +414,9 @@ class StoreClient(Callback):
 
     heard = ""
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Keep the text."""
         self.heard = str(exception)
 

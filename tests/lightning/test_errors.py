@@ -16,7 +16,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardeddp import ConfigurationError, ShardedDP, ShardTensor
-from support.tasks import Block, ConvBlock, Recorded, TinyConvNet, TinyGpt, image_loader, token_loader
+from support.tasks import (
+    Block,
+    ConvBlock,
+    Recorded,
+    TinyConvNet,
+    TinyGpt,
+    image_loader,
+    token_loader,
+)
 from support.trainers import make_trainer
 from world import Worlds, on_ranks
 
@@ -29,7 +37,10 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sharding_strategy": "ful_shard"}, "'ful_shard' is not known; expected one of .*; did you mean 'full_shard'"),
+        (
+            {"sharding_strategy": "ful_shard"},
+            "'ful_shard' is not known; expected one of .*; did you mean 'full_shard'",
+        ),
         ({"sharding_strategy": 3}, "sharding_strategy=3 is not known; expected one of full_shard"),
         ({"auto_wrap_policy": "atuo"}, "found 'atuo': did you mean \"auto\""),
         ({"auto_wrap_policy": 3}, 'expected "auto", None .* found 3 of type int'),
@@ -37,7 +48,10 @@ pytestmark = pytest.mark.timeout(60)
             {"shard_size": 2},
             "shard_size=2 goes with .*'hybrid_shard', found 'full_shard'.* leave shard_size out or use",
         ),
-        ({"sharding_strategy": "no_shard", "shard_size": 1}, "goes with .*'hybrid_shard', found 'no_shard'"),
+        (
+            {"sharding_strategy": "no_shard", "shard_size": 1},
+            "goes with .*'hybrid_shard', found 'no_shard'",
+        ),
         ({"forward_prefetch": -1}, "forward_prefetch=-1: expected 0"),
         ({"backward_prefetch": -2}, "backward_prefetch=-2: expected 0"),
         (
@@ -50,23 +64,34 @@ pytestmark = pytest.mark.timeout(60)
         ({"timeout": float("nan")}, "timeout=nan: expected a positive number"),
     ],
 )
-def test_an_argument_is_refused_when_the_strategy_is_made(arguments: dict[str, Any], message: str) -> None:
+def test_an_argument_is_refused_when_the_strategy_is_made(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ShardedDP(**arguments)
 
 
-@pytest.mark.parametrize(("devices", "shard_size", "sizes"), [(4, 3, "1, 2, 4"), (2, 4, "1, 2"), (2, 0, "1, 2")])
+@pytest.mark.parametrize(
+    ("devices", "shard_size", "sizes"), [(4, 3, "1, 2, 4"), (2, 4, "1, 2"), (2, 0, "1, 2")]
+)
 def test_a_shard_size_that_does_not_fit_is_refused_before_any_process_starts(
     devices: int, shard_size: int, sizes: str
 ) -> None:
     message = rf"shard_size={shard_size} does not divide the {devices} ranks of .*; use one of \[{sizes}\]"
     with pytest.raises(ConfigurationError, match=message):
-        Trainer(accelerator="cpu", devices=devices, strategy=ShardedDP("hybrid_shard", shard_size), logger=False)
+        Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=ShardedDP("hybrid_shard", shard_size),
+            logger=False,
+        )
 
 
 def test_an_unknown_start_method_is_refused() -> None:
     with pytest.raises(ValueError, match="start method 'threads' is not available"):
-        Trainer(accelerator="cpu", devices=2, strategy=ShardedDP(start_method="threads"), logger=False)  # type: ignore[arg-type]
+        Trainer(
+            accelerator="cpu", devices=2, strategy=ShardedDP(start_method="threads"), logger=False
+        )  # type: ignore[arg-type]
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
@@ -79,12 +104,17 @@ def test_devices_that_are_not_there_are_refused() -> None:
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (lambda: FSDPPrecision("bf16-true"), "does not work with FSDPPrecision; use precision='32-true'"),
+        (
+            lambda: FSDPPrecision("bf16-true"),
+            "does not work with FSDPPrecision; use precision='32-true'",
+        ),
     ],
 )
 def test_a_precision_that_cannot_be_had_is_refused(plugin: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Trainer(accelerator="cpu", devices=2, strategy=ShardedDP(), plugins=[plugin()], logger=False)
+        Trainer(
+            accelerator="cpu", devices=2, strategy=ShardedDP(), plugins=[plugin()], logger=False
+        )
     with pytest.raises(ConfigurationError, match=message):
         ShardedDP(precision_plugin=plugin())
 
@@ -180,28 +210,88 @@ BLOCKS = {"auto_wrap_policy": {Block}}
     ("build", "arguments", "name", "words"),
     [
         (TinyGpt, {"auto_wrap_policy": {nn.Conv2d}}, "ConfigurationError", ["Conv2d", "Block"]),
-        (TinyGpt, {"auto_wrap_policy": "Blokc"}, "ConfigurationError", ["Blokc", "did you mean", "Block"]),
-        (OnlyBuffers, {}, "ConfigurationError", ["Expected a model with parameters, found none in OnlyBuffers"]),
+        (
+            TinyGpt,
+            {"auto_wrap_policy": "Blokc"},
+            "ConfigurationError",
+            ["Blokc", "did you mean", "Block"],
+        ),
+        (
+            OnlyBuffers,
+            {},
+            "ConfigurationError",
+            ["Expected a model with parameters, found none in OnlyBuffers"],
+        ),
         (
             with_parameters_that_nothing_initialises,
             {},
             "ConfigurationError",
-            ["found 1 on the meta device", "blocks.1.gain", "Define reset_parameters() in Block"],
+            [
+                "found 1 on the meta device",
+                "blocks.1.gain",
+                "Fill them in the constructors of Block",
+            ],
         ),
-        (with_lazy_parameters, {}, "ConfigurationError", ["found 2 uninitialized: 'extra.weight'", "Run one forward"]),
-        (with_ddp_inside, {}, "ConfigurationError", ["found 'blocks.0' wrapped by", "DistributedDataParallel", "bare"]),
-        (with_fsdp_inside, {}, "ConfigurationError", ["found 'blocks.0' wrapped by FSDP1", "bare module"]),
-        (with_fsdp2_inside, {}, "ConfigurationError", ["found 'blocks.0' wrapped by FSDP2", "bare module"]),
+        (
+            with_lazy_parameters,
+            {},
+            "ConfigurationError",
+            ["found 2 uninitialized: 'extra.weight'", "Run one forward"],
+        ),
+        (
+            with_ddp_inside,
+            {},
+            "ConfigurationError",
+            ["found 'blocks.0' wrapped by", "DistributedDataParallel", "bare"],
+        ),
+        (
+            with_fsdp_inside,
+            {},
+            "ConfigurationError",
+            ["found 'blocks.0' wrapped by FSDP1", "bare module"],
+        ),
+        (
+            with_fsdp2_inside,
+            {},
+            "ConfigurationError",
+            ["found 'blocks.0' wrapped by FSDP2", "bare module"],
+        ),
         (
             with_another_size_on_rank_one,
             BLOCKS,
             "LayoutMismatchError",
-            ["parameter embed.weight", "(11, 8)", "(11, 16)", "differ from rank 0: [1]", "Build the same model"],
+            [
+                "parameter embed.weight",
+                "(11, 8)",
+                "(11, 16)",
+                "differ from rank 0: [1]",
+                "Build the same model",
+            ],
         ),
-        (with_another_depth_on_rank_one, BLOCKS, "LayoutMismatchError", ["unit blocks.2", "nothing more"]),
-        (with_one_frozen_on_rank_one, BLOCKS, "LayoutMismatchError", ["blocks.2.down.bias", "trainable", "frozen"]),
-        (ReplacesAParameter, BLOCKS, "ConfigurationError", ["Linear.weight of unit blocks.1) was replaced", "copy_"]),
-        (ReplacesItsOwnParameter, BLOCKS, "ConfigurationError", ["Embedding.weight of unit (root)) was replaced"]),
+        (
+            with_another_depth_on_rank_one,
+            BLOCKS,
+            "LayoutMismatchError",
+            ["unit blocks.2", "nothing more"],
+        ),
+        (
+            with_one_frozen_on_rank_one,
+            BLOCKS,
+            "LayoutMismatchError",
+            ["blocks.2.down.bias", "trainable", "frozen"],
+        ),
+        (
+            ReplacesAParameter,
+            BLOCKS,
+            "ConfigurationError",
+            ["Linear.weight of unit blocks.1) was replaced", "copy_"],
+        ),
+        (
+            ReplacesItsOwnParameter,
+            BLOCKS,
+            "ConfigurationError",
+            ["Embedding.weight of unit (root)) was replaced"],
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_on_every_rank(
@@ -229,14 +319,18 @@ def test_sync_batchnorm_on_the_cpu_is_refused_before_training(
     message = r"no SyncBatchNorm \(sync_batchnorm=True\) .* found 2 layers: 'blocks.0.norm', 'blocks.1.norm'"
     with pytest.raises(ConfigurationError, match=message):
         make_trainer(ShardedDP(), max_steps=2, **options).fit(model, image_loader(16))
-    assert not model.losses and not any(isinstance(value, ShardTensor) for value in model.parameters())
+    assert not model.losses and not any(
+        isinstance(value, ShardTensor) for value in model.parameters()
+    )
 
 
 @on_ranks(2)
 def test_sync_batchnorm_is_that_of_torch_and_does_not_disturb_evaluation() -> None:
     model = TinyConvNet()
     model.validation_step = lambda batch: model.loss(batch)
-    trainer = make_trainer(ShardedDP(auto_wrap_policy={ConvBlock}), max_steps=2, sync_batchnorm=True)
+    trainer = make_trainer(
+        ShardedDP(auto_wrap_policy={ConvBlock}), max_steps=2, sync_batchnorm=True
+    )
     trainer.validate(model, image_loader(16), verbose=False)
     assert [type(block.norm) for block in model.blocks] == [nn.SyncBatchNorm] * 2
     with pytest.raises(ConfigurationError, match="expected no SyncBatchNorm"):
@@ -253,7 +347,9 @@ class Refuses:
 
 
 def test_a_policy_that_fails_on_one_rank_stops_all(world: Worlds) -> None:
-    for name, message, steps in world(2).run(fit_and_catch, TinyGpt, {"auto_wrap_policy": Refuses()}):
+    for name, message, steps in world(2).run(
+        fit_and_catch, TinyGpt, {"auto_wrap_policy": Refuses()}
+    ):
         assert (name, steps) == ("RankError", 0)
         assert "finding units failed on rank 1; every rank stops here" in message
         assert "KeyError: 'only here'" in message

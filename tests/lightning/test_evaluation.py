@@ -49,7 +49,9 @@ ORDERS = [
 ]
 
 
-def run_stages(strategy: Callable[[], Any], order: str, several: bool, as_on_cuda: bool) -> dict[str, Any]:
+def run_stages(
+    strategy: Callable[[], Any], order: str, several: bool, as_on_cuda: bool
+) -> dict[str, Any]:
     """Everything that the stages answer; later training builds on earlier."""
     with inference_mode_as_on_cuda() if as_on_cuda else nullcontext():
         seed_everything(1, verbose=False)
@@ -67,7 +69,9 @@ def run_stages(strategy: Callable[[], Any], order: str, several: bool, as_on_cud
                 answers[f"{number}"] = torch.cat(trainer.predict(model, loader)).tolist()
             else:
                 getattr(trainer, stage)(model, loader, verbose=False)
-            answers[f"{number} {stage}"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+            answers[f"{number} {stage}"] = {
+                name: value.item() for name, value in trainer.callback_metrics.items()
+            }
         return {"answers": answers, "losses": model.losses, "weights": full_weights(model)}
 
 
@@ -75,7 +79,9 @@ def run_stages(strategy: Callable[[], Any], order: str, several: bool, as_on_cud
 @pytest.mark.parametrize("as_on_cuda", [False, True], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("several", [False, True], ids=["one_trainer", "several_trainers"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_stages_run_in_any_order_as_under_ddp(world: Worlds, order: str, several: bool, as_on_cuda: bool) -> None:
+def test_stages_run_in_any_order_as_under_ddp(
+    world: Worlds, order: str, several: bool, as_on_cuda: bool
+) -> None:
     found = world(2).run(run_stages, sharded, order, several, as_on_cuda)
     expected = world(2).run(run_stages, DDPStrategy, order, several, False)
     for ours, theirs in zip(found, expected, strict=True):
@@ -95,7 +101,9 @@ def validate_as_on_cuda(strategy: Callable[[], Any]) -> bool:
 
 @pytest.mark.slow
 def test_evaluation_never_runs_under_inference_mode(world: Worlds) -> None:
-    assert world(2).run(validate_as_on_cuda, DDPStrategy) == [True] * 2, "the patch no longer does what it is for"
+    assert world(2).run(validate_as_on_cuda, DDPStrategy) == [True] * 2, (
+        "the patch no longer does what it is for"
+    )
     assert world(2).run(validate_as_on_cuda, sharded) == [False] * 2
 
 
@@ -115,9 +123,14 @@ def predict_and_train(strategy: str, loader: Any) -> dict[str, Any]:
     assert predictions is not None
     batches = list(trainer.predict_dataloaders)
     sharded_again = all(isinstance(parameter, ShardTensor) for parameter in model.parameters())
-    make_trainer(ShardedDP(strategy, auto_wrap_policy={Block}), max_steps=1).fit(model, token_loader(8))
+    make_trainer(ShardedDP(strategy, auto_wrap_policy={Block}), max_steps=1).fit(
+        model, token_loader(8)
+    )
     with torch.no_grad():
-        right = all(torch.allclose(p, plain(b), atol=1e-5) for p, b in zip(predictions, batches, strict=True))
+        right = all(
+            torch.allclose(p, plain(b), atol=1e-5)
+            for p, b in zip(predictions, batches, strict=True)
+        )
     return {
         "sizes": [len(prediction) for prediction in predictions],
         "right": right,
@@ -188,17 +201,24 @@ def test_a_module_brings_its_communicators_along_and_its_traffic_is_counted(worl
 def train_with_sanity_check(sanity_steps: int) -> dict[str, Any]:
     seed_everything(1, verbose=False)
     model, loader = EvaluatedGpt(), token_loader(16)
-    make_trainer(sharded(), max_epochs=2, num_sanity_val_steps=sanity_steps).fit(model, loader, loader)
+    make_trainer(sharded(), max_epochs=2, num_sanity_val_steps=sanity_steps).fit(
+        model, loader, loader
+    )
     return {"losses": model.losses, "weights": full_weights(model)}
 
 
 @pytest.mark.slow
 def test_the_sanity_check_leaves_training_as_it_is(world: Worlds) -> None:
     for without, having in zip(
-        world(2).run(train_with_sanity_check, 0), world(2).run(train_with_sanity_check, 2), strict=True
+        world(2).run(train_with_sanity_check, 0),
+        world(2).run(train_with_sanity_check, 2),
+        strict=True,
     ):
         assert without["losses"] == having["losses"]
-        assert all(torch.equal(without["weights"][name], having["weights"][name]) for name in without["weights"])
+        assert all(
+            torch.equal(without["weights"][name], having["weights"][name])
+            for name in without["weights"]
+        )
 
 
 # -- without parameters
@@ -232,8 +252,12 @@ def evaluate_without_parameters(build: Callable[..., Any], arguments: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [{}, {"sharding_strategy": "no_shard"}, {"auto_wrap_policy": None}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"sharding_strategy": "no_shard"}, {"auto_wrap_policy": None}]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_module_without_parameters_is_evaluated(world: Worlds, ranks: int, arguments: dict[str, Any]) -> None:
+def test_a_module_without_parameters_is_evaluated(
+    world: Worlds, ranks: int, arguments: dict[str, Any]
+) -> None:
     found = world(ranks).run(evaluate_without_parameters, ShardedDP, arguments)
     assert found == world(ranks).run(evaluate_without_parameters, DDPStrategy, {})

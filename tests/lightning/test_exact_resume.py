@@ -65,7 +65,12 @@ class KnowsItsEnd(Dropped):
 
 def noisy(index: int) -> Tensor:
     """One sample, with noise from all three generators."""
-    return torch.full((WIDTH,), float(index % 7)) + torch.randn(WIDTH) + random.random() + float(np.random.rand())
+    return (
+        torch.full((WIDTH,), float(index % 7))
+        + torch.randn(WIDTH)
+        + random.random()
+        + float(np.random.rand())
+    )
 
 
 class Noisy(Dataset[Tensor]):
@@ -148,7 +153,9 @@ class ShuffledByEpoch:
         return SAMPLES // 2
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        order = torch.randperm(
+            SAMPLES, generator=torch.Generator().manual_seed(self.epoch)
+        ).tolist()
         yield from order[self.start : SAMPLES // 2]
 
 
@@ -193,26 +200,51 @@ SAVES: dict[str, dict[str, Any]] = {
 
 
 def fit(
-    loader: str, strategy: str, save: str, folder: str, ckpt_path: str | None, kind: str, options: dict[str, Any]
+    loader: str,
+    strategy: str,
+    save: str,
+    folder: str,
+    ckpt_path: str | None,
+    kind: str,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """Train; losses of this rank, the checkpoints that were saved, and warnings about random states."""
     seed_everything(3, verbose=False)
     model = KnowsItsEnd() if "knows its end" in options else Dropped()
-    validation = DataLoader(torch.zeros(4, WIDTH), 2) if save == "validation end" or "val" in options else None
-    options = {name: value for name, value in options.items() if name not in ("val", "knows its end")}
+    validation = (
+        DataLoader(torch.zeros(4, WIDTH), 2)
+        if save == "validation end" or "val" in options
+        else None
+    )
+    options = {
+        name: value for name, value in options.items() if name not in ("val", "knows its end")
+    }
     trainer = make_trainer(
-        ShardedDP(strategy, 1 if strategy == "hybrid_shard" else None, auto_wrap_policy=None, state_dict_type=kind),
+        ShardedDP(
+            strategy,
+            1 if strategy == "hybrid_shard" else None,
+            auto_wrap_policy=None,
+            state_dict_type=kind,
+        ),
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1, **SAVES[save])],
-        use_distributed_sampler=loader not in ("generated", "eager", "own order") and "own sampler" not in options,
-        **{"max_epochs": EPOCHS, **{name: value for name, value in options.items() if name != "own sampler"}},
+        use_distributed_sampler=loader not in ("generated", "eager", "own order")
+        and "own sampler" not in options,
+        **{
+            "max_epochs": EPOCHS,
+            **{name: value for name, value in options.items() if name != "own sampler"},
+        },
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model, LOADERS[loader](), validation, ckpt_path=ckpt_path)
     return {
         "losses": model.losses,
-        "warned": [str(each.message) for each in caught if any(words in str(each.message) for words in WARNED)],
+        "warned": [
+            str(each.message)
+            for each in caught
+            if any(words in str(each.message) for words in WARNED)
+        ],
     }
 
 
@@ -242,20 +274,33 @@ def check(
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.torture), "sharded"])
-def test_between_epochs_under_every_strategy(world: Worlds, tmp_path: Path, strategy: str, kind: str) -> None:
+def test_between_epochs_under_every_strategy(
+    world: Worlds, tmp_path: Path, strategy: str, kind: str
+) -> None:
     check(world, tmp_path, "plain", "epoch end", step=6, strategy=strategy, kind=kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", [loader for loader in LOADERS if loader != "own order"])
 @pytest.mark.parametrize("save", ["epoch end", "validation end"])
-def test_between_epochs_with_every_loader(world: Worlds, tmp_path: Path, loader: str, save: str) -> None:
+def test_between_epochs_with_every_loader(
+    world: Worlds, tmp_path: Path, loader: str, save: str
+) -> None:
     check(world, tmp_path, loader, save, step=6)
 
 
 @pytest.mark.slow
-def test_between_epochs_with_a_sampler_that_draws_from_the_global_generator(world: Worlds, tmp_path: Path) -> None:
-    check(world, tmp_path, "plain", "epoch end", step=12, **{"own sampler": True, "limit_train_batches": 6})
+def test_between_epochs_with_a_sampler_that_draws_from_the_global_generator(
+    world: Worlds, tmp_path: Path
+) -> None:
+    check(
+        world,
+        tmp_path,
+        "plain",
+        "epoch end",
+        step=12,
+        **{"own sampler": True, "limit_train_batches": 6},
+    )
 
 
 @pytest.mark.slow
@@ -269,7 +314,9 @@ STATEFUL = ["generated", "eager", "generated stream", "eager stream", "own order
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_in_the_middle_of_an_epoch_under_every_strategy(world: Worlds, tmp_path: Path, strategy: str) -> None:
+def test_in_the_middle_of_an_epoch_under_every_strategy(
+    world: Worlds, tmp_path: Path, strategy: str
+) -> None:
     check(world, tmp_path, "generated", "middle", step=4, strategy=strategy, kind="sharded")
 
 
@@ -283,13 +330,17 @@ def test_in_the_middle_of_an_epoch_with_every_stateful_loader(
 
 
 @pytest.mark.slow
-def test_in_the_middle_of_an_epoch_by_a_model_that_asks_for_the_number_of_steps(world: Worlds, tmp_path: Path) -> None:
+def test_in_the_middle_of_an_epoch_by_a_model_that_asks_for_the_number_of_steps(
+    world: Worlds, tmp_path: Path
+) -> None:
     check(world, tmp_path, "own order", "middle", step=4, kind="sharded", **{"knows its end": True})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", STATEFUL)
-def test_in_the_middle_of_an_epoch_with_validation_in_between(world: Worlds, tmp_path: Path, loader: str) -> None:
+def test_in_the_middle_of_an_epoch_with_validation_in_between(
+    world: Worlds, tmp_path: Path, loader: str
+) -> None:
     check(world, tmp_path, loader, "validation end", step=3, val_check_interval=3)
 
 
@@ -297,7 +348,13 @@ def test_in_the_middle_of_an_epoch_with_validation_in_between(world: Worlds, tmp
 @pytest.mark.parametrize(
     ("loader", "save", "accumulate", "step", "trained"),
     [
-        ("generated", "epoch end", 4, 4, 12),  # of six batches per epoch, four and then two make a step
+        (
+            "generated",
+            "epoch end",
+            4,
+            4,
+            12,
+        ),  # of six batches per epoch, four and then two make a step
         ("generated", "middle", 4, 1, 4),
         ("eager stream", "middle", 2, 4, 8),
         ("eager stream", "epoch end", 2, 3, 6),
@@ -306,7 +363,15 @@ def test_in_the_middle_of_an_epoch_with_validation_in_between(world: Worlds, tmp
 def test_with_accumulated_gradients(
     world: Worlds, tmp_path: Path, loader: str, save: str, accumulate: int, step: int, trained: int
 ) -> None:
-    check(world, tmp_path, loader, save, step=step, trained=trained, accumulate_grad_batches=accumulate)
+    check(
+        world,
+        tmp_path,
+        loader,
+        save,
+        step=step,
+        trained=trained,
+        accumulate_grad_batches=accumulate,
+    )
 
 
 @pytest.mark.slow
@@ -314,7 +379,14 @@ def test_another_number_of_ranks_is_told_and_trains_on(world: Worlds, tmp_path: 
     world(2).run(fit, "plain", "full_shard", "epoch end", str(tmp_path), None, "full", {})
     for size in (1, 3):
         resumed = world(size).run(
-            fit, "plain", "full_shard", "epoch end", str(tmp_path / "b"), str(tmp_path / "step=6.ckpt"), "full", {}
+            fit,
+            "plain",
+            "full_shard",
+            "epoch end",
+            str(tmp_path / "b"),
+            str(tmp_path / "step=6.ckpt"),
+            "full",
+            {},
         )
         assert [len(each["warned"]) for each in resumed] == [1] + [0] * (size - 1)
         assert f"random states of 2 ranks and this run has {size}" in resumed[0]["warned"][0]
@@ -322,10 +394,16 @@ def test_another_number_of_ranks_is_told_and_trains_on(world: Worlds, tmp_path: 
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_is_told_that_they_were_in_different_places(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(fit, "own order", "full_shard", "middle", str(tmp_path), None, "sharded", {"max_steps": 4})
+def test_another_number_of_ranks_is_told_that_they_were_in_different_places(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(
+        fit, "own order", "full_shard", "middle", str(tmp_path), None, "sharded", {"max_steps": 4}
+    )
     path = str(tmp_path / "step=4.ckpt")
-    (alone,) = world(1).run(fit, "own order", "full_shard", "middle", str(tmp_path / "b"), path, "sharded", {})
+    (alone,) = world(1).run(
+        fit, "own order", "full_shard", "middle", str(tmp_path / "b"), path, "sharded", {}
+    )
     (_, places) = alone["warned"]
     assert "the places of 2 ranks in their data" in places
     assert alone["losses"]

@@ -30,11 +30,17 @@ EXPECTED: dict[str, tuple[tuple[str, ...], float]] = {
         ("all_gather(float32 of shape (2,))", "all_gather(float32 of shape (3,))"),
         5.0,
     ),
-    "another collective of torch.distributed, with debug": (("RuntimeError: rank 0 is at ",) * 2, 5.0),
+    "another collective of torch.distributed, with debug": (
+        ("RuntimeError: rank 0 is at ",) * 2,
+        5.0,
+    ),
     "another model": (("the ranks do not shard the same model",) * 2, 10.0),
     "another strategy": (("the ranks do not run the same",) * 2, 10.0),
     "another prefetch": (("Prefetch(forward=2, backward=1)",) * 2, 10.0),
-    "other code under the same version": (("where the installed code of shardeddp differs",) * 2, 10.0),
+    "other code under the same version": (
+        ("where the installed code of shardeddp differs",) * 2,
+        10.0,
+    ),
 }
 SHORT = ["killed (kill -9), rank 1", "unit skipped by one rank"]
 

@@ -25,14 +25,23 @@ class SmallOfOurs(Small):
 
 def resume(folder: str, foreign: bool) -> dict[str, Any]:
     model = SmallOfOurs()
-    callbacks = [EarlyStopping("loss"), ModelCheckpoint(dirpath=Path(folder).parent / "top", monitor="loss")]
-    strategy = ShardedDP(auto_wrap_policy=None, checkpoint_options=CheckpointOptions(foreign=foreign))
+    callbacks = [
+        EarlyStopping("loss"),
+        ModelCheckpoint(dirpath=Path(folder).parent / "top", monitor="loss"),
+    ]
+    strategy = ShardedDP(
+        auto_wrap_policy=None, checkpoint_options=CheckpointOptions(foreign=foreign)
+    )
     trainer = make_trainer(strategy, max_epochs=2, enable_checkpointing=True, callbacks=callbacks)
-    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(16, 3), batch_size=4), ckpt_path=folder)
+    trainer.fit(
+        model, torch.utils.data.DataLoader(torch.randn(16, 3), batch_size=4), ckpt_path=folder
+    )
     names = [name for name, _ in model.named_parameters()]
     states = gather_full(trainer.optimizers[0].state_dict()["state"], keep=True)
     found = {f"model.{name}": weight for name, weight in full_weights(model).items()}
-    return found | {f"optimizer_0.state.{names[i]}.exp_avg": state["exp_avg"] for i, state in states.items()}
+    return found | {
+        f"optimizer_0.state.{names[i]}.exp_avg": state["exp_avg"] for i, state in states.items()
+    }
 
 
 @pytest.mark.slow
@@ -43,5 +52,7 @@ def test_weights_and_optimizer_states_come_over(world: Worlds, tmp_path: Path) -
         found = world(size).run(resume, folder, True)[0]
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    with pytest.raises(CheckpointError, match=r"written by another tool.*CheckpointOptions\(foreign=True\)"):
+    with pytest.raises(
+        CheckpointError, match=r"written by another tool.*CheckpointOptions\(foreign=True\)"
+    ):
         world(2).run(resume, folder, False)

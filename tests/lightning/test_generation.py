@@ -66,14 +66,20 @@ def test_ranks_that_end_at_different_lengths_generate_what_one_process_does() ->
     trainer.fit(module, token_loader(16), token_loader(16))
     alone = Generator()
     # What was generated was computed after the last step, so with these weights.
-    alone.load_state_dict({name: weight.full_tensor() for name, weight in module.model.state_dict().items()})
+    alone.load_state_dict(
+        {name: weight.full_tensor() for name, weight in module.model.state_dict().items()}
+    )
     prompts = torch.tensor(module.tokens)[:, :3]
     assert module.tokens == alone.generate(prompts, 1 + 3 * dist.get_rank()).tolist()
     assert prompts.shape[0] == 8
 
 
 def test_only_models_that_gather_for_each_forward_are_marked() -> None:
-    for strategy, marked in {"full_shard": True, "shard_grad_op": True, "shard_optimizer": False}.items():
+    for strategy, marked in {
+        "full_shard": True,
+        "shard_grad_op": True,
+        "shard_optimizer": False,
+    }.items():
         module = nn.Sequential(Generator(), nn.Linear(2, 2))
         keep_generation_in_step(module, SHARDING_STRATEGIES[strategy])
         assert [hasattr(child, MARK) for child in module] == [marked, False]

@@ -46,13 +46,21 @@ OTHERS = {
     "predict_step",
 }
 # Called by torch too, or by whoever wants to know something: not a hook of the module.
-NOT_HERE = {"LightningModule.state_dict", "LightningModule.load_state_dict", "LightningModule.on_gpu"}
+NOT_HERE = {
+    "LightningModule.state_dict",
+    "LightningModule.load_state_dict",
+    "LightningModule.on_gpu",
+}
 
 
 def recording(base: type, kind: type, calls: Calls) -> type:
     """A subclass of ``base`` that notes every call of a hook of ``kind``, and what a module then says of itself."""
     names = {name for name in dir(kind) if name in OTHERS or name.startswith("on_")}
-    names = {name for name in names if f"{kind.__name__}.{name}" not in NOT_HERE and callable(getattr(kind, name))}
+    names = {
+        name
+        for name in names
+        if f"{kind.__name__}.{name}" not in NOT_HERE and callable(getattr(kind, name))
+    }
 
     def note(name: str) -> Callable[..., Any]:
         original = getattr(base, name)
@@ -132,14 +140,19 @@ def call_everything(make: Callable[[], Any], folder: str) -> dict[str, Calls]:
 
 
 @pytest.mark.slow
-def test_hooks_are_called_in_the_order_of_ddp_and_see_its_device_and_dtype(world: Worlds, tmp_path: Path) -> None:
+def test_hooks_are_called_in_the_order_of_ddp_and_see_its_device_and_dtype(
+    world: Worlds, tmp_path: Path
+) -> None:
     found = world(2).run(call_everything, sharded, str(tmp_path / "sharded"))
     expected = world(2).run(call_everything, DDPStrategy, str(tmp_path / "ddp"))
     for ours, theirs in zip(found, expected, strict=True):
         for name, calls in theirs.items():
             assert ours[name] == calls, name
     assert "LightningModule.on_fit_start on cpu in torch.bfloat16" in expected[0]["fit"]
-    assert len(set(expected[0]["fit"])) > 60 and "Callback.on_exception" in expected[0]["a test that fails"]
+    assert (
+        len(set(expected[0]["fit"])) > 60
+        and "Callback.on_exception" in expected[0]["a test that fails"]
+    )
 
 
 def sharded() -> ShardedDP:

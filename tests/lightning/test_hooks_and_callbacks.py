@@ -69,18 +69,25 @@ def call_in_hooks(strategy: Callable[[], Any]) -> dict[str, Tensor]:
 
 
 def test_a_module_calls_itself_in_every_hook_as_under_ddp(world: Worlds) -> None:
-    found, expected = world(2).run(call_in_hooks, sharded)[0], world(2).run(call_in_hooks, DDPStrategy)[0]
+    found, expected = (
+        world(2).run(call_in_hooks, sharded)[0],
+        world(2).run(call_in_hooks, DDPStrategy)[0],
+    )
     assert found.keys() == expected.keys()
     assert len(found) == 7
     for hook, logits in expected.items():
-        torch.testing.assert_close(found[hook], logits, rtol=1e-4, atol=1e-5, msg=f"other logits in {hook}")
+        torch.testing.assert_close(
+            found[hook], logits, rtol=1e-4, atol=1e-5, msg=f"other logits in {hook}"
+        )
 
 
 class LooksAround(EvaluatedGpt):
     """Notes what Lightning tells of the device and of the parameters."""
 
     def setup(self, stage: str) -> None:
-        self.sizes = {name: (tuple(p.shape), p.ndim, p.numel()) for name, p in self.named_parameters()}
+        self.sizes = {
+            name: (tuple(p.shape), p.ndim, p.numel()) for name, p in self.named_parameters()
+        }
         self.before = dict(self.named_parameters())
 
     def on_fit_start(self) -> None:
@@ -88,7 +95,8 @@ class LooksAround(EvaluatedGpt):
         self.unchanged = {
             "names": list(after) == list(self.before),
             "identity": all(after[name] is self.before[name] for name in after),
-            "sizes": {name: (tuple(p.shape), p.ndim, p.numel()) for name, p in after.items()} == self.sizes,
+            "sizes": {name: (tuple(p.shape), p.ndim, p.numel()) for name, p in after.items()}
+            == self.sizes,
             "type": all(isinstance(p, torch.nn.Parameter) for p in after.values()),
             "sharded": all(isinstance(p, ShardTensor) for p in after.values()),
             "tied": self.head.weight is self.embed.weight,
@@ -103,7 +111,9 @@ def look_around() -> dict[str, bool]:
 
 
 def test_parameters_keep_identity_name_and_size(world: Worlds) -> None:
-    assert {key for answers in world(2).run(look_around) for key, value in answers.items() if not value} == set()
+    assert {
+        key for answers in world(2).run(look_around) for key, value in answers.items() if not value
+    } == set()
 
 
 # -- what Lightning's own parts see
@@ -142,7 +152,8 @@ def hybrid_groups(num_nodes: int, shard_size: int | None) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "shard_size", "expected"), [(1, None, (1, 4)), (2, None, (2, 2)), (1, 2, (2, 2)), (2, 1, (4, 1))]
+    ("num_nodes", "shard_size", "expected"),
+    [(1, None, (1, 4)), (2, None, (2, 2)), (1, 2, (2, 2)), (2, 1, (4, 1))],
 )
 def test_hybrid_sharding_shards_inside_of_a_node(
     world: Worlds, num_nodes: int, shard_size: int | None, expected: tuple[int, int]
@@ -166,7 +177,9 @@ def test_the_model_summary_counts_whole_parameters(world: Worlds) -> None:
 
 
 def run_callbacks(folder: str) -> dict[str, Any]:
-    checkpoints = ModelCheckpoint(f"{folder}/checkpoints", "{epoch}", monitor="val", save_top_k=2, save_last=True)
+    checkpoints = ModelCheckpoint(
+        f"{folder}/checkpoints", "{epoch}", monitor="val", save_top_k=2, save_last=True
+    )
     stopping = EarlyStopping("val", patience=1, min_delta=100.0)
     trainer = make_trainer(
         sharded(),
@@ -193,11 +206,17 @@ def run_callbacks(folder: str) -> dict[str, Any]:
 def test_stock_callbacks_run(world: Worlds, tmp_path: Path) -> None:
     first, second = world(2).run(run_callbacks, str(tmp_path))
     assert first == second
-    assert first["epochs"] == 2, "no improvement by 100 in the second epoch: training should have stopped"
+    assert first["epochs"] == 2, (
+        "no improvement by 100 in the second epoch: training should have stopped"
+    )
     assert first["best"] == "epoch=1.ckpt"
     assert first["rate"] == pytest.approx(1e-2 / (1 + 0.1 * 3))
     assert first["test"] == pytest.approx(first["val"])
-    assert sorted(path.name for path in tmp_path.glob("checkpoints/*")) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/*")) == [
+        "epoch=0.ckpt",
+        "epoch=1.ckpt",
+        "last.ckpt",
+    ]
 
 
 def buffers_after_fit(stages: Sequence[str]) -> dict[str, Tensor]:

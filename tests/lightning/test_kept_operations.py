@@ -4,13 +4,19 @@ import pytest
 import torch
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.activation_checkpointing import PRESETS, check_save_ops, find_operations, selective_contexts
+from shardeddp.lightning.activation_checkpointing import (
+    PRESETS,
+    check_save_ops,
+    find_operations,
+    selective_contexts,
+)
 
 MM = torch.ops.aten.mm
 
 
 @pytest.mark.parametrize(
-    "name", ["aten.mm.default", "aten::mm.default", "mm.default", "torch.ops.aten.mm.default", MM.default]
+    "name",
+    ["aten.mm.default", "aten::mm.default", "mm.default", "torch.ops.aten.mm.default", MM.default],
 )
 def test_a_name_with_an_overload_is_one_operation(name: object) -> None:
     assert find_operations([name]) == [MM.default]

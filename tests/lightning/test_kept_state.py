@@ -101,7 +101,9 @@ class ByFunctions(Average):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.kept.values()), [p.detach() for p in pl_module.parameters()], 0.2)
+            torch._foreach_lerp_(
+                list(self.kept.values()), [p.detach() for p in pl_module.parameters()], 0.2
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": (list(self.kept), list(self.kept.values()))}
@@ -150,7 +152,11 @@ def save_and_resume(path: str, *strategy: Any) -> dict[str, Any]:
             trainer.save_checkpoint(path)
             dist.barrier()
     assert model.teacher is not None and model.plain is not None
-    kept = {f"{type(it).__name__} {name}": whole(tensor) for it in keepers for name, tensor in it.kept.items()}
+    kept = {
+        f"{type(it).__name__} {name}": whole(tensor)
+        for it in keepers
+        for name, tensor in it.kept.items()
+    }
     kinds = [{type(tensor).__name__ for tensor in it.kept.values()} for it in keepers]
     extra = {"teacher": whole(model.teacher), "plain": model.plain}
     return {"kept": {**kept, **extra, **full_weights(model)}, "kinds": kinds}
@@ -198,8 +204,12 @@ def test_a_module_without_optimizers_is_saved_and_resumed(
     world: Worlds, tmp_path: Path, strategy: str, size: int | None, kind: str
 ) -> None:
     ranks = 4 if size else 2
-    expected = world(ranks).run(quietly, train_without_optimizers, str(tmp_path / "ddp.ckpt"), "ddp", None)
-    found = world(ranks).run(quietly, train_without_optimizers, str(tmp_path / "ours.ckpt"), strategy, size, kind)
+    expected = world(ranks).run(
+        quietly, train_without_optimizers, str(tmp_path / "ddp.ckpt"), "ddp", None
+    )
+    found = world(ranks).run(
+        quietly, train_without_optimizers, str(tmp_path / "ours.ckpt"), strategy, size, kind
+    )
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["batches"] == theirs["batches"]
         torch.testing.assert_close(mine["losses"], theirs["losses"])
@@ -237,7 +247,9 @@ def test_a_checkpoint_without_optimizer_states_is_gone_on_from(
 ) -> None:
     ranks = 4 if size else 2
     expected = world(ranks).run(quietly, resume_stripped, str(tmp_path / "ddp.ckpt"), "ddp", None)
-    found = world(ranks).run(quietly, resume_stripped, str(tmp_path / "ours.ckpt"), strategy, size, kind)
+    found = world(ranks).run(
+        quietly, resume_stripped, str(tmp_path / "ours.ckpt"), strategy, size, kind
+    )
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=1e-5, atol=0)
         assert_same_weights(mine["weights"], theirs["weights"])
@@ -246,7 +258,9 @@ def test_a_checkpoint_without_optimizer_states_is_gone_on_from(
 # -- what is the user's stays the user's
 
 
-def prefixed(module: torch.nn.Module, state_dict: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+def prefixed(
+    module: torch.nn.Module, state_dict: dict[str, Any], *arguments: Any, **options: Any
+) -> Any:
     state = {name.removeprefix("old."): value for name, value in state_dict.items()}
     module.times = getattr(module, "times", 0) + 1  # type: ignore[assignment]
     return type(module).load_state_dict(module, state, *arguments, **options)  # type: ignore[arg-type]
@@ -254,7 +268,9 @@ def prefixed(module: torch.nn.Module, state_dict: dict[str, Any], *arguments: An
 
 class Renamed(TinyGpt):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+        checkpoint["state_dict"] = {
+            f"old.{name}": value for name, value in checkpoint["state_dict"].items()
+        }
 
 
 def load_in_its_own_way(path: str, kind: Any) -> tuple[int, bool, bool]:
@@ -269,12 +285,20 @@ def load_in_its_own_way(path: str, kind: Any) -> tuple[int, bool, bool]:
     again = make_trainer(strategy_of("full_shard", None, kind), max_epochs=1)
     again.fit(resumed, same_batches(), ckpt_path=path)
     mine, theirs = full_weights(resumed), full_weights(model)
-    return resumed.times, resumed.load_state_dict is own, all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    return (
+        resumed.times,
+        resumed.load_state_dict is own,
+        all(torch.equal(mine[name], theirs[name]) for name in theirs),
+    )
 
 
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
-def test_an_instance_loads_by_its_own_method_and_keeps_it(world: Worlds, tmp_path: Path, kind: str) -> None:
-    assert world(2).run(load_in_its_own_way, str(tmp_path / "x.ckpt"), kind) == [(1, True, True)] * 2
+def test_an_instance_loads_by_its_own_method_and_keeps_it(
+    world: Worlds, tmp_path: Path, kind: str
+) -> None:
+    assert (
+        world(2).run(load_in_its_own_way, str(tmp_path / "x.ckpt"), kind) == [(1, True, True)] * 2
+    )
 
 
 class Watches(TinyGpt):
@@ -294,5 +318,7 @@ def save_what_was_seen(path: str, kind: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
-def test_the_checkpoint_that_a_hook_has_seen_stays_as_it_is(world: Worlds, tmp_path: Path, kind: str) -> None:
+def test_the_checkpoint_that_a_hook_has_seen_stays_as_it_is(
+    world: Worlds, tmp_path: Path, kind: str
+) -> None:
     assert world(2).run(save_what_was_seen, str(tmp_path / "x.ckpt"), kind) == [True, True]

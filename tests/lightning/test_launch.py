@@ -43,14 +43,20 @@ class Finished:
     @property
     def said(self) -> list[dict[str, Any]]:
         """What it said about itself, by rank."""
-        lines = [line.removeprefix("said ") for line in self.stdout.splitlines() if line.startswith("said ")]
+        lines = [
+            line.removeprefix("said ")
+            for line in self.stdout.splitlines()
+            if line.startswith("said ")
+        ]
         return sorted((json.loads(line) for line in lines), key=lambda said: said["rank"])
 
 
 def run_script(*arguments: str, launcher: Sequence[str] = (), timeout_s: float = 100) -> Finished:
     """Run the script in a process group of its own, of which nothing may be left."""
     environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
     environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
@@ -58,7 +64,12 @@ def run_script(*arguments: str, launcher: Sequence[str] = (), timeout_s: float =
     }
     command = [sys.executable, *launcher, SCRIPT, *arguments]
     process = subprocess.Popen(
-        command, env=environment, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
@@ -110,11 +121,18 @@ def by_script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, dict[
 
 
 @pytest.mark.slow
-def test_a_script_trains_tests_predicts_and_saves_on_every_rank(by_script: tuple[Finished, Any]) -> None:
+def test_a_script_trains_tests_predicts_and_saves_on_every_rank(
+    by_script: tuple[Finished, Any],
+) -> None:
     said = by_script[0].said
     assert [each["rank"] for each in said] == [0, 1]
     for each in said:
-        assert (each["is_ours"], each["saved"], each["plain"], each["predictions"]) == (True, True, False, 2)
+        assert (each["is_ours"], each["saved"], each["plain"], each["predictions"]) == (
+            True,
+            True,
+            False,
+            2,
+        )
     assert said[0]["test"] == said[1]["test"]
 
 
@@ -123,7 +141,9 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(by_script: tuple[Finished
     assert [each["listens_on"] for each in by_script[0].said] == [["127.0.0.1"]] * 2
 
 
-def test_a_script_ends_without_a_word_and_leaves_no_process(by_script: tuple[Finished, Any]) -> None:
+def test_a_script_ends_without_a_word_and_leaves_no_process(
+    by_script: tuple[Finished, Any],
+) -> None:
     finished = by_script[0]
     assert finished.stderr == ""
     assert not finished.leftover
@@ -132,7 +152,9 @@ def test_a_script_ends_without_a_word_and_leaves_no_process(by_script: tuple[Fin
 
 
 @pytest.mark.slow
-def test_torchrun_gives_the_same(by_script: tuple[Finished, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_torchrun_gives_the_same(
+    by_script: tuple[Finished, dict[str, Tensor]], tmp_path: Path
+) -> None:
     finished = run_script(str(tmp_path), "sharded_dp", launcher=TORCHRUN)
     assert finished.code == 0, finished.stderr
     assert finished.said == by_script[0].said
@@ -193,16 +215,27 @@ def strategies_by_name() -> dict[str, ShardingStrategy]:
 
 
 def test_every_sharding_strategy_has_a_name_that_a_trainer_takes(world: Worlds) -> None:
-    full = dict.fromkeys(("sharded_dp", "shardeddp", "shardeddp.shardeddp"), SHARDING_STRATEGIES["full_shard"])
+    full = dict.fromkeys(
+        ("sharded_dp", "shardeddp", "shardeddp.shardeddp"), SHARDING_STRATEGIES["full_shard"]
+    )
     assert (
         world(2).run(strategies_by_name)
-        == [full | {f"sharded_dp_{name}": sharding for name, sharding in SHARDING_STRATEGIES.items()}] * 2
+        == [
+            full
+            | {f"sharded_dp_{name}": sharding for name, sharding in SHARDING_STRATEGIES.items()}
+        ]
+        * 2
     )
 
 
 @pytest.mark.parametrize(
     ("name", "in_notebooks"),
-    [("sharded_dp", False), ("sharded_dp_spawn", False), ("sharded_dp_fork", True), ("sharded_dp_notebook", True)],
+    [
+        ("sharded_dp", False),
+        ("sharded_dp_spawn", False),
+        ("sharded_dp_fork", True),
+        ("sharded_dp_notebook", True),
+    ],
 )
 def test_the_names_for_notebooks_fork(name: str, in_notebooks: bool) -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy=name, logger=False)

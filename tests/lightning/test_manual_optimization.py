@@ -68,7 +68,9 @@ GAN = Run(model=Gan, loader=token_loader, steps=10, ddp={"find_unused_parameters
 
 @pytest.mark.parametrize("units", [{nn.Linear}, None])
 @pytest.mark.parametrize("model", [Gan, GanWithDirectBackward])
-def test_a_gan_with_toggled_optimizers_equals_ddp(world: Worlds, model: type[Gan], units: Any) -> None:
+def test_a_gan_with_toggled_optimizers_equals_ddp(
+    world: Worlds, model: type[Gan], units: Any
+) -> None:
     run = Run(model=model, loader=token_loader, steps=GAN.steps, warns=OUTSIDE)
     found = world(2).run(run.sharded_by, {"auto_wrap_policy": units})
     assert_same_training(found, world(2).run(GAN.under_ddp))
@@ -96,7 +98,9 @@ class ClipsValuesWithTorch(TinyGpt):
 
 @pytest.mark.parametrize("model", [ClipsThroughLightning, ClipsWithTorch, ClipsValuesWithTorch])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_clipping_in_an_overridden_hook_is_global(world: Worlds, model: type[TinyGpt], strategy: str) -> None:
+def test_clipping_in_an_overridden_hook_is_global(
+    world: Worlds, model: type[TinyGpt], strategy: str
+) -> None:
     run = Run(model=model, loader=token_loader)
     arguments = {"sharding_strategy": strategy, "auto_wrap_policy": {Block}}
     assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp))
@@ -135,10 +139,14 @@ class StepsWithLbfgs(StepsWithAClosure):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [StepsWithAClosure, StepsWithLbfgs])
-def test_an_optimizer_that_is_given_a_closure_equals_ddp(world: Worlds, model: type[TinyGpt]) -> None:
+def test_an_optimizer_that_is_given_a_closure_equals_ddp(
+    world: Worlds, model: type[TinyGpt]
+) -> None:
     run = Run(model=model, loader=token_loader)
     found = world(2).run(run.sharded_by, {"auto_wrap_policy": {Block}})
-    assert_same_training(found, world(2).run(run.under_ddp), rtol=1e-4 if model is StepsWithLbfgs else 1e-5)
+    assert_same_training(
+        found, world(2).run(run.under_ddp), rtol=1e-4 if model is StepsWithLbfgs else 1e-5
+    )
 
 
 # -- parameters that the user writes to
@@ -199,6 +207,10 @@ class ClampsWeights(TinyGpt):
 @pytest.mark.slow
 @pytest.mark.parametrize("units", [{Block}, None])
 @pytest.mark.parametrize("model", [Momentum, MomentumByData, MomentumByAssignment, ClampsWeights])
-def test_what_a_step_writes_to_parameters_stays(world: Worlds, model: type[TinyGpt], units: Any) -> None:
+def test_what_a_step_writes_to_parameters_stays(
+    world: Worlds, model: type[TinyGpt], units: Any
+) -> None:
     run = Run(model=model, loader=token_loader)
-    assert_same_training(world(2).run(run.sharded_by, {"auto_wrap_policy": units}), world(2).run(run.under_ddp))
+    assert_same_training(
+        world(2).run(run.sharded_by, {"auto_wrap_policy": units}), world(2).run(run.under_ddp)
+    )

@@ -37,7 +37,8 @@ class Measured(TinyGpt):
         self.train_accuracy = MulticlassAccuracy(VOCABULARY)
         self.mean_loss = MeanMetric()
         self.scores = MetricCollection(
-            {"accuracy": MulticlassAccuracy(VOCABULARY), "f1": MulticlassF1Score(VOCABULARY)}, prefix="val_"
+            {"accuracy": MulticlassAccuracy(VOCABULARY), "f1": MulticlassF1Score(VOCABULARY)},
+            prefix="val_",
         )
         self.test_scores = self.scores.clone(prefix="test_")
         self.auroc = MulticlassAUROC(VOCABULARY)  # its states are lists
@@ -74,7 +75,9 @@ class Measured(TinyGpt):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        self.seen.append(sorted(self.targets.compute().tolist()) + self.confusion.compute().flatten().tolist())
+        self.seen.append(
+            sorted(self.targets.compute().tolist()) + self.confusion.compute().flatten().tolist()
+        )
         self.targets.reset()
         self.confusion.reset()
 
@@ -92,11 +95,21 @@ def measure(strategy: Any, folder: str, ckpt_path: str | None = None) -> dict[st
     module, logger = Measured(), CSVLogger(folder)
     keeper = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     trainer = make_trainer(
-        strategy, max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=[keeper], enable_checkpointing=True
+        strategy,
+        max_epochs=2,
+        logger=logger,
+        log_every_n_steps=1,
+        callbacks=[keeper],
+        enable_checkpointing=True,
     )
-    warnings.filterwarnings("ignore", "It is recommended to use `self.log.'test_")  # they are of all ranks already
+    warnings.filterwarnings(
+        "ignore", "It is recommended to use `self.log.'test_"
+    )  # they are of all ranks already
     trainer.fit(module, same_batches(), same_batches(), ckpt_path=ckpt_path)
-    found = {"fit": {name: value.item() for name, value in trainer.callback_metrics.items()}, "seen": module.seen}
+    found = {
+        "fit": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "seen": module.seen,
+    }
     found["test"] = trainer.test(module, same_batches(), verbose=False)[0]
     dist.barrier()
     with open(f"{logger.log_dir}/metrics.csv") as file:
@@ -119,12 +132,20 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def measure_all(folder: str) -> None:
     expected = measure(DDPStrategy(), f"{folder}/ddp")
-    assert {"train_accuracy_step", "train_accuracy_epoch", "loss_epoch", "val_f1", "auroc"} <= expected["fit"].keys()
+    assert {
+        "train_accuracy_step",
+        "train_accuracy_epoch",
+        "loss_epoch",
+        "val_f1",
+        "auroc",
+    } <= expected["fit"].keys()
     for name in ("full_shard", "no_shard"):
         found = measure(ShardedDP(name, auto_wrap_policy={Block}), f"{folder}/{name}")
         assert_same(found, expected)
         resumed = measure(
-            ShardedDP(name, auto_wrap_policy={Block}), f"{folder}/{name}", f"{folder}/{name}/epoch=0.ckpt"
+            ShardedDP(name, auto_wrap_policy={Block}),
+            f"{folder}/{name}",
+            f"{folder}/{name}/epoch=0.ckpt",
         )
         assert_same(resumed["fit"], expected["fit"])
         theirs = measure(DDPStrategy(), f"{folder}/ddp", f"{folder}/ddp/epoch=0.ckpt")
@@ -132,5 +153,7 @@ def measure_all(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_metrics_are_those_of_ddp_everywhere_and_go_on_when_resumed(world: Worlds, tmp_path: Path) -> None:
+def test_metrics_are_those_of_ddp_everywhere_and_go_on_when_resumed(
+    world: Worlds, tmp_path: Path
+) -> None:
     world(2).run(measure_all, str(tmp_path))

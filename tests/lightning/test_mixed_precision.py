@@ -62,10 +62,14 @@ def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return nn.functional.cross_entropy(model(given).float().flatten(0, 1), given.flatten())
 
 
-def dtypes_of(model: nn.Module, autocast: torch.dtype | None = None, **options: Any) -> dict[str, torch.dtype]:
+def dtypes_of(
+    model: nn.Module, autocast: torch.dtype | None = None, **options: Any
+) -> dict[str, torch.dtype]:
     """In which dtype each parameter is gathered."""
     chosen = MixedPrecision(**options) if options else None
-    units = assign_dtypes(model, build_units(model, NamePolicy(BLOCKS)), resolve_dtypes(chosen, autocast))
+    units = assign_dtypes(
+        model, build_units(model, NamePolicy(BLOCKS)), resolve_dtypes(chosen, autocast)
+    )
     return {spec.fqn: spec.param_dtype for unit in units for spec in unit.parameters}
 
 
@@ -89,7 +93,9 @@ class Scaled(nn.Linear):
 
 def test_a_subclass_may_do_anything_with_its_weight_and_keeps_it() -> None:
     model = nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))
-    units = assign_dtypes(model, build_units(model, NamePolicy(["0"])), resolve_dtypes(None, torch.bfloat16))
+    units = assign_dtypes(
+        model, build_units(model, NamePolicy(["0"])), resolve_dtypes(None, torch.bfloat16)
+    )
     found = {spec.fqn: spec.param_dtype for unit in units for spec in unit.parameters}
     assert found["0.weight"] is torch.float32 and found["1.weight"] is torch.bfloat16
 
@@ -97,7 +103,9 @@ def test_a_subclass_may_do_anything_with_its_weight_and_keeps_it() -> None:
 def test_doubles_and_integers_are_left_to_themselves() -> None:
     model = nn.Sequential(nn.Linear(2, 2).double(), nn.Linear(2, 2))
     model[1].counts = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
-    units = assign_dtypes(model, build_units(model, NamePolicy(["0"])), resolve_dtypes(None, torch.bfloat16))
+    units = assign_dtypes(
+        model, build_units(model, NamePolicy(["0"])), resolve_dtypes(None, torch.bfloat16)
+    )
     found = {spec.fqn: spec.param_dtype for unit in units for spec in unit.parameters}
     assert (found["0.weight"], found["1.counts"]) == (torch.float64, torch.int64)
 
@@ -146,14 +154,18 @@ def test_a_class_to_keep_that_is_not_in_the_model_is_refused() -> None:
 def test_a_weight_between_a_kept_module_and_another_is_refused() -> None:
     model = Model()
     model.head.weight = model.embedding.weight
-    with pytest.raises(ConfigurationError, match=r"embedding\.weight is shared between .* keep_fp32"):
+    with pytest.raises(
+        ConfigurationError, match=r"embedding\.weight is shared between .* keep_fp32"
+    ):
         dtypes_of(model, param_dtype="bf16", keep_fp32=["Embedding"])
 
 
 # -- training
 
 
-def trial_of(options: MixedPrecision, strategy: str = "full_shard", shard_size: int | None = None) -> Trial:
+def trial_of(
+    options: MixedPrecision, strategy: str = "full_shard", shard_size: int | None = None
+) -> Trial:
     sharding = Sharding(strategy=strategy, shard_size=shard_size, units=BLOCKS)
     model = Model()
     trial = object.__new__(Trial)
@@ -165,7 +177,11 @@ def trial_of(options: MixedPrecision, strategy: str = "full_shard", shard_size: 
 def half_of(reference: nn.Module, kept: tuple[type, ...] = ()) -> nn.Module:
     """The same model in bfloat16, but for the modules of some classes, which cast what they take and return."""
     half = copy.deepcopy(reference).to(torch.bfloat16)
-    names = {name: module for name, module in reference.named_modules() if kept and isinstance(module, kept)}
+    names = {
+        name: module
+        for name, module in reference.named_modules()
+        if kept and isinstance(module, kept)
+    }
     for name, module in names.items():
         found = half.get_submodule(name)
         found.load_state_dict(module.state_dict())
@@ -207,12 +223,18 @@ def test_gradients_are_those_of_a_model_in_the_lower_dtype_averaged_in_float32(
 @on_ranks(4)
 def test_bytes_on_the_wire_are_those_of_the_dtypes(reduce_dtype: str | None, rtol: float) -> None:
     sizes = {"gather": 2, "reduce": 4 if reduce_dtype is None else 2}
-    trial = trial_of(MixedPrecision(param_dtype="bf16", reduce_dtype=reduce_dtype), "hybrid_shard", 2)
+    trial = trial_of(
+        MixedPrecision(param_dtype="bf16", reduce_dtype=reduce_dtype), "hybrid_shard", 2
+    )
     trial.forward(loss).backward()
-    layouts = [group.layout for progress in trial.runtime.progresses for group in progress.unit.groups]
+    layouts = [
+        group.layout for progress in trial.runtime.progresses for group in progress.unit.groups
+    ]
     padded = sum(layout.padded_numel for layout in layouts)
     nbytes = trial.runtime.mesh.traffic.nbytes
-    root = sum(cost.layout.padded_numel for cost in trial.runtime.progresses[0].unit.costs())  # gathered once
+    root = sum(
+        cost.layout.padded_numel for cost in trial.runtime.progresses[0].unit.costs()
+    )  # gathered once
     assert nbytes["all_gather"] == sizes["gather"] * (2 * padded - root) // 2
     assert nbytes["reduce_scatter"] == sizes["reduce"] * padded // 2
     assert nbytes["all_reduce"] == 2 * sizes["reduce"] * (padded // 2) // 2
@@ -224,7 +246,9 @@ def test_bytes_on_the_wire_are_those_of_the_dtypes(reduce_dtype: str | None, rto
 
 @on_ranks(2)
 def test_outputs_and_buffers_have_the_dtypes_that_were_asked_for() -> None:
-    trial = trial_of(MixedPrecision(param_dtype="bf16", output_dtype="float32", buffer_dtype="bf16"))
+    trial = trial_of(
+        MixedPrecision(param_dtype="bf16", output_dtype="float32", buffer_dtype="bf16")
+    )
     with torch.no_grad(), trial.runtime.step("validation_step"):
         assert trial.model(tokens(0, 0)).dtype is torch.float32
         assert trial.model.blocks[0].seen[0] is torch.bfloat16
@@ -238,13 +262,17 @@ def test_inputs_are_left_alone_where_casting_is_switched_off() -> None:
     cast_at_boundaries(model, build_units(model, NamePolicy(["0"])), options)
     assert not model._forward_pre_hooks and not model[0]._forward_pre_hooks
     with pytest.raises(RuntimeError, match="dtype"):
-        Sharding(units=("0",)).apply(model, options=MixedPrecision(param_dtype="bf16", cast_forward_inputs=False))
+        Sharding(units=("0",)).apply(
+            model, options=MixedPrecision(param_dtype="bf16", cast_forward_inputs=False)
+        )
         model(batch(0, 0, 2, 3))
 
 
 @pytest.mark.parametrize("strategy", RUNTIMES)
 @on_ranks(2)
-def test_a_write_inside_a_step_is_said_to_be_rounded_and_leaves_other_elements_at_full_precision(strategy: str) -> None:
+def test_a_write_inside_a_step_is_said_to_be_rounded_and_leaves_other_elements_at_full_precision(
+    strategy: str,
+) -> None:
     trial = trial_of(MixedPrecision(param_dtype="bf16"), strategy)
     before = {name: full(parameter).clone() for name, parameter in trial.model.named_parameters()}
     for expected in (1, 0):
@@ -253,7 +281,9 @@ def test_a_write_inside_a_step_is_said_to_be_rounded_and_leaves_other_elements_a
             with torch.no_grad(), trial.runtime.step("validation_step"):
                 trial.model.head.weight[0].fill_(0.5)
         said = [str(each.message) for each in caught]
-        assert len(said) == expected and all("head.weight is written to inside of a step" in each for each in said)
+        assert len(said) == expected and all(
+            "head.weight is written to inside of a step" in each for each in said
+        )
     before["head.weight"][0] = 0.5
     for name, parameter in trial.model.named_parameters():
         assert torch.equal(full(parameter), before[name]), name
@@ -267,7 +297,10 @@ def test_a_write_inside_a_step_is_said_to_be_rounded_and_leaves_other_elements_a
 def test_a_loss_scaler_skips_a_step_on_all_ranks_when_one_shard_overflows(strategy: str) -> None:
     warnings.filterwarnings("ignore", "parameter .* is used outside the forward")
     torch.manual_seed(0)
-    trial = Trial(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), Sharding(strategy=strategy, units=("0", "1")))
+    trial = Trial(
+        nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)),
+        Sharding(strategy=strategy, units=("0", "1")),
+    )
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
     for step in range(4):
         overflows = step in (1, 2)
@@ -275,11 +308,15 @@ def test_a_loss_scaler_skips_a_step_on_all_ranks_when_one_shard_overflows(strate
         def mean(model: nn.Module, rank: int, step: int, overflows: bool = overflows) -> Tensor:
             # One element of one weight overflows, in the shard of one rank.
             spike = torch.tensor(float("inf")) if overflows and rank == 1 else torch.tensor(1.0)
-            return model(batch(rank, step, 4, 5)).mean() + model[0].weight[0, 0] * spike.where(spike > 2, 0.0)
+            return model(batch(rank, step, 4, 5)).mean() + model[0].weight[0, 0] * spike.where(
+                spike > 2, 0.0
+            )
 
         scalers[0].scale(trial.forward(mean, step)).backward()
         scalers[1].scale(trial.reference_loss(mean, step)).backward()
-        for scaler, optimizer in zip(scalers, (trial.optimizer, trial.reference_optimizer), strict=True):
+        for scaler, optimizer in zip(
+            scalers, (trial.optimizer, trial.reference_optimizer), strict=True
+        ):
             if step % 2:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)

@@ -17,15 +17,29 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(60)
 
 HOOKS = (
-    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *(
+        "on_fit_start",
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "on_before_zero_grad",
+    ),
     *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_start"),
-    *("on_validation_epoch_end", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end"),
+    *(
+        "on_validation_epoch_end",
+        "on_validation_end",
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+    ),
     *("on_test_start", "on_test_end", "on_predict_end"),
 )
 
 
 def train(model: TinyGpt, **options: Any) -> TinyGpt:
-    make_trainer(ShardedDP(auto_wrap_policy={Block}), max_steps=2, **options).fit(model, token_loader(8))
+    make_trainer(ShardedDP(auto_wrap_policy={Block}), max_steps=2, **options).fit(
+        model, token_loader(8)
+    )
     return model
 
 
@@ -53,12 +67,16 @@ for name in HOOKS:
 
 def summon_everywhere() -> dict[str, float]:
     model = Summons()
-    trainer = make_trainer(ShardedDP(auto_wrap_policy={Block}), max_steps=2, enable_progress_bar=False)
+    trainer = make_trainer(
+        ShardedDP(auto_wrap_policy={Block}), max_steps=2, enable_progress_bar=False
+    )
     trainer.fit(model, token_loader(8), token_loader(8))
     trainer.test(model, token_loader(8), verbose=False)
     trainer.predict(model, token_loader(8))
     model.summon("after all")
-    assert model.summed["after all"] == sum(w.double().sum().item() for w in full_weights(model).values()) - (
+    assert model.summed["after all"] == sum(
+        w.double().sum().item() for w in full_weights(model).values()
+    ) - (
         full_weights(model)["head.weight"].double().sum().item()  # tied
     )
     return model.summed
@@ -102,12 +120,18 @@ def train_alone(model: type[TinyGpt]) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (SavesOnRankZero, r"norm of blocks\.0\.up\.weight at .*SavesOnRankZero\.save_norm, which rank_zero_only runs"),
+        (
+            SavesOnRankZero,
+            r"norm of blocks\.0\.up\.weight at .*SavesOnRankZero\.save_norm, which rank_zero_only runs",
+        ),
         (
             AsksOnRankZero,
             r"sum of blocks\.0\.up\.weight at .*test_model_\w+\.py:\d+.*rank 1 (waits|is) in Trainer\.fit",
         ),
-        (RunsOnRankZero, r"the forward of \(root\) at .*test_model_\w+\.py:\d+.*rank 1 (waits|is) in Trainer\.fit"),
+        (
+            RunsOnRankZero,
+            r"the forward of \(root\) at .*test_model_\w+\.py:\d+.*rank 1 (waits|is) in Trainer\.fit",
+        ),
     ],
 )
 def test_what_only_rank_zero_asks_of_sharded_parameters_is_an_error_soon(
@@ -148,7 +172,9 @@ class Teaches(EvaluatedGpt):
         x = self.embed(batch[:, :-1])
         with torch.no_grad():
             taught = self.teacher[0][0](x)
-        return super().training_step(batch, batch_index) + (self.blocks[0](x) - taught).square().mean()
+        return (
+            super().training_step(batch, batch_index) + (self.blocks[0](x) - taught).square().mean()
+        )
 
     @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:
@@ -162,7 +188,9 @@ def teach(strategy: str) -> tuple[list[float], list[Tensor]]:
     chosen = "ddp" if strategy == "ddp" else ShardedDP(strategy, auto_wrap_policy={Block})
     make_trainer(chosen, max_steps=3).fit(model, token_loader(24))
     teacher = model.teacher[0].parameters()
-    return model.losses, [p.full_tensor() if isinstance(p, ShardTensor) else p.detach() for p in teacher]
+    return model.losses, [
+        p.full_tensor() if isinstance(p, ShardTensor) else p.detach() for p in teacher
+    ]
 
 
 def test_a_copy_of_the_sharded_model_follows_and_teaches_it_as_under_ddp(world: Worlds) -> None:

@@ -48,11 +48,15 @@ class PartlyFrozen(TinyGpt):
         assert not frozen & set(optimizer.state)
 
 
-def test_frozen_parameters_stay_as_they_are_and_cost_no_gradient_and_no_state(world: Worlds) -> None:
+def test_frozen_parameters_stay_as_they_are_and_cost_no_gradient_and_no_state(
+    world: Worlds,
+) -> None:
     trained = assert_equals_ddp(world(2), Run(model=PartlyFrozen, loader=token_loader))
     torch.manual_seed(1)
     fresh = PartlyFrozen().state_dict()
-    changed = {name for name, weight in trained[0].weights.items() if not torch.equal(weight, fresh[name])}
+    changed = {
+        name for name, weight in trained[0].weights.items() if not torch.equal(weight, fresh[name])
+    }
     assert changed == {
         *(f"blocks.1.{name}" for name in ("norm.weight", "norm.bias", "down.weight", "down.bias")),
         *(name for name in fresh if name.startswith("blocks.2.")),
@@ -85,9 +89,15 @@ class MakesItsOptimizerEarly(TinyGpt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [BuildsInConfigureModel, MakesItsOptimizerEarly, HasAnOptimizerOfItsOwn])
-def test_where_the_model_and_its_optimizer_come_from_makes_no_difference(world: Worlds, model: type[Recorded]) -> None:
-    assert_equals_ddp(world(2), Run(model=model, loader=token_loader, options={"gradient_clip_val": 0.5}))
+@pytest.mark.parametrize(
+    "model", [BuildsInConfigureModel, MakesItsOptimizerEarly, HasAnOptimizerOfItsOwn]
+)
+def test_where_the_model_and_its_optimizer_come_from_makes_no_difference(
+    world: Worlds, model: type[Recorded]
+) -> None:
+    assert_equals_ddp(
+        world(2), Run(model=model, loader=token_loader, options={"gradient_clip_val": 0.5})
+    )
 
 
 class UsesParametersAnywhere(Recorded):
@@ -124,11 +134,19 @@ class PenalizesBlocks(TinyGpt):
     """Reads parameters that inner units hold, outside the forward of those units."""
 
     def loss(self, batch: Tensor) -> Tensor:
-        return super().loss(batch) + 0.01 * sum(block.up.weight.square().sum() for block in self.blocks)
+        return super().loss(batch) + 0.01 * sum(
+            block.up.weight.square().sum() for block in self.blocks
+        )
 
 
-def test_a_penalty_on_the_parameters_of_units_is_right_and_says_what_it_costs(world: Worlds) -> None:
-    run = Run(model=PenalizesBlocks, loader=token_loader, warns=r"parameter blocks\.\d\.up\.weight is used outside")
+def test_a_penalty_on_the_parameters_of_units_is_right_and_says_what_it_costs(
+    world: Worlds,
+) -> None:
+    run = Run(
+        model=PenalizesBlocks,
+        loader=token_loader,
+        warns=r"parameter blocks\.\d\.up\.weight is used outside",
+    )
     assert_equals_ddp(world(2), run)
 
 
@@ -142,9 +160,14 @@ class SkipsBlocks(TinyGpt):
 
 # Ranks have to gather the same units; inside of a unit, and where nothing is gathered, each may use what it likes.
 @pytest.mark.parametrize(("strategy", "units"), [("full_shard", None), ("no_shard", {Block})])
-def test_parameters_that_only_some_ranks_use_in_a_step_need_no_flag(world: Worlds, strategy: str, units: Any) -> None:
+def test_parameters_that_only_some_ranks_use_in_a_step_need_no_flag(
+    world: Worlds, strategy: str, units: Any
+) -> None:
     run = Run(
-        model=SkipsBlocks, loader=token_loader, warns="units run in another", ddp={"find_unused_parameters": True}
+        model=SkipsBlocks,
+        loader=token_loader,
+        warns="units run in another",
+        ddp={"find_unused_parameters": True},
     )
     found = world(2).run(run.sharded_by, {"sharding_strategy": strategy, "auto_wrap_policy": units})
     assert_same_training(found, world(2).run(run.under_ddp))
@@ -165,7 +188,14 @@ class Logs(TinyGpt):
         rank = float(self.global_rank)
         self.log("synced", rank, sync_dist=True, on_step=False, on_epoch=True)
         self.log("summed", rank + 1, sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
-        self.log("largest", torch.tensor(rank), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+        self.log(
+            "largest",
+            torch.tensor(rank),
+            sync_dist=True,
+            reduce_fx="max",
+            on_step=False,
+            on_epoch=True,
+        )
         self.log("own", rank)
         self.mean.update(rank)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
@@ -175,7 +205,9 @@ class Logs(TinyGpt):
 
 
 def log_under(sharding_strategy: str | None) -> dict[str, float]:
-    trainer = make_trainer("ddp" if sharding_strategy is None else ShardedDP(sharding_strategy), max_epochs=1)
+    trainer = make_trainer(
+        "ddp" if sharding_strategy is None else ShardedDP(sharding_strategy), max_epochs=1
+    )
     trainer.fit(Logs(), token_loader(16 * dist.get_world_size()))
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
@@ -206,7 +238,9 @@ class Communicates(TinyGpt):
         strategy.barrier("in the middle of a step")
         self.answers = {
             "gathered": self.all_gather(torch.tensor([rank, 7])).tolist(),
-            "gathered tree": [x.tolist() for x in self.all_gather({"a": rank, "b": torch.ones(1)}).values()],
+            "gathered tree": [
+                x.tolist() for x in self.all_gather({"a": rank, "b": torch.ones(1)}).values()
+            ],
             "mean": strategy.reduce(torch.tensor(float(rank))).item(),
             "mean of integers": strategy.reduce(torch.tensor(rank)).item(),
             "sum": strategy.reduce(torch.tensor(rank + 1), reduce_op="sum").item(),
@@ -214,7 +248,9 @@ class Communicates(TinyGpt):
             "no tensor": strategy.reduce("as it is"),
             "broadcast": strategy.broadcast({"rank": rank}, src=1),
             "all": [strategy.reduce_boolean_decision(x) for x in (True, rank == 0, False)],
-            "any": [strategy.reduce_boolean_decision(x, all=False) for x in (True, rank == 0, False)],
+            "any": [
+                strategy.reduce_boolean_decision(x, all=False) for x in (True, rank == 0, False)
+            ],
         }
         weighted = self.all_gather(self(batch[:, :-1]).mean(), sync_grads=True)
         loss = (weighted * torch.tensor([1.0, 3.0])).sum()
@@ -256,7 +292,9 @@ def reduce_parameters() -> bool:
     assert isinstance(weight, ShardTensor)
     full = weight.full_tensor()
     both = strategy.all_gather(weight)
-    return torch.equal(strategy.reduce(weight), full) and all(torch.equal(each, full) for each in both)
+    return torch.equal(strategy.reduce(weight), full) and all(
+        torch.equal(each, full) for each in both
+    )
 
 
 def test_a_sharded_parameter_is_reduced_and_gathered_as_a_whole(world: Worlds) -> None:
@@ -273,14 +311,18 @@ class FromZero(Callback):
         trainer.strategy.traffic.reset()
 
 
-def count_reductions(strategy: str, reduce_every_backward: bool | None) -> tuple[dict[str, int], Trained]:
+def count_reductions(
+    strategy: str, reduce_every_backward: bool | None
+) -> tuple[dict[str, int], Trained]:
     chosen = ShardedDP(strategy, reduce_every_backward=reduce_every_backward, **UNITS)
     torch.manual_seed(1)
     model = TinyGpt()
     trainer = make_trainer(chosen, max_epochs=1, accumulate_grad_batches=2, callbacks=[FromZero()])
     trainer.fit(model, token_loader(4 * 5 * 2))
     calls = {kind: chosen.traffic.calls[kind] for kind in ("reduce_scatter", "all_reduce")}
-    weights = {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, ShardTensor)}
+    weights = {
+        name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, ShardTensor)
+    }
     return calls, Trained(losses=model.losses, weights=weights)
 
 
@@ -309,5 +351,8 @@ def test_without_shards_accumulation_all_reduces_once_per_step(world: Worlds) ->
 
 @pytest.mark.slow
 def test_accumulation_gives_one_result_wherever_it_happens(world: Worlds) -> None:
-    results = [[trained for _, trained in world(2).run(count_reductions, "full_shard", x)] for x in (True, False)]
+    results = [
+        [trained for _, trained in world(2).run(count_reductions, "full_shard", x)]
+        for x in (True, False)
+    ]
     assert_same_training(*results)

@@ -24,7 +24,9 @@ CHOICES: list[dict[str, Any]] = [
 def train(strategy: Strategy, **options: Any) -> tuple[TinyGpt, list[float]]:
     torch.manual_seed(0)
     model = TinyGpt()
-    make_trainer(strategy, max_epochs=2, accumulate_grad_batches=2, **options).fit(model, token_loader(16))
+    make_trainer(strategy, max_epochs=2, accumulate_grad_batches=2, **options).fit(
+        model, token_loader(16)
+    )
     return model, model.losses
 
 
@@ -36,10 +38,14 @@ def compare() -> None:
         assert all(type(parameter) is nn.Parameter for parameter in found.parameters())
         torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-7)
         if "activation_checkpointing" not in arguments:
-            assert not any(child._forward_hooks or child._forward_pre_hooks for child in found.modules())
+            assert not any(
+                child._forward_hooks or child._forward_pre_hooks for child in found.modules()
+            )
 
 
-def test_training_is_that_of_a_single_device_and_parameters_stay_what_they_are(world: Worlds) -> None:
+def test_training_is_that_of_a_single_device_and_parameters_stay_what_they_are(
+    world: Worlds,
+) -> None:
     world(1).run(compare)
 
 
@@ -94,7 +100,11 @@ def summon() -> None:
     with strategy.summon_full_params(offload_to_cpu=True), torch.no_grad():
         weight.add_(1)
     assert torch.equal(weight, before + 1)
-    with pytest.raises(ZeroDivisionError), strategy.summon_full_params(offload_to_cpu=True), torch.no_grad():
+    with (
+        pytest.raises(ZeroDivisionError),
+        strategy.summon_full_params(offload_to_cpu=True),
+        torch.no_grad(),
+    ):
         weight.add_(1)
         raise ZeroDivisionError
     assert torch.equal(weight, before + 1)

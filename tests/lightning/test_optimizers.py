@@ -28,7 +28,9 @@ class Finetuned(Recorded):
         self.head = nn.Linear(8, VOCABULARY)
 
     def loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.backbone(batch[:, :-1])).flatten(0, 1), batch[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head(self.backbone(batch[:, :-1])).flatten(0, 1), batch[:, 1:].flatten()
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -50,13 +52,19 @@ def in_order(num_samples: int, batch_size: int = 4) -> DataLoader[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Finetuned, FactoredFinetuned])
-def test_a_backbone_is_unfrozen_and_added_to_the_optimizer_mid_training(world: Worlds, model: type[Recorded]) -> None:
+def test_a_backbone_is_unfrozen_and_added_to_the_optimizer_mid_training(
+    world: Worlds, model: type[Recorded]
+) -> None:
     run = Run(
         model=model,
         loader=in_order,
         batches=2,
         steps=6,
-        options={"callbacks": [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)]},
+        options={
+            "callbacks": [
+                BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
+            ]
+        },
         warns="find_unused_parameters|The dirpath|Could not find",
     )
     # Not against DDP, which never averages the gradients of what was frozen when it was made.
@@ -89,7 +97,10 @@ class WantsSparseGradients(TinyGpt):
 
 @on_ranks(2)
 def test_what_cannot_work_is_refused_on_all_ranks_before_training() -> None:
-    for model, reason in ((DividesItsStates, "which ShardedDP does already"), (WantsSparseGradients, "dense ones")):
+    for model, reason in (
+        (DividesItsStates, "which ShardedDP does already"),
+        (WantsSparseGradients, "dense ones"),
+    ):
         with pytest.raises(ConfigurationError, match=reason):
             make_trainer(ShardedDP(), max_steps=1).fit(model(), token_loader(16))
 
@@ -97,6 +108,8 @@ def test_what_cannot_work_is_refused_on_all_ranks_before_training() -> None:
 def test_a_stated_scope_reaches_the_optimizer(world: Worlds) -> None:
     run = Run(model=HasAnOptimizerOfItsOwn, loader=token_loader)
     arguments = {"optimizer_scope": {"NormalizedDescent": "parameter"}}
-    assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), rtol=1e-4)
+    assert_same_training(
+        world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), rtol=1e-4
+    )
     with pytest.raises(ConfigurationError, match="expected one of element, parameter, model"):
         ShardedDP(optimizer_scope={"Lion": "elementwise"})  # type: ignore[dict-item]

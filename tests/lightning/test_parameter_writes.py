@@ -23,7 +23,9 @@ STRATEGIES = {
 }
 
 
-def assert_equals_ddp(world: Worlds, run: Run, strategy: str = "full_shard", **options: Any) -> None:
+def assert_equals_ddp(
+    world: Worlds, run: Run, strategy: str = "full_shard", **options: Any
+) -> None:
     ranks, more = STRATEGIES[strategy]
     found = world(ranks).run(run.sharded_by, {"sharding_strategy": strategy, **more, **options})
     assert_same_training(found, world(ranks).run(run.under_ddp))
@@ -82,7 +84,9 @@ def test_collectives_on_gradients_and_parameters_are_those_of_ddp(
     world: Worlds, model: type[Recorded], strategy: str
 ) -> None:
     run = Run(
-        model=model, loader=token_loader, options={} if model is AveragesInItsStep else {"gradient_clip_val": 0.5}
+        model=model,
+        loader=token_loader,
+        options={} if model is AveragesInItsStep else {"gradient_clip_val": 0.5},
     )
     assert_equals_ddp(world, run, strategy)
 
@@ -159,7 +163,9 @@ class DrawsInPlace(Resets):
             torch.randn(8, out=self.blocks[2].norm.bias.data)
             torch.rand(8, out=self.blocks[2].up.weight[0])
         self.blocks[1].up.bias.data.random_(0, 2)
-        self.blocks[1].up.bias.data.copy_(torch.zeros_like(self.blocks[1].up.bias).log_normal_().clamp_(max=2))
+        self.blocks[1].up.bias.data.copy_(
+            torch.zeros_like(self.blocks[1].up.bias).log_normal_().clamp_(max=2)
+        )
 
 
 class ResetsWhileItTrains(Resets):
@@ -191,11 +197,19 @@ def batch_index_of(model: TinyGpt) -> int:
     return model.global_step % 8
 
 
-RESETS = [ResetsLayers, AppliesAnInitializer, DrawsFromEverything, DrawsInPlace, ResetsWhileItTrains]
+RESETS = [
+    ResetsLayers,
+    AppliesAnInitializer,
+    DrawsFromEverything,
+    DrawsInPlace,
+    ResetsWhileItTrains,
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", RESETS)
-def test_resets_between_steps_have_the_values_of_ddp(world: Worlds, model: type[Recorded], strategy: str) -> None:
+def test_resets_between_steps_have_the_values_of_ddp(
+    world: Worlds, model: type[Recorded], strategy: str
+) -> None:
     assert_equals_ddp(world, Run(model=model, loader=token_loader), strategy)

@@ -13,7 +13,9 @@ from world import Worlds
 
 pytestmark = pytest.mark.timeout(60)
 
-BATCHES = 7  # per rank and epoch: odd, so that with accumulation an epoch's last step is on one batch
+BATCHES = (
+    7  # per rank and epoch: odd, so that with accumulation an epoch's last step is on one batch
+)
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full_shard": {},
@@ -38,7 +40,11 @@ RUNS = {
         loader=token_loader,
         steps=20,
         batches=BATCHES,
-        options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+        options={
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.02,
+            "gradient_clip_algorithm": "value",
+        },
     ),
     "batch norm": Run(model=TinyConvNet, loader=image_loader, steps=20, batches=BATCHES),
 }
@@ -61,7 +67,9 @@ def sharded(world: Worlds, name: str, strategy: str) -> list[Trained]:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", RUNS)
-def test_every_loss_and_all_weights_equal_ddp(world: Worlds, reference: References, name: str, strategy: str) -> None:
+def test_every_loss_and_all_weights_equal_ddp(
+    world: Worlds, reference: References, name: str, strategy: str
+) -> None:
     assert_same_training(sharded(world, name, strategy), reference(name))
 
 

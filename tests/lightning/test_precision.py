@@ -38,7 +38,9 @@ def trainer_of(**options: Any) -> Trainer:
 @pytest.mark.parametrize("strategy", ["an object", "sharded_dp"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
 def test_the_trainers_precision_reaches_the_strategy(strategy: str, precision: Any) -> None:
-    trainer = trainer_of(strategy=ShardedDP() if strategy == "an object" else strategy, precision=precision)
+    trainer = trainer_of(
+        strategy=ShardedDP() if strategy == "an object" else strategy, precision=precision
+    )
     assert trainer.precision == precision
     assert isinstance(trainer.precision_plugin, ShardedPrecision)
 
@@ -65,12 +67,21 @@ def test_a_precision_of_the_users_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "stock", [Precision(), HalfPrecision("bf16-true"), DoublePrecision(), MixedPrecision("bf16-mixed", "cpu")]
+    "stock",
+    [
+        Precision(),
+        HalfPrecision("bf16-true"),
+        DoublePrecision(),
+        MixedPrecision("bf16-mixed", "cpu"),
+    ],
 )
 def test_a_sharded_precision_converts_as_the_stock_one_does(stock: Precision) -> None:
     ours = shard_precision(stock)
     assert ours.precision == stock.precision
-    assert ours.convert_module(nn.Linear(2, 2)).weight.dtype == stock.convert_module(nn.Linear(2, 2)).weight.dtype
+    assert (
+        ours.convert_module(nn.Linear(2, 2)).weight.dtype
+        == stock.convert_module(nn.Linear(2, 2)).weight.dtype
+    )
     assert ours.convert_input(torch.ones(2)).dtype == stock.convert_input(torch.ones(2)).dtype
     assert ours.convert_output(torch.ones(2)).dtype == stock.convert_output(torch.ones(2)).dtype
     for name in ("tensor_init_context", "module_init_context", "forward_context"):
@@ -83,15 +94,27 @@ def test_a_sharded_precision_converts_as_the_stock_one_does(stock: Precision) ->
 # -- training
 
 
-@pytest.mark.parametrize("arguments", STRATEGIES, ids=lambda arguments: arguments["sharding_strategy"])
-@pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 1e-5), ("bf16-true", 1e-2), ("64-true", 1e-13)])
-def test_training_equals_ddp(world: Worlds, precision: str, rtol: float, arguments: dict[str, Any]) -> None:
-    run = Run(model=TinyGpt, loader=token_loader, options={"precision": precision, "gradient_clip_val": 0.5})
+@pytest.mark.parametrize(
+    "arguments", STRATEGIES, ids=lambda arguments: arguments["sharding_strategy"]
+)
+@pytest.mark.parametrize(
+    ("precision", "rtol"), [("bf16-mixed", 1e-5), ("bf16-true", 1e-2), ("64-true", 1e-13)]
+)
+def test_training_equals_ddp(
+    world: Worlds, precision: str, rtol: float, arguments: dict[str, Any]
+) -> None:
+    run = Run(
+        model=TinyGpt,
+        loader=token_loader,
+        options={"precision": precision, "gradient_clip_val": 0.5},
+    )
     assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), rtol)
 
 
 @pytest.mark.parametrize("name", ["no_shard", "shard_optimizer"])
-def test_gradients_of_micro_batches_add_up_in_float32_as_under_ddp(world: Worlds, name: str) -> None:
+def test_gradients_of_micro_batches_add_up_in_float32_as_under_ddp(
+    world: Worlds, name: str
+) -> None:
     options = {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     run = Run(model=TinyGpt, loader=token_loader, options=options)
     arguments = {"sharding_strategy": name, **UNITS}
@@ -104,11 +127,17 @@ SKIPPED_FIRST = "Detected call of `lr_scheduler.step"
 
 def scaled(precision: str = "16-mixed") -> dict[str, Any]:
     """The Trainer turns 16-mixed into bf16-mixed on CPUs, but for a plugin of the user's."""
-    return {"plugins": [MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24))]}
+    return {
+        "plugins": [
+            MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24))
+        ]
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", STRATEGIES, ids=lambda arguments: arguments["sharding_strategy"])
+@pytest.mark.parametrize(
+    "arguments", STRATEGIES, ids=lambda arguments: arguments["sharding_strategy"]
+)
 def test_training_with_a_loss_scaler_equals_ddp_with_the_steps_that_it_skips(
     world: Worlds, arguments: dict[str, Any]
 ) -> None:
@@ -137,9 +166,13 @@ def scaler_states(tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any], float
     return states[0], states[1], plugin.scaler.get_scale()
 
 
-def test_the_loss_scale_goes_on_where_a_run_under_ddp_has_left_it(world: Worlds, tmp_path: Path) -> None:
+def test_the_loss_scale_goes_on_where_a_run_under_ddp_has_left_it(
+    world: Worlds, tmp_path: Path
+) -> None:
     for under_ddp, sharded, scale in world(2).run(scaler_states, tmp_path):
-        assert under_ddp["scale"] < 2.0**23  # further than one step from the scale that a run begins with
+        assert (
+            under_ddp["scale"] < 2.0**23
+        )  # further than one step from the scale that a run begins with
         assert sharded["scale"] == scale and under_ddp["scale"] / scale in (1, 2)
 
 
@@ -177,7 +210,9 @@ class NotesDtypes(TinyGpt):
 
 def note_dtypes(precision: str) -> dict[str, str]:
     model = NotesDtypes()
-    make_trainer(ShardedDP(auto_wrap_policy=None), max_steps=1, precision=precision).fit(model, token_loader(8))
+    make_trainer(ShardedDP(auto_wrap_policy=None), max_steps=1, precision=precision).fit(
+        model, token_loader(8)
+    )
     return model.dtypes
 
 
@@ -209,6 +244,10 @@ class InsistsOnItsDtype(TinyGpt):
 
 
 @pytest.mark.parametrize("units", [{Block}, None])
-def test_a_module_that_is_cast_in_a_step_to_the_dtype_it_has_trains_as_under_ddp(world: Worlds, units: Any) -> None:
+def test_a_module_that_is_cast_in_a_step_to_the_dtype_it_has_trains_as_under_ddp(
+    world: Worlds, units: Any
+) -> None:
     run = Run(model=InsistsOnItsDtype, loader=token_loader, options={"precision": "bf16-mixed"})
-    assert_same_training(world(2).run(run.sharded_by, {"auto_wrap_policy": units}), world(2).run(run.under_ddp))
+    assert_same_training(
+        world(2).run(run.sharded_by, {"auto_wrap_policy": units}), world(2).run(run.under_ddp)
+    )

@@ -37,7 +37,10 @@ def assert_preempted(running: Job, launcher: str) -> None:
     heard = [(each["rank"], each["heard"]) for each in running.said() if "heard" in each]
     assert sorted(heard) == [(0, "SIGTERMException"), (1, "SIGTERMException")]
     assert all(each["received_sigterm"] for each in running.said() if "heard" in each)
-    last = [max(each["step"] for each in running.said() if "step" in each and each["rank"] == rank) for rank in (0, 1)]
+    last = [
+        max(each["step"] for each in running.said() if "step" in each and each["rank"] == rank)
+        for rank in (0, 1)
+    ]
     assert last[0] == last[1]
     if launcher != "torchrun":  # whose agent reports how its ranks have ended
         assert "Traceback" not in running.stderr()
@@ -48,10 +51,14 @@ def finish(folder: Path, *arguments: str) -> tuple[list[str], int]:
     with job(folder, *arguments) as running:
         assert running.wait(60) == [0], running.stderr()
         said = running.said()
-    return [each["digest"] for each in said if "digest" in each], min(each["step"] for each in said if "step" in each)
+    return [each["digest"] for each in said if "digest" in each], min(
+        each["step"] for each in said if "step" in each
+    )
 
 
-def preempt(folder: Path, launcher: str, ranks: Sequence[int], moment_s: float, *arguments: str) -> Path:
+def preempt(
+    folder: Path, launcher: str, ranks: Sequence[int], moment_s: float, *arguments: str
+) -> Path:
     """Run, send SIGTERM at a moment after the first steps, and check how the run ends; the checkpoint."""
     with job(folder / "first", str(folder), *arguments, launcher=LAUNCHERS[launcher]) as running:
         pids = running.pids()
@@ -79,14 +86,18 @@ def test_a_signal_to_any_ranks_ends_all_in_one_step(
 @pytest.mark.torture
 @pytest.mark.timeout(380)
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_ten_signals_leave_ten_whole_checkpoints_and_runs_that_go_on_exactly(tmp_path: Path, seed: int) -> None:
+def test_ten_signals_leave_ten_whole_checkpoints_and_runs_that_go_on_exactly(
+    tmp_path: Path, seed: int
+) -> None:
     options = ("--epoch", "7")
     for index, (launcher, ranks, moment_s) in enumerate(draw(10, seed)):
         folder = tmp_path / str(index)
         path = preempt(folder, launcher, ranks, moment_s, *options)
         assert verify(path) == [], (seed, index)
     straight, _ = finish(tmp_path / "straight", str(tmp_path), "--steps", "150", *options)
-    resumed, first = finish(folder / "second", str(folder), "--steps", "150", *options, "--resume", str(path))
+    resumed, first = finish(
+        folder / "second", str(folder), "--steps", "150", *options, "--resume", str(path)
+    )
     assert (resumed, first > 0) == (straight, True), (seed, launcher, ranks, moment_s)
 
 
@@ -102,7 +113,9 @@ def test_ten_signals_leave_ten_whole_checkpoints_and_runs_that_go_on_exactly(tmp
 def test_a_preempted_run_goes_on_exactly(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     straight, _ = finish(tmp_path / "straight", str(tmp_path), "--steps", "60", *arguments)
     path = preempt(tmp_path, "each", [1], 0.1, *arguments)
-    resumed, first = finish(tmp_path / "second", str(tmp_path), "--steps", "60", "--resume", str(path), *arguments)
+    resumed, first = finish(
+        tmp_path / "second", str(tmp_path), "--steps", "60", "--resume", str(path), *arguments
+    )
     assert resumed == straight
     assert 2 < first < 60
 
@@ -132,7 +145,11 @@ def test_more_signals_change_nothing_and_the_handler_of_the_user_hears_all(tmp_p
             send(pids, [1])
             time.sleep(0.005)
         assert_preempted(running, "each")
-        assert sum("user" in each for each in running.said()) in (1, 2, 3)  # signals that wait for Python become one
+        assert sum("user" in each for each in running.said()) in (
+            1,
+            2,
+            3,
+        )  # signals that wait for Python become one
     assert (tmp_path / FILE_NAME).exists()
 
 
@@ -148,8 +165,12 @@ def test_sigusr1_does_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [SUBSETS[1], *(pytest.param(ranks, marks=pytest.mark.torture) for ranks in SUBSETS)])
-def test_slurm_requeues_once_and_training_goes_on_until_it_ends_the_job(tmp_path: Path, ranks: list[int]) -> None:
+@pytest.mark.parametrize(
+    "ranks", [SUBSETS[1], *(pytest.param(ranks, marks=pytest.mark.torture) for ranks in SUBSETS)]
+)
+def test_slurm_requeues_once_and_training_goes_on_until_it_ends_the_job(
+    tmp_path: Path, ranks: list[int]
+) -> None:
     calls = tmp_path / "calls"
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
@@ -183,11 +204,15 @@ def test_slurm_requeues_once_and_training_goes_on_until_it_ends_the_job(tmp_path
         ("script", 1, "exception"),
         *(
             pytest.param(launcher, rank, save, marks=pytest.mark.torture)
-            for launcher, rank, save in itertools.product(("script", "each"), (0, 1), ("exception", "on_exception"))
+            for launcher, rank, save in itertools.product(
+                ("script", "each"), (0, 1), ("exception", "on_exception")
+            )
         ),
     ],
 )
-def test_an_error_on_one_rank_ends_all_with_what_it_was(tmp_path: Path, save: str, rank: int, launcher: str) -> None:
+def test_an_error_on_one_rank_ends_all_with_what_it_was(
+    tmp_path: Path, save: str, rank: int, launcher: str
+) -> None:
     began = time.monotonic()
     arguments = (str(tmp_path / "out"), "--save", save, "--fail-on", str(rank))
     with job(tmp_path / "first", *arguments, launcher=LAUNCHERS[launcher]) as running:
@@ -202,7 +227,9 @@ def test_an_error_on_one_rank_ends_all_with_what_it_was(tmp_path: Path, save: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save", ["on_exception", pytest.param("exception", marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    "save", ["on_exception", pytest.param("exception", marks=pytest.mark.torture)]
+)
 def test_an_error_on_all_ranks_is_saved(tmp_path: Path, save: str) -> None:
     arguments = (str(tmp_path / "out"), "--save", save, "--fail-on", str(EVERY_RANK))
     with job(tmp_path / "first", *arguments, launcher=None) as running:

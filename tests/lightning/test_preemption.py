@@ -21,12 +21,20 @@ from world import on_ranks
 @pytest.fixture
 def trainer() -> Trainer:
     """A Trainer that is about to fit."""
-    made = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    made = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     made.state.fn = TrainerFn.FITTING
     return made
 
 
-def test_a_signal_while_fitting_interrupts_nothing_and_handlers_go_with_the_run(trainer: Trainer) -> None:
+def test_a_signal_while_fitting_interrupts_nothing_and_handlers_go_with_the_run(
+    trainer: Trainer,
+) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, _: heard.append(signum))
     try:
@@ -46,7 +54,9 @@ def test_a_signal_while_fitting_interrupts_nothing_and_handlers_go_with_the_run(
 
 
 @pytest.mark.parametrize("stage", [TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
-def test_a_signal_while_nothing_is_trained_ends_the_process_at_once(trainer: Trainer, stage: TrainerFn) -> None:
+def test_a_signal_while_nothing_is_trained_ends_the_process_at_once(
+    trainer: Trainer, stage: TrainerFn
+) -> None:
     preemption = Preemption()
     preemption.attach(trainer)
     trainer.state.fn = stage
@@ -88,7 +98,13 @@ def test_sigusr1_is_left_to_whom_it_belongs() -> None:
     # faulthandler handles it in C, which Python does not know of; a Trainer that ran here before has taken that away.
     faulthandler.unregister(signal.SIGUSR1)
     faulthandler.register(signal.SIGUSR1, file=Path(os.devnull).open("w"))  # noqa: SIM115 - lives as long as the rank
-    made = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    made = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     for owned in (True, False):
         if not owned:
             faulthandler.unregister(signal.SIGUSR1)

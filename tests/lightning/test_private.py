@@ -1,5 +1,6 @@
 """Private names of Lightning are as they are expected in the installed release, and a change is named."""
 
+import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,12 +40,20 @@ class Derived(Stock):
 
 @pytest.fixture
 def stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: dict[str, Any] = {"of:Stock": Stock, "of:Derived": Derived, "of": SimpleNamespace(__name__="a.of", f=len)}
+    parts: dict[str, Any] = {
+        "of:Stock": Stock,
+        "of:Derived": Derived,
+        "of": SimpleNamespace(__name__="a.of", f=len),
+    }
     monkeypatch.setattr(private, "_named", lambda path, namespace: parts[path])
 
 
-def problem(owner: str, name: str, parameters: str | None = None, replaced: bool = False) -> str | None:
-    return Reliance(owner=f"of:{owner}", name=name, parameters=parameters, replaced=replaced).problem()
+def problem(
+    owner: str, name: str, parameters: str | None = None, replaced: bool = False
+) -> str | None:
+    return Reliance(
+        owner=f"of:{owner}", name=name, parameters=parameters, replaced=replaced
+    ).problem()
 
 
 @pytest.mark.parametrize("namespace", [UNIFIED, STANDALONE])
@@ -61,7 +70,9 @@ def test_each_name_is_listed_once() -> None:
 
 @pytest.mark.parametrize("owner", ["Stock", "Derived"])
 @pytest.mark.parametrize("name", ["_assigned", "_sometimes", "declared", "method"])
-def test_an_attribute_may_be_assigned_by_a_constructor_or_declared(stock: None, owner: str, name: str) -> None:
+def test_an_attribute_may_be_assigned_by_a_constructor_or_declared(
+    stock: None, owner: str, name: str
+) -> None:
     assert problem(owner, name) is None
 
 
@@ -79,17 +90,26 @@ def test_a_method_may_have_further_parameters_with_defaults(stock: None, paramet
 @pytest.mark.parametrize("parameters", ["", "first second", "other"])
 def test_changed_parameters_are_named(stock: None, parameters: str) -> None:
     expected = ", ".join(parameters.split())
-    assert problem("Stock", "static", parameters) == f"Stock.static: expected ({expected}), found (first)"
+    assert (
+        problem("Stock", "static", parameters)
+        == f"Stock.static: expected ({expected}), found (first)"
+    )
 
 
-def test_a_method_that_is_replaced_has_exactly_the_parameters_of_the_replacement(stock: None) -> None:
+def test_a_method_that_is_replaced_has_exactly_the_parameters_of_the_replacement(
+    stock: None,
+) -> None:
     assert problem("Stock", "method", "first", replaced=True) is not None
     assert problem("Stock", "static", "first", replaced=True) is None
 
 
 def test_an_error_names_change_and_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     table = (
-        Reliance(owner="pytorch.trainer.connectors.signal_connector:_SignalConnector", name="_lost", parameters=""),
+        Reliance(
+            owner="pytorch.trainer.connectors.signal_connector:_SignalConnector",
+            name="_lost",
+            parameters="",
+        ),
         Reliance(owner="pytorch.loops.lost:_Loop", name="_x"),
     )
     monkeypatch.setattr(private, "RELIANCES", table)
@@ -100,13 +120,18 @@ def test_an_error_names_change_and_releases(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         check_lightning.cache_clear()
     text = str(caught.value)
-    assert re.match(r"Lightning \d+\.\d+\S* has changed _SignalConnector\._lost: expected a method, found none; ", text)
+    assert re.match(
+        r"Lightning \d+\.\d+\S* has changed _SignalConnector\._lost: expected a method, found none; ",
+        text,
+    )
     assert "pytorch.loops.lost._Loop: expected to be there, found nothing" in text
     assert text.endswith(f"needs lightning {NEEDS}")
 
 
 def test_a_name_that_is_imported_and_gone_is_an_error_of_the_same_kind() -> None:
-    with pytest.raises(ConfigurationError, match=r"has changed pytorch\.loops\._Gone: expected to be there.*needs"):
+    with pytest.raises(
+        ConfigurationError, match=r"has changed pytorch\.loops\._Gone: expected to be there.*needs"
+    ):
         private._named("pytorch.loops:_Gone")
 
 
@@ -117,9 +142,15 @@ def test_the_package_requires_the_releases_that_the_error_names() -> None:
 
 
 def test_both_halves_of_the_imported_names_say_the_same() -> None:
-    text = Path(private.__file__).read_text(encoding="utf-8")
-    typed, taken = text.split("if TYPE_CHECKING:\n")[1].split("\n\n\n")[0].split("else:\n")
-    typed = re.sub(r"[()\n]|,\n", " ", typed).replace(",", "")
-    imported = re.findall(r"from lightning\.(\S+)\s+import\s+(\w+)(?:\s+as\s+(\w+))?", typed)
-    named = re.findall(r'(\w+) = _named\("([\w.]+):(\w+)"\)', taken)
-    assert sorted((local or name, module, name) for module, name, local in imported) == sorted(named) != []
+    tree = ast.parse(Path(private.__file__).read_text(encoding="utf-8"))
+    choice = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = [
+        (alias.asname or alias.name, str(node.module).removeprefix("lightning."), alias.name)
+        for node in choice.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    named = re.findall(
+        r"(\w+) = _named\('([\w.]+):(\w+)'\)", "\n".join(map(ast.unparse, choice.orelse))
+    )
+    assert sorted(imported) == sorted(named) != []

@@ -31,7 +31,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.2)
 
-    def forward(self, x: torch.Tensor, *, debug: torch.Tensor | None = None, early_stop: float = 1.0) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, *, debug: torch.Tensor | None = None, early_stop: float = 1.0
+    ) -> torch.Tensor:
         """Return the sum of input and transformed input."""
         y = self.down(self.dropout(torch.tanh(self.up(x)))) * early_stop
         return x + (y if debug is None else y + debug)
@@ -68,7 +70,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def net(kind: str, **options: Any) -> Net:
     model = Net()
-    checkpoint_activations(model, ActivationCheckpointing(**{"modules": [Block], **KINDS[kind], **options}))
+    checkpoint_activations(
+        model, ActivationCheckpointing(**{"modules": [Block], **KINDS[kind], **options})
+    )
     return model
 
 
@@ -98,7 +102,9 @@ def gradients(model: nn.Module, debug: torch.Tensor | None = None) -> list[torch
 def saved_numel(model: nn.Module) -> int:
     """Elements of the activations that the graph of a forward refers to."""
     saved: list[torch.Tensor] = []
-    with saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor):
+    with saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda tensor: tensor
+    ):
         loss(model)
     return sum(tensor.numel() for tensor in saved if not isinstance(tensor, nn.Parameter))
 
@@ -129,7 +135,9 @@ def test_selective_recomputation_computes_no_product_again(kind: str, again: int
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_without_gradients_the_forward_is_just_called(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_the_forward_is_just_called(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(activation_checkpointing, "checkpoint", None)
     model = net("full").requires_grad_(not frozen)
     with torch.set_grad_enabled(frozen):
@@ -178,7 +186,9 @@ def test_inputs_are_moved_to_host_memory_and_parameters_are_not(moved: list[torc
     output.backward()
     other = nn.Parameter(torch.ones(ROWS, WIDTH))
     expected = gradients(Net(), other)
-    assert_same([*(each.grad for each in model.parameters()), parameter.grad], [*expected, other.grad])
+    assert_same(
+        [*(each.grad for each in model.parameters()), parameter.grad], [*expected, other.grad]
+    )
 
 
 def test_moved_inputs_are_not_kept_beside_their_copies(moved: list[torch.Tensor]) -> None:
@@ -219,7 +229,9 @@ def test_offloaded_inputs_leave_the_device() -> None:
 def test_names_and_signature_stay() -> None:
     recomputed, plain = net("full"), Net()
     assert list(recomputed.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in recomputed.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert [name for name, _ in recomputed.named_modules()] == [
+        name for name, _ in plain.named_modules()
+    ]
     found, expected = recomputed.blocks[0].forward, plain.blocks[0].forward
     assert inspect.signature(found) == inspect.signature(expected)
     assert (found.__name__, found.__doc__) == (expected.__name__, expected.__doc__)
@@ -283,7 +295,9 @@ def test_hooks_of_the_module_are_not_repeated() -> None:
 def compiler() -> Iterator[None]:
     """A compiler that has seen nothing, and forgets what it sees."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's own reading
+        warnings.filterwarnings(
+            "ignore", "The .grad attribute of a Tensor that is not a leaf"
+        )  # torch's own reading
         torch.compiler.reset()
         yield
         torch.compiler.reset()
@@ -321,7 +335,10 @@ def test_a_block_that_was_compiled_before_recomputes(kind: str) -> None:
     expected, plain = gradients(without_dropout(Net())), saved_numel(without_dropout(Net()))
     model = without_dropout(Net())
     compile_blocks(model, "aot_eager", "replaced")
-    assert len(checkpoint_activations(model, ActivationCheckpointing(modules=[Block], **KINDS[kind]))) == 3
+    assert (
+        len(checkpoint_activations(model, ActivationCheckpointing(modules=[Block], **KINDS[kind])))
+        == 3
+    )
     assert_same(gradients(model), expected)
     assert saved_numel(model) < plain
 

@@ -34,7 +34,9 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")
-def after_two_epochs(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+def after_two_epochs(
+    world: Worlds, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint that two ranks wrote after training, and the weights that they had."""
     path = tmp_path_factory.mktemp("checkpoints") / "two.ckpt"
     return path, world(2).run(train, in_one_file, 2, None, str(path))[0]["weights"]
@@ -54,7 +56,9 @@ def test_a_file_loads_without_this_package_and_has_the_keys_of_the_plain_module(
     assert shapes == {tuple(p.shape) for p in TinyGpt().parameters()}
 
 
-def test_a_file_loads_as_lightning_loads_any(after_two_epochs: tuple[Path, dict[str, Tensor]]) -> None:
+def test_a_file_loads_as_lightning_loads_any(
+    after_two_epochs: tuple[Path, dict[str, Tensor]],
+) -> None:
     path, weights = after_two_epochs
     model = TinyGpt.load_from_checkpoint(path)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
@@ -65,12 +69,16 @@ def test_a_file_has_the_contents_of_one_that_ddp_writes(
     world: Worlds, tmp_path: Path, after_two_epochs: tuple[Path, dict[str, Tensor]]
 ) -> None:
     world(2).run(train, DDPStrategy, 2, None, str(tmp_path / "ddp.ckpt"))
-    ours, theirs = (torch.load(path, weights_only=True) for path in (after_two_epochs[0], tmp_path / "ddp.ckpt"))
+    ours, theirs = (
+        torch.load(path, weights_only=True) for path in (after_two_epochs[0], tmp_path / "ddp.ckpt")
+    )
     assert ours.keys() == theirs.keys() | {"shardeddp"}
     assert_same_weights(ours["state_dict"], theirs["state_dict"])
     assert ours["loops"] == theirs["loops"]
     assert ours["lr_schedulers"] == theirs["lr_schedulers"]
-    assert ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+    assert (
+        ours["optimizer_states"][0]["param_groups"] == theirs["optimizer_states"][0]["param_groups"]
+    )
     for index, expected in theirs["optimizer_states"][0]["state"].items():
         assert_same_weights(ours["optimizer_states"][0]["state"][index], expected)
 
@@ -109,7 +117,10 @@ def test_resuming_is_exact(
     second = world(2).run(train, make, 4, path)
     for straight, before, after in zip(four_epochs(make), first, second, strict=True):
         assert straight["losses"] == before["losses"] + after["losses"]
-        assert all(torch.equal(straight["weights"][name], after["weights"][name]) for name in straight["weights"])
+        assert all(
+            torch.equal(straight["weights"][name], after["weights"][name])
+            for name in straight["weights"]
+        )
 
 
 def on_whole_parameters() -> ShardedDP:
@@ -127,13 +138,22 @@ def test_an_optimizer_that_is_not_elementwise_resumes_as_well(
     world(2).run(train, make, 1, None, path, HasAnOptimizerOfItsOwn)
     resumed = world(size).run(train, make, 2, path, None, HasAnOptimizerOfItsOwn)
     for each in resumed:
-        assert_same_weights(each["weights"], straight[0]["weights"], rtol=1e-6 if size == 2 else 1e-4)
+        assert_same_weights(
+            each["weights"], straight[0]["weights"], rtol=1e-6 if size == 2 else 1e-4
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "make"),
-    [(1, full_shard), (3, full_shard), (2, one_unit), (2, shard_grad_op), (2, hybrid_shard), (2, DDPStrategy)],
+    [
+        (1, full_shard),
+        (3, full_shard),
+        (2, one_unit),
+        (2, shard_grad_op),
+        (2, hybrid_shard),
+        (2, DDPStrategy),
+    ],
 )
 def test_a_run_resumes_in_another_world_and_under_another_strategy(
     world: Worlds,
@@ -150,7 +170,14 @@ def test_a_run_resumes_in_another_world_and_under_another_strategy(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "make"),
-    [(1, full_shard), (3, full_shard), (2, one_unit), (2, shard_grad_op), (2, hybrid_shard), (4, no_shard)],
+    [
+        (1, full_shard),
+        (3, full_shard),
+        (2, one_unit),
+        (2, shard_grad_op),
+        (2, hybrid_shard),
+        (4, no_shard),
+    ],
 )
 def test_shards_resume_in_another_world_and_under_another_strategy(
     world: Worlds,
@@ -206,7 +233,12 @@ def test_a_checkpoint_loads_into_a_module_that_has_been_trained_before(
     after_two_epochs: tuple[Path, dict[str, Tensor]],
     four_epochs: Callable[[Make], list[dict[str, Any]]],
 ) -> None:
-    for rank, resumed in enumerate(world(2).run(resume_a_module_that_is_sharded, str(after_two_epochs[0]))):
+    for rank, resumed in enumerate(
+        world(2).run(resume_a_module_that_is_sharded, str(after_two_epochs[0]))
+    ):
         straight = four_epochs(full_shard)[rank]
         assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :]
-        assert all(torch.equal(straight["weights"][name], resumed["weights"][name]) for name in straight["weights"])
+        assert all(
+            torch.equal(straight["weights"][name], resumed["weights"][name])
+            for name in straight["weights"]
+        )

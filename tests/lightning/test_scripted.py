@@ -76,7 +76,9 @@ class ScriptedBatchNorm(TinyGpt):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[2] = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Flatten(0, 1), nn.BatchNorm1d(8)))
+        self.blocks[2] = torch.jit.script(
+            nn.Sequential(nn.Linear(8, 8), nn.Flatten(0, 1), nn.BatchNorm1d(8))
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens).unflatten(0, tokens.shape)
@@ -92,7 +94,9 @@ OPTIONS: list[tuple[int, Mapping[str, Any]]] = [
 ]
 
 
-CASES = [(model, *OPTIONS[0]) for model in MODELS] + [(ScriptedBlocks, *option) for option in OPTIONS[1:]]
+CASES = [(model, *OPTIONS[0]) for model in MODELS] + [
+    (ScriptedBlocks, *option) for option in OPTIONS[1:]
+]
 
 
 @pytest.mark.slow
@@ -116,7 +120,11 @@ class UsesScripts(ScriptedBlocks):
             weight[0].zero_()
             nn.init.normal_(self.blocks[1].down.weight, std=0.1)
         self.load_state_dict({name: 1.01 * tensor for name, tensor in self.state_dict().items()})
-        with self.trainer.strategy.summon_full_params() if hasattr(self.trainer.strategy, "runtime") else nullcontext():
+        with (
+            self.trainer.strategy.summon_full_params()
+            if hasattr(self.trainer.strategy, "runtime")
+            else nullcontext()
+        ):
             if self.global_rank == 0 or not hasattr(self.trainer.strategy, "runtime"):
                 self.blocks[2].up.bias.data.add_(0.1)
                 assert type(self.blocks[2].up.bias).__name__ != "ShardTensor"
@@ -128,7 +136,9 @@ def test_what_is_done_with_parameters_between_steps_reaches_scripted_modules(wor
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_one_rank_trains_scripted_modules_as_without_a_strategy(world: Worlds, model: type[Recorded]) -> None:
+def test_one_rank_trains_scripted_modules_as_without_a_strategy(
+    world: Worlds, model: type[Recorded]
+) -> None:
     run = Run(model=model, loader=token_loader, warns=".*jit")
     assert_same_training(world(1).run(run.sharded_by, {}), world(1).run(run.alone, 1))
 

@@ -15,7 +15,13 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardeddp import CheckpointError, CheckpointOptions, ConfigurationError, ShardedDP, load_from_checkpoint
+from shardeddp import (
+    CheckpointError,
+    CheckpointOptions,
+    ConfigurationError,
+    ShardedDP,
+    load_from_checkpoint,
+)
 from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.checkpoint.find import find_checkpoints, read_manifest
 from shardeddp.checkpoint.full import gather_full
@@ -81,17 +87,25 @@ def test_what_is_saved_under_one_sharding_is_the_same_under_every_other(
             for name, weight in saved["model"].items():
                 assert torch.equal(loaded["model"][name], weight), (other, name)
             for index, state in saved["optimizer"].items():
-                assert all(torch.equal(loaded["optimizer"][index][key], state[key]) for key in state), (other, index)
+                assert all(
+                    torch.equal(loaded["optimizer"][index][key], state[key]) for key in state
+                ), (other, index)
 
 
 @pytest.mark.slow
-def test_every_element_is_written_once_and_by_all_ranks_in_equal_parts(world: Worlds, tmp_path: Path) -> None:
+def test_every_element_is_written_once_and_by_all_ranks_in_equal_parts(
+    world: Worlds, tmp_path: Path
+) -> None:
     path = tmp_path / "state.ckpt"
     world(4).run(save_as, "hybrid_shard/2", str(path))
     manifest = read_manifest(path)
     tied = [manifest.tensors[f"model.{name}.weight"] for name in ("embed", "head")]
     assert tied[0].pieces == tied[1].pieces
-    sharded = [it for it in manifest.tensors.values() if it.path[0] != "extra" and it.numel > 1 and it is not tied[1]]
+    sharded = [
+        it
+        for it in manifest.tensors.values()
+        if it.path[0] != "extra" and it.numel > 1 and it is not tied[1]
+    ]
     written = dict.fromkeys(manifest.files, 0)
     for piece in (piece for tensor in sharded for piece in tensor.pieces):
         written[piece.item.file] += piece.box.numel * torch.float32.itemsize
@@ -105,16 +119,26 @@ def test_every_element_is_written_once_and_by_all_ranks_in_equal_parts(world: Wo
 
 def keep_checkpoints(folder: str, asynchronous: bool, save_last: Any) -> dict[str, Any]:
     seed_everything(1, verbose=False)
-    options: dict[str, Any] = {"monitor": "train_loss", "mode": "max", "save_top_k": 2, "every_n_train_steps": 1}
+    options: dict[str, Any] = {
+        "monitor": "train_loss",
+        "mode": "max",
+        "save_top_k": 2,
+        "every_n_train_steps": 1,
+    }
     if save_last == "link":
         options["save_top_k"] = -1  # Lightning links to the last of the best
     keeper = ModelCheckpoint(folder, "{step}", save_last=save_last, **options)
     options_of_saves = CheckpointOptions(asynchronous=asynchronous)
-    strategy = ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=options_of_saves)
+    strategy = ShardedDP(
+        auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=options_of_saves
+    )
     model = LogsItsLoss()
     trainer = make_trainer(strategy, max_epochs=2, callbacks=[keeper], enable_checkpointing=True)
     trainer.fit(model, same_batches())
-    weights, best = full_weights(model), open_checkpoint(Path(keeper.best_model_path), None)["state_dict"]
+    weights, best = (
+        full_weights(model),
+        open_checkpoint(Path(keeper.best_model_path), None)["state_dict"],
+    )
     best = {name: tensor + 0 for name, tensor in best.items()}
     trainer.test(model, token_loader(8), ckpt_path="best", verbose=False)
     tested = full_weights(model)
@@ -123,9 +147,17 @@ def keep_checkpoints(folder: str, asynchronous: bool, save_last: Any) -> dict[st
     dist.barrier()
     resumed = LogsItsLoss()
     keeper = ModelCheckpoint(folder, **options)
-    again = make_trainer(strategy_of("full_shard"), max_epochs=2, callbacks=[keeper], enable_checkpointing=True)
+    again = make_trainer(
+        strategy_of("full_shard"), max_epochs=2, callbacks=[keeper], enable_checkpointing=True
+    )
     again.fit(resumed, same_batches(), ckpt_path="last")
-    return {"kept": kept, "best": best, "weights": weights, "tested": tested, "resumed": full_weights(resumed)}
+    return {
+        "kept": kept,
+        "best": best,
+        "weights": weights,
+        "tested": tested,
+        "resumed": full_weights(resumed),
+    }
 
 
 class LogsItsLoss(EvaluatedGpt):
@@ -158,7 +190,9 @@ def test_callbacks_keep_the_best_and_the_last(
 def resume_last(folder: str) -> int:
     model = TinyGpt()
     keeper = ModelCheckpoint(folder, every_n_train_steps=1)
-    trainer = make_trainer(strategy_of("full_shard"), max_epochs=0, callbacks=[keeper], enable_checkpointing=True)
+    trainer = make_trainer(
+        strategy_of("full_shard"), max_epochs=0, callbacks=[keeper], enable_checkpointing=True
+    )
     trainer.fit_loop.epoch_loop.max_steps = 0
     trainer.fit(model, same_batches(), ckpt_path="last")
     return trainer.global_step
@@ -169,7 +203,9 @@ def train_some(folder: str) -> None:
     fit(strategy_of("full_shard"), 1, callbacks=[keeper], enable_checkpointing=True)
 
 
-def test_the_last_checkpoint_is_that_of_the_highest_step_whatever_the_clock_says(world: Worlds, tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_that_of_the_highest_step_whatever_the_clock_says(
+    world: Worlds, tmp_path: Path
+) -> None:
     world(1).run(train_some, str(tmp_path))
     shutil.copytree(tmp_path / "step=2.ckpt", tmp_path / "last-v1.ckpt")
     for name, days in (("last.ckpt", -1), ("last-v1.ckpt", 1)):
@@ -204,7 +240,9 @@ def load_damaged(path: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_damage_is_found_before_anything_changes_and_all_ranks_say_the_same(world: Worlds, tmp_path: Path) -> None:
+def test_damage_is_found_before_anything_changes_and_all_ranks_say_the_same(
+    world: Worlds, tmp_path: Path
+) -> None:
     path = tmp_path / "state.ckpt"
     world(2).run(save_as, "full_shard", str(path))
     tensor = read_manifest(path).tensors["optimizer_0.state.blocks.2.down.weight.exp_avg"]
@@ -216,19 +254,29 @@ def test_damage_is_found_before_anything_changes_and_all_ranks_say_the_same(worl
         file.write(bytes([byte ^ 1]))
     first, second = world(2).run(load_damaged, str(path))
     assert first == second
-    for part in (piece.item.file, tensor.name, f"bytes {piece.payload:,} to", piece.checksums[0], "found"):
+    for part in (
+        piece.item.file,
+        tensor.name,
+        f"bytes {piece.payload:,} to",
+        piece.checksums[0],
+        "found",
+    ):
         assert part in first[0]
 
 
 def load_again_after(path: str) -> None:
-    make_trainer(strategy_of("full_shard"), max_epochs=1).fit(TinyGpt(), same_batches(), ckpt_path=path)
+    make_trainer(strategy_of("full_shard"), max_epochs=1).fit(
+        TinyGpt(), same_batches(), ckpt_path=path
+    )
 
 
 def test_the_error_names_the_newest_checkpoint_that_is_whole(world: Worlds, tmp_path: Path) -> None:
     world(1).run(train_some, str(tmp_path))
     for name in ("last.ckpt", "step=4.ckpt"):
         (tmp_path / name / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"state.json has 2 bytes.*The newest that is whole is .*step=3.ckpt"):
+    with pytest.raises(
+        CheckpointError, match=r"state.json has 2 bytes.*The newest that is whole is .*step=3.ckpt"
+    ):
         world(1).run(load_again_after, str(tmp_path / "last.ckpt"))
 
 
@@ -241,7 +289,9 @@ class Wider(TinyGpt):
 
 def load_what_does_not_fit(path: str) -> str:
     with pytest.raises(CheckpointError) as caught:
-        make_trainer(strategy_of("full_shard"), max_epochs=1).fit(Wider(), same_batches(), ckpt_path=path)
+        make_trainer(strategy_of("full_shard"), max_epochs=1).fit(
+            Wider(), same_batches(), ckpt_path=path
+        )
     return str(caught.value)
 
 
@@ -252,7 +302,10 @@ def test_what_does_not_fit_is_listed_and_not_loaded(world: Worlds, tmp_path: Pat
     first, second = world(2).run(load_what_does_not_fit, path)
     assert first == second
     assert 'Missing key(s) in the checkpoint: "more"' in first
-    assert "embed.weight is torch.float32, expected torch.float64 (checkpoint_options: cast=True" in first
+    assert (
+        "embed.weight is torch.float32, expected torch.float64 (checkpoint_options: cast=True"
+        in first
+    )
 
 
 def flip_a_bit_and_save(path: str, rank: int, fqn: str) -> str:
@@ -266,7 +319,9 @@ def flip_a_bit_and_save(path: str, rank: int, fqn: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "fqn"), [(0, "blocks.1.up.weight"), (3, "head.weight"), (2, "blocks.0.norm.bias")])
+@pytest.mark.parametrize(
+    ("rank", "fqn"), [(0, "blocks.1.up.weight"), (3, "head.weight"), (2, "blocks.0.norm.bias")]
+)
 def test_replicas_that_differ_in_one_bit_are_named_and_not_saved(
     world: Worlds, tmp_path: Path, rank: int, fqn: str
 ) -> None:
@@ -275,14 +330,19 @@ def test_replicas_that_differ_in_one_bit_are_named_and_not_saved(
     message = messages.pop()
     other = (rank + 2) % 4
     assert "replicas differ: model." in message
-    assert f"on rank {rank} as on rank {other}" in message or f"on rank {other} as on rank {rank}" in message
+    assert (
+        f"on rank {rank} as on rank {other}" in message
+        or f"on rank {other} as on rank {rank}" in message
+    )
     assert os.listdir(tmp_path) == []
 
 
 def train_with_a_plugin_of_files() -> None:
     strategy = strategy_of("full_shard")
     strategy.checkpoint_io = AsyncCheckpointIO()
-    with pytest.raises(ConfigurationError, match=r"checkpoint_io=AsyncCheckpointIO .*state_dict_type='full'"):
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint_io=AsyncCheckpointIO .*state_dict_type='full'"
+    ):
         make_trainer(strategy, max_epochs=1).fit(TinyGpt(), same_batches())
 
 
@@ -294,7 +354,9 @@ def test_a_plugin_that_writes_files_is_refused(world: Worlds) -> None:
 
 
 def save_where_nothing_can_be(folder: str) -> tuple[int, str]:
-    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(asynchronous=True))
+    strategy = ShardedDP(
+        auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(asynchronous=True)
+    )
     trainer = make_trainer(strategy, max_epochs=4)
     steps: list[int] = []
 
@@ -309,7 +371,9 @@ def save_where_nothing_can_be(folder: str) -> tuple[int, str]:
     return len(steps), str(caught.value)
 
 
-def test_an_error_of_the_thread_ends_training_on_all_ranks_in_the_same_batch(world: Worlds, tmp_path: Path) -> None:
+def test_an_error_of_the_thread_ends_training_on_all_ranks_in_the_same_batch(
+    world: Worlds, tmp_path: Path
+) -> None:
     (tmp_path / "taken.ckpt").mkdir()
     (tmp_path / "taken.ckpt" / "notes.txt").write_text("not a checkpoint")
     first, second = world(2).run(save_where_nothing_can_be, str(tmp_path))
@@ -330,7 +394,9 @@ def test_a_module_is_made_of_a_directory_without_ranks(world: Worlds, tmp_path: 
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
-def test_tools_that_do_not_know_this_package_read_the_directory(world: Worlds, tmp_path: Path) -> None:
+def test_tools_that_do_not_know_this_package_read_the_directory(
+    world: Worlds, tmp_path: Path
+) -> None:
     path, plain = tmp_path / "state.ckpt", tmp_path / "plain.pt"
     saved = world(2).run(save_as, "full_shard", str(path))[0]
     dcp_to_torch_save(path, plain)
@@ -343,5 +409,7 @@ def test_tools_that_do_not_know_this_package_read_the_directory(world: Worlds, t
     for index, state in saved["optimizer"].items():
         for key, value in state.items():
             assert torch.equal(by_torch["optimizer_0"]["state"][names[index]][key], value)
-            assert torch.equal(by_lightning["optimizer_states"][0]["state"][names[index]][key], value)
+            assert torch.equal(
+                by_lightning["optimizer_states"][0]["state"][names[index]][key], value
+            )
     assert by_lightning["global_step"] == 4 and by_lightning["loops"]

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.timeout(60)
 
 def save_after_the_run(path: str) -> str:
     strategy = ShardedDP(
-        auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=CheckpointOptions(asynchronous=True)
+        auto_wrap_policy={Block},
+        state_dict_type="sharded",
+        checkpoint_options=CheckpointOptions(asynchronous=True),
     )
     model = fit(strategy, 1)
     with pytest.raises(CheckpointError) as caught:
@@ -26,9 +28,14 @@ def save_after_the_run(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_save_after_the_run_is_waited_for_even_if_it_is_asynchronous(world: Worlds, tmp_path: Path) -> None:
+def test_a_save_after_the_run_is_waited_for_even_if_it_is_asynchronous(
+    world: Worlds, tmp_path: Path
+) -> None:
     (tmp_path / "taken.ckpt" / "inside").mkdir(parents=True)
-    assert "taken.ckpt is a directory" in world(1).run(save_after_the_run, str(tmp_path / "taken.ckpt"))[0]
+    assert (
+        "taken.ckpt is a directory"
+        in world(1).run(save_after_the_run, str(tmp_path / "taken.ckpt"))[0]
+    )
 
 
 class KeepsAnObject(TinyGpt):
@@ -45,7 +52,9 @@ def save_an_object(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_model_whose_state_only_pickle_can_save_is_refused_when_it_is_saved(world: Worlds, tmp_path: Path) -> None:
+def test_a_model_whose_state_only_pickle_can_save_is_refused_when_it_is_saved(
+    world: Worlds, tmp_path: Path
+) -> None:
     message = world(2).run(save_an_object, str(tmp_path / "state.ckpt"))[1]
     assert "model._extra_state is a dict that only pickle can save" in message
     assert os.listdir(tmp_path) == []
@@ -65,7 +74,9 @@ class Scaled(TinyGpt):
 def resume_scaled(path: str) -> tuple[Any, list[type], Any]:
     make = full_shard()
     model = fit(make, 2, path, None, Scaled)
-    kinds = [type(state["step"]) for state in model.trainer.optimizers[0].state_dict()["state"].values()]
+    kinds = [
+        type(state["step"]) for state in model.trainer.optimizers[0].state_dict()["state"].values()
+    ]
     return full_weights(model), kinds, full_weights(fit(full_shard(), 2, None, None, Scaled))
 
 

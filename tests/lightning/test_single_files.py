@@ -27,7 +27,9 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(90)
 
 
-def save(path: str, strategy: str = "full_shard", size: int | None = None, **options: Any) -> dict[str, Any]:
+def save(
+    path: str, strategy: str = "full_shard", size: int | None = None, **options: Any
+) -> dict[str, Any]:
     """Train, save, and say the weights and what was told."""
     told: list[str] = []
 
@@ -39,11 +41,19 @@ def save(path: str, strategy: str = "full_shard", size: int | None = None, **opt
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        model = fit(ShardedDP(strategy, size, {Block}, checkpoint_options=CheckpointOptions(**options)), 1, None, path)
+        model = fit(
+            ShardedDP(strategy, size, {Block}, checkpoint_options=CheckpointOptions(**options)),
+            1,
+            None,
+            path,
+        )
         model.trainer.save_checkpoint(path)  # once more, over it
     finally:
         logger.removeHandler(handler)
-    return {"weights": full_weights(model), "told": [text for text in told if "directories" in text]}
+    return {
+        "weights": full_weights(model),
+        "told": [text for text in told if "directories" in text],
+    }
 
 
 def save_by(options: dict[str, Any], path: str, *arguments: Any) -> dict[str, Any]:
@@ -71,13 +81,19 @@ def test_a_small_checkpoint_is_one_file_that_lightning_and_torch_read(
     saved = torch.load(path, weights_only=True)
     model = TinyGpt.load_from_checkpoint(path)
     for name, weight in answers[0]["weights"].items():
-        assert torch.equal(saved["state_dict"][name], weight) and torch.equal(model.state_dict()[name], weight)
-    assert len(saved["optimizer_states"][0]["state"]) and len(saved["shardeddp"]["random_states"]) == len(answers)
+        assert torch.equal(saved["state_dict"][name], weight) and torch.equal(
+            model.state_dict()[name], weight
+        )
+    assert len(saved["optimizer_states"][0]["state"]) and len(
+        saved["shardeddp"]["random_states"]
+    ) == len(answers)
     assert read_manifest(path).run.step == 4
     assert verify(path) == []
 
 
-@pytest.mark.parametrize("options", [{"max_file_gb": 5e-6}, {"asynchronous": True}, {"zip_crc": False}])
+@pytest.mark.parametrize(
+    "options", [{"max_file_gb": 5e-6}, {"asynchronous": True}, {"zip_crc": False}]
+)
 def test_what_is_larger_or_takes_a_directory_is_one_and_rank_0_says_so_once(
     world: Worlds, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -87,7 +103,9 @@ def test_what_is_larger_or_takes_a_directory_is_one_and_rank_0_says_so_once(
     assert len(first["told"]) == 1 and next(iter(options)) in first["told"][0]
     assert second["told"] == []
     model = TinyGpt.load_from_checkpoint(str(path))
-    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in first["weights"].items())
+    assert all(
+        torch.equal(model.state_dict()[name], weight) for name, weight in first["weights"].items()
+    )
 
 
 @pytest.mark.slow
@@ -110,16 +128,22 @@ class Numbers(LightningDataModule):
 
 def save_with_data(path: str) -> None:
     model = TinyGpt(dim=4)
-    trainer = make_trainer(ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded"), max_epochs=1)
+    trainer = make_trainer(
+        ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded"), max_epochs=1
+    )
     trainer.fit(model, Numbers(seed=3))
     trainer.save_checkpoint(path)
 
 
-def test_modules_and_data_modules_load_themselves_from_a_directory(world: Worlds, tmp_path: Path) -> None:
+def test_modules_and_data_modules_load_themselves_from_a_directory(
+    world: Worlds, tmp_path: Path
+) -> None:
     path = tmp_path / "state.ckpt"
     world(2).run(save_with_data, str(path))
     assert path.is_dir()
-    model = TinyGpt.load_from_checkpoint(f"file://{path}", map_location=lambda storage, place: storage)
+    model = TinyGpt.load_from_checkpoint(
+        f"file://{path}", map_location=lambda storage, place: storage
+    )
     assert model.hparams["dim"] == 4 and model.embed.weight.shape == (11, 4)
     assert Numbers.load_from_checkpoint(path).hparams["seed"] == 3
 
@@ -130,16 +154,26 @@ def test_modules_and_data_modules_load_themselves_from_a_directory(world: Worlds
 def keep_and_resume(folder: str) -> dict[str, Any]:
     def keeper() -> ModelCheckpoint:
         return ModelCheckpoint(
-            folder, "{step}", save_top_k=2, save_last=True, every_n_train_steps=1, monitor="step", mode="max"
+            folder,
+            "{step}",
+            save_top_k=2,
+            save_last=True,
+            every_n_train_steps=1,
+            monitor="step",
+            mode="max",
         )
 
     model = TinyGpt()
-    trainer = make_trainer(ShardedDP(), max_epochs=1, callbacks=[keeper()], enable_checkpointing=True)
+    trainer = make_trainer(
+        ShardedDP(), max_epochs=1, callbacks=[keeper()], enable_checkpointing=True
+    )
     trainer.fit(model, same_batches())
     kept = sorted(os.listdir(folder))
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.copy(f"{folder}/step=3.ckpt", f"{folder}/last.ckpt")  # as if killed between two saves of a step
+        shutil.copy(
+            f"{folder}/step=3.ckpt", f"{folder}/last.ckpt"
+        )  # as if killed between two saves of a step
     dist.barrier()
     resumed = TinyGpt()
     again = make_trainer(ShardedDP(), max_epochs=1, callbacks=[keeper()], enable_checkpointing=True)
@@ -153,20 +187,30 @@ def keep_and_resume(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_callbacks_keep_files_and_the_last_is_that_of_the_highest_step(world: Worlds, tmp_path: Path) -> None:
+def test_callbacks_keep_files_and_the_last_is_that_of_the_highest_step(
+    world: Worlds, tmp_path: Path
+) -> None:
     for answer in world(2).run(keep_and_resume, str(tmp_path)):
-        assert answer == {"kept": ["last.ckpt", "step=3.ckpt", "step=4.ckpt"], "step": 4, "same": True}
+        assert answer == {
+            "kept": ["last.ckpt", "step=3.ckpt", "step=4.ckpt"],
+            "step": 4,
+            "same": True,
+        }
     assert [it.step for it in find_checkpoints(tmp_path).checkpoints] == [3, 4, 4]
 
 
 def load_damaged(path: str) -> str:
     with pytest.raises(CheckpointError) as caught:
-        make_trainer(ShardedDP(auto_wrap_policy={Block}), max_epochs=2).fit(TinyGpt(), same_batches(), ckpt_path=path)
+        make_trainer(ShardedDP(auto_wrap_policy={Block}), max_epochs=2).fit(
+            TinyGpt(), same_batches(), ckpt_path=path
+        )
     return str(caught.value)
 
 
 @pytest.mark.slow
-def test_damage_of_a_file_is_found_before_it_is_loaded_and_another_is_named(world: Worlds, tmp_path: Path) -> None:
+def test_damage_of_a_file_is_found_before_it_is_loaded_and_another_is_named(
+    world: Worlds, tmp_path: Path
+) -> None:
     path = tmp_path / "state.ckpt"
     world(2).run(save_by, {}, str(path))
     shutil.copy(path, tmp_path / "older.ckpt")
@@ -180,7 +224,12 @@ def test_damage_of_a_file_is_found_before_it_is_loaded_and_another_is_named(worl
     assert damage.tensor == tensor.name
     first, second = world(2).run(load_damaged, str(path))
     assert first == second
-    assert tensor.name in first and str(path) in first and "newest that is whole is" in first and "older.ckpt" in first
+    assert (
+        tensor.name in first
+        and str(path) in first
+        and "newest that is whole is" in first
+        and "older.ckpt" in first
+    )
     assert main(["verify", str(path)]) == 1 and main(["verify", str(tmp_path / "older.ckpt")]) == 0
     assert main(["consolidate", str(path), "-o", str(tmp_path / "x.safetensors")]) == 1
 
@@ -193,7 +242,9 @@ def test_the_tools_take_a_file_as_they_take_a_directory(
     assert main(["inspect", str(path), "--all"]) == 0
     assert "optimizer_0.state.blocks.0.up.weight.exp_avg" in capsys.readouterr().out
     assert main(["consolidate", str(path), "-o", str(out), "--weights-only"]) == 0
-    assert torch.equal(torch.load(out)["state_dict"]["head.weight"], torch.load(path)["state_dict"]["head.weight"])
+    assert torch.equal(
+        torch.load(out)["state_dict"]["head.weight"], torch.load(path)["state_dict"]["head.weight"]
+    )
 
 
 def flip_a_bit_and_save(path: str) -> str:
@@ -211,7 +262,9 @@ def test_replicas_that_differ_are_named_and_no_file_is_saved(world: Worlds, tmp_
     assert os.listdir(tmp_path) == []
 
 
-def test_a_sweep_leaves_a_file_that_is_being_written_and_takes_one_that_was_left(tmp_path: Path) -> None:
+def test_a_sweep_leaves_a_file_that_is_being_written_and_takes_one_that_was_left(
+    tmp_path: Path,
+) -> None:
     (tmp_path / f".tmp-file-{0:032x}").write_text("left by a killed run")
     with new_files([tmp_path / "a.ckpt"]) as [file]:
         file.write(b"new")
@@ -219,9 +272,17 @@ def test_a_sweep_leaves_a_file_that_is_being_written_and_takes_one_that_was_left
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-@pytest.mark.parametrize(("permissions", "mode"), [(None, 0o640), ("umask", 0o640), ("private", 0o600)])
-def test_permissions_hold_for_files(world: Worlds, tmp_path: Path, permissions: Any, mode: int) -> None:
-    world(1).run(save_with_umask, {"permissions": permissions, "durability": "process"}, str(tmp_path / "x.ckpt"))
+@pytest.mark.parametrize(
+    ("permissions", "mode"), [(None, 0o640), ("umask", 0o640), ("private", 0o600)]
+)
+def test_permissions_hold_for_files(
+    world: Worlds, tmp_path: Path, permissions: Any, mode: int
+) -> None:
+    world(1).run(
+        save_with_umask,
+        {"permissions": permissions, "durability": "process"},
+        str(tmp_path / "x.ckpt"),
+    )
     assert (tmp_path / "x.ckpt").stat().st_mode & 0o777 == mode
 
 
@@ -243,7 +304,9 @@ class CountingIO(TorchCheckpointIO):
 
 def save_by_plugin(path: str) -> list[int]:
     CountingIO.saved = 0
-    strategy = ShardedDP(auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(max_file_gb=0))
+    strategy = ShardedDP(
+        auto_wrap_policy={Block}, checkpoint_options=CheckpointOptions(max_file_gb=0)
+    )
     strategy.checkpoint_io = CountingIO()
     fit(strategy, 1, None, path)
     refused = ShardedDP(checkpoint_options=CheckpointOptions(asynchronous=True))
@@ -253,14 +316,23 @@ def save_by_plugin(path: str) -> list[int]:
     return [CountingIO.saved]
 
 
-def test_a_plugin_for_files_is_asked_to_write_them_however_large(world: Worlds, tmp_path: Path) -> None:
+def test_a_plugin_for_files_is_asked_to_write_them_however_large(
+    world: Worlds, tmp_path: Path
+) -> None:
     assert world(2).run(save_by_plugin, str(tmp_path / "x.ckpt")) == [[1], [0]]
     assert torch.load(tmp_path / "x.ckpt")["global_step"] == 4
 
 
 def save_and_resume_by_address(folder: str, kind: Any) -> int:
-    fit(ShardedDP(auto_wrap_policy={Block}, state_dict_type=kind), 1, None, f"file://{folder}/x.ckpt")
-    model = fit(ShardedDP(auto_wrap_policy={Block}, state_dict_type=kind), 2, f"file://{folder}/x.ckpt")
+    fit(
+        ShardedDP(auto_wrap_policy={Block}, state_dict_type=kind),
+        1,
+        None,
+        f"file://{folder}/x.ckpt",
+    )
+    model = fit(
+        ShardedDP(auto_wrap_policy={Block}, state_dict_type=kind), 2, f"file://{folder}/x.ckpt"
+    )
     model.trainer.save_checkpoint(f"file://{folder}/y.ckpt")
     return model.trainer.global_step
 

@@ -46,7 +46,9 @@ class WatchSteps(Callback):
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 2:
             self._watch.__enter__()
 
@@ -89,7 +91,9 @@ def waits_of_ranks(name: str) -> int:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", ["full_shard", "no_shard"])
-def test_a_step_waits_for_its_device_no_more_often_than_one_process(world: Worlds, name: str, size: int) -> None:
+def test_a_step_waits_for_its_device_no_more_often_than_one_process(
+    world: Worlds, name: str, size: int
+) -> None:
     expected = world(1).run(waits_of_one_process)[0]
     assert expected > 0, "the optimizer's step counts were looked at: the watch does its work"
     # The agreement on signals looks at a number in the host's memory, wherever the model is.
@@ -100,7 +104,9 @@ def test_a_step_waits_for_its_device_no_more_often_than_one_process(world: World
 @on_ranks(2)
 def test_a_logged_value_costs_one_reduction_and_no_barrier() -> None:
     for name in ("full_shard", "no_shard"):
-        without, having = (watch_steps(ShardedDP(name, auto_wrap_policy={Block}), values) for values in (0, 3))
+        without, having = (
+            watch_steps(ShardedDP(name, auto_wrap_policy={Block}), values) for values in (0, 3)
+        )
         having.subtract(without)
         assert +having == {"allreduce": 3 * STEPS}
     without, having = (watch_steps(DDPStrategy(), values) for values in (0, 3))

@@ -83,11 +83,15 @@ class Finds(EvaluatedGpt):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def fit(strategy: Any, *callbacks: Callback, model: type[Recorded] = Finds, **options: Any) -> tuple[Any, Trainer]:
+def fit(
+    strategy: Any, *callbacks: Callback, model: type[Recorded] = Finds, **options: Any
+) -> tuple[Any, Trainer]:
     """Train quietly for two epochs."""
     seed_everything(1, verbose=False)
     module = model()
-    trainer = make_trainer(strategy, callbacks=list(callbacks), max_epochs=2, limit_train_batches=4, **options)
+    trainer = make_trainer(
+        strategy, callbacks=list(callbacks), max_epochs=2, limit_train_batches=4, **options
+    )
     for message in STOCK_WARNINGS:
         warnings.filterwarnings("ignore", message)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -108,7 +112,11 @@ def test_gradient_norms_before_and_after_clipping_are_those_of_ddp() -> None:
     for clipping in (
         {},
         {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
+        {
+            "gradient_clip_val": 0.01,
+            "gradient_clip_algorithm": "value",
+            "accumulate_grad_batches": 2,
+        },
     ):
         expected = norms_after(DDPStrategy(), **clipping)
         for strategy in (sharded(), ShardedDP("no_shard")):
@@ -122,7 +130,9 @@ def test_gradient_norms_before_and_after_clipping_are_those_of_ddp() -> None:
 def test_accumulation_that_changes_between_epochs_steps_as_under_ddp() -> None:
     found, expected = (
         (module.norms, module.losses, trainer.global_step)
-        for module, trainer in (fit(each, GradientAccumulationScheduler({1: 2})) for each in (sharded(), DDPStrategy()))
+        for module, trainer in (
+            fit(each, GradientAccumulationScheduler({1: 2})) for each in (sharded(), DDPStrategy())
+        )
     )
     assert found[2] == expected[2] == 4 + 2
     assert found[:2] == tuple(pytest.approx(each, rel=1e-4) for each in expected[:2])
@@ -136,7 +146,9 @@ def find_learning_rate(strategy: Any, folder: str) -> tuple[Any, ...]:
     module, _ = fit(strategy, finder, default_root_dir=folder)
     found = finder.optimal_lr
     assert found is not None
-    assert not [name for name in os.listdir(folder) if name.startswith(".lr_find")], "what it saved is still there"
+    assert not [name for name in os.listdir(folder) if name.startswith(".lr_find")], (
+        "what it saved is still there"
+    )
     return found.results["loss"], module.losses[-8:], module.lr
 
 
@@ -255,7 +267,9 @@ def fail(folder: str) -> None:
     with pytest.raises(LookupError, match="a bad batch"):
         fit(sharded(), OnExceptionCheckpoint(folder), model=Fails, enable_checkpointing=True)
     module, trainer = TinyGpt(), make_trainer(sharded(), max_steps=3)
-    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+    warnings.filterwarnings(
+        "ignore", "You're resuming from a checkpoint that ended before the epoch"
+    )
     trainer.fit(module, token_loader(32), ckpt_path=f"{folder}/on_exception.ckpt")
     assert (trainer.global_step, len(module.losses)) == (3, 1)
 
@@ -279,7 +293,9 @@ class HasABackbone(TinyGpt):
 class NotesMemory(Callback):
     """What is held for the backbone while it is frozen: nothing."""
 
-    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_zero_grad(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
         frozen = [p for p in pl_module.parameters() if not p.requires_grad]
         assert all(p.grad is None and p not in optimizer.state for p in frozen)
         assert len(frozen) == (0 if trainer.current_epoch else 18)
@@ -288,7 +304,9 @@ class NotesMemory(Callback):
 def finetune(strategy: Any, folder: str, ckpt_path: str | None = None) -> list[float]:
     seed_everything(1, verbose=False)
     module = HasABackbone()
-    finetuning = BackboneFinetuning(1, lambda_func=lambda epoch: 1.5, backbone_initial_ratio_lr=0.5, verbose=False)
+    finetuning = BackboneFinetuning(
+        1, lambda_func=lambda epoch: 1.5, backbone_initial_ratio_lr=0.5, verbose=False
+    )
     callbacks = [finetuning, NotesMemory(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
     trainer = make_trainer(strategy, max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(module, same_batches(), ckpt_path=ckpt_path)
@@ -298,11 +316,17 @@ def finetune(strategy: Any, folder: str, ckpt_path: str | None = None) -> list[f
 
 # DDP is no reference: it never reduces the gradients of what was frozen when it was made.
 @pytest.mark.slow
-def test_a_backbone_that_is_unfrozen_trains_as_in_one_process_and_resumes(world: Worlds, tmp_path: Path) -> None:
+def test_a_backbone_that_is_unfrozen_trains_as_in_one_process_and_resumes(
+    world: Worlds, tmp_path: Path
+) -> None:
     expected = world(1).run(finetune, "auto", str(tmp_path / "one"))[0]
     found = world(2).run(finetune, sharded(), str(tmp_path / "two"))
-    assert [sum(losses) / 2 for losses in zip(*found, strict=True)] == pytest.approx(expected, rel=1e-4)
+    assert [sum(losses) / 2 for losses in zip(*found, strict=True)] == pytest.approx(
+        expected, rel=1e-4
+    )
     # Before that epoch: Lightning unfreezes nothing in a run that resumes behind it.
-    again = world(2).run(finetune, sharded(), str(tmp_path / "two"), str(tmp_path / "two" / "epoch=0.ckpt"))
+    again = world(2).run(
+        finetune, sharded(), str(tmp_path / "two"), str(tmp_path / "two" / "epoch=0.ckpt")
+    )
     for resumed, straight in zip(again, found, strict=True):
         assert resumed == pytest.approx(straight[-len(resumed) :], rel=1e-5) and len(resumed) == 8

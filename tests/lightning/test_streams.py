@@ -69,7 +69,10 @@ class Bare:
 CASES = [
     "plain",
     "asked",
-    *(pytest.param(case, marks=pytest.mark.torture) for case in ("sized", "validated", "asked, steps", "min", "join")),
+    *(
+        pytest.param(case, marks=pytest.mark.torture)
+        for case in ("sized", "validated", "asked, steps", "min", "join")
+    ),
     "bare",
 ]
 
@@ -85,17 +88,29 @@ def train(ours: bool, case: str, folder: str) -> dict[str, tuple[int, ...]]:
         model = (Asks if "asked" in case else EvaluatedGpt if case == "validated" else TinyGpt)()
         stream, held_out = (SizedStream if case == "sized" else Stream)(8), Stream(4)
         loader: Any = Bare(stream) if case == "bare" else DataLoader(stream, batch_size=2)
-        keeper = ModelCheckpoint(folder, filename=name + "-{step}", every_n_train_steps=2, save_top_k=-1)
-        at_end = ModelCheckpoint(folder, filename=name + "-end", every_n_epochs=1, save_top_k=-1, monitor=None)
+        keeper = ModelCheckpoint(
+            folder, filename=name + "-{step}", every_n_train_steps=2, save_top_k=-1
+        )
+        at_end = ModelCheckpoint(
+            folder, filename=name + "-end", every_n_epochs=1, save_top_k=-1, monitor=None
+        )
         strategy: Any = DDPStrategy()
         if ours:
             options: Any = {"uneven_batches": case} if case in ("min", "join") else {}
             strategy = ShardedDP(auto_wrap_policy={Block}, **options)
         length = {"max_steps": 4 * epochs, "max_epochs": -1} if steps else {"max_epochs": epochs}
-        trainer = make_trainer(strategy, callbacks=[keeper, at_end], enable_checkpointing=True, **length)
+        trainer = make_trainer(
+            strategy, callbacks=[keeper, at_end], enable_checkpointing=True, **length
+        )
         validation = DataLoader(held_out, batch_size=2) if case == "validated" else None
         trainer.fit(model, loader, validation, ckpt_path=path)
-        counts[name] = stream.starts, stream.taken, held_out.starts, held_out.taken, trainer.global_step
+        counts[name] = (
+            stream.starts,
+            stream.taken,
+            held_out.starts,
+            held_out.taken,
+            trainer.global_step,
+        )
         dist.barrier()
         return folder
 
@@ -108,7 +123,9 @@ def train(ours: bool, case: str, folder: str) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_stream_is_started_and_read_as_under_ddp(world: Worlds, tmp_path: Path, case: str) -> None:
+def test_a_stream_is_started_and_read_as_under_ddp(
+    world: Worlds, tmp_path: Path, case: str
+) -> None:
     expected = world(2).run(train, False, case, str(tmp_path / "ddp"))
     assert world(2).run(train, True, case, str(tmp_path / "ours")) == expected
     assert expected[0]["second"][0] in (1, 2), "the stream is started twice by nobody"

@@ -40,8 +40,14 @@ class Keeps(ModelSummary):
     seen: dict[str, Any]
 
     @staticmethod
-    def summarize(summary_data: Any, total_parameters: int, trainable_parameters: int, *args: Any, **kw: Any) -> None:  # type: ignore[override]
-        Keeps.seen = {**dict(summary_data), "total": total_parameters, "trainable": trainable_parameters}
+    def summarize(
+        summary_data: Any, total_parameters: int, trainable_parameters: int, *args: Any, **kw: Any
+    ) -> None:  # type: ignore[override]
+        Keeps.seen = {
+            **dict(summary_data),
+            "total": total_parameters,
+            "trainable": trainable_parameters,
+        }
 
 
 class KeepsItsWay(Keeps):
@@ -53,7 +59,11 @@ class KeepsItsWay(Keeps):
 
 def summaries() -> None:
     seen: list[dict[str, Any]] = []
-    for strategy, keeps in ((sharded(), Keeps()), (DDPStrategy(), Keeps()), (sharded(), KeepsItsWay())):
+    for strategy, keeps in (
+        (sharded(), Keeps()),
+        (DDPStrategy(), Keeps()),
+        (sharded(), KeepsItsWay()),
+    ):
         Keeps.seen = {}
         make_trainer(strategy, max_steps=1, callbacks=[keeps]).fit(Summarized(), token_loader(8))
         assert "_summary" not in vars(keeps), "the next run may be under another strategy"

@@ -18,7 +18,10 @@ def evaluate(strategy: str) -> list[tuple[int, float, float, int, float]]:
         model, trainer = EvaluatedGpt(), trainer_of(strategy, max_epochs=1)
         loop = trainer.fit_loop.epoch_loop.val_loop
         trainer.fit(model, loader((2, 2), True), loader((1, 4), known))
-        seen, validated = loop.batch_progress.total.processed, float(trainer.callback_metrics["val"])
+        seen, validated = (
+            loop.batch_progress.total.processed,
+            float(trainer.callback_metrics["val"]),
+        )
         tested = trainer.test(model, loader((4, 1), known), verbose=False)[0]["test"]
         predictions = trainer.predict(model, loader((3, 1), known))
         trainer.fit_loop.max_epochs = 2
@@ -28,7 +31,9 @@ def evaluate(strategy: str) -> list[tuple[int, float, float, int, float]]:
 
 
 @pytest.mark.slow
-def test_evaluation_with_uneven_batches_gives_what_it_gives_where_nothing_is_gathered(world: Worlds) -> None:
+def test_evaluation_with_uneven_batches_gives_what_it_gives_where_nothing_is_gathered(
+    world: Worlds,
+) -> None:
     expected = world(2).run(evaluate, "no_shard")
     assert [[seen for seen, *_ in answers] for answers in expected] == [[1, 1], [4, 4]]
     assert [[answer[3] for answer in answers] for answers in expected] == [[3, 3], [1, 1]]

@@ -43,22 +43,30 @@ def test_training_with_uneven_batches_is_an_error_on_all_ranks_that_names_the_co
     text = "ranks have different numbers of batches to train on: rank 0 has"
     for known, unknown, told, enough in world(2).run(refuse, strategy):
         assert known.startswith(f"0 {text} 3, rank 1 has 2.")  # before the first step
-        assert unknown.startswith(f"1 {text} more than 2, rank 1 has 2.")  # before the last one that all could take
+        assert unknown.startswith(
+            f"1 {text} more than 2, rank 1 has 2."
+        )  # before the last one that all could take
         assert told.startswith(f"0 {text} 3, rank 1 has 2.")
         assert enough == "2"  # who stops before that has nothing to fear
 
 
-def stop_together(strategy: str, counts: tuple[int, int], known: bool | str, accumulate: int) -> dict[str, Any]:
+def stop_together(
+    strategy: str, counts: tuple[int, int], known: bool | str, accumulate: int
+) -> dict[str, Any]:
     seed_everything(1, verbose=False)
     model = EvaluatedGpt()
-    trainer = trainer_of(strategy, uneven_batches="min", max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer = trainer_of(
+        strategy, uneven_batches="min", max_epochs=2, accumulate_grad_batches=accumulate
+    )
     trainer.fit(model, loader(counts, known), loader((1, 1), True))
     return {"losses": model.losses, "steps": trainer.global_step, "weights": full_weights(model)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
-def test_with_min_an_epoch_ends_as_if_all_ranks_had_the_fewest_batches(world: Worlds, strategy: str) -> None:
+def test_with_min_an_epoch_ends_as_if_all_ranks_had_the_fewest_batches(
+    world: Worlds, strategy: str
+) -> None:
     for accumulate in (1, 2):
         expected = world(2).run(stop_together, strategy, (3, 3), True, accumulate)
         for known in (True, False, "told"):
@@ -72,7 +80,9 @@ def test_with_min_an_epoch_ends_as_if_all_ranks_had_the_fewest_batches(world: Wo
 def join(strategy: str, known: bool | str, accumulate: int) -> dict[str, Any]:
     seed_everything(1, verbose=False)
     model = EvaluatedGpt()
-    trainer = trainer_of(strategy, uneven_batches="join", max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer = trainer_of(
+        strategy, uneven_batches="join", max_epochs=2, accumulate_grad_batches=accumulate
+    )
     trainer.fit(model, loader((3, 5), known), loader((1, 1), True))
     return {"losses": model.losses, "steps": trainer.global_step, "weights": full_weights(model)}
 
@@ -99,7 +109,9 @@ def joined_by_one_process(accumulate: int) -> tuple[list[float], dict[str, Tenso
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_with_join_a_rank_without_batches_goes_on_with_gradients_of_zero(world: Worlds, strategy: str) -> None:
+def test_with_join_a_rank_without_batches_goes_on_with_gradients_of_zero(
+    world: Worlds, strategy: str
+) -> None:
     for accumulate in (1, 2):
         losses, weights = joined_by_one_process(accumulate)
         for known in (True, False, "told"):
@@ -127,10 +139,14 @@ def resume_joined(folder: str, ckpt_path: str | None) -> tuple[list[float], dict
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_joined_goes_on_so_when_the_run_is_resumed(world: Worlds, tmp_path: Path) -> None:
+def test_a_rank_that_has_joined_goes_on_so_when_the_run_is_resumed(
+    world: Worlds, tmp_path: Path
+) -> None:
     straight = world(2).run(resume_joined, str(tmp_path / "a"), None)
     path = str(tmp_path / "a" / "step=4.ckpt")
-    for before, after in zip(straight, world(2).run(resume_joined, str(tmp_path / "b"), path), strict=True):
+    for before, after in zip(
+        straight, world(2).run(resume_joined, str(tmp_path / "b"), path), strict=True
+    ):
         assert len(after[0]) == 6
         torch.testing.assert_close(after[1], before[1], rtol=0, atol=0)
 
@@ -142,7 +158,9 @@ class AsksForSteps(EvaluatedGpt):
         """A schedule that ends with training."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         self.steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=self.steps)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1e-2, total_steps=self.steps
+        )
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
@@ -163,7 +181,9 @@ def end_early(choice: str, counts: tuple[int, int]) -> tuple[int, str]:
     model = EvaluatedGpt()
     said = ""
     try:
-        trainer_of("full_shard", uneven_batches=choice, max_epochs=2).fit(model, loader(counts, "falsely"))
+        trainer_of("full_shard", uneven_batches=choice, max_epochs=2).fit(
+            model, loader(counts, "falsely")
+        )
     except ConfigurationError as error:
         said = str(error)
     return len(model.losses), said
@@ -171,7 +191,9 @@ def end_early(choice: str, counts: tuple[int, int]) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_loader_that_ends_before_it_has_said_is_found(world: Worlds) -> None:
-    assert world(2).run(end_early, "error", (3, 3)) == [(6, "")] * 2  # all at once: an end like any other
+    assert (
+        world(2).run(end_early, "error", (3, 3)) == [(6, "")] * 2
+    )  # all at once: an end like any other
     assert world(2).run(end_early, "join", (3, 3)) == [(6, "")] * 2
     for choice in ("error", "min"):
         for losses, said in world(2).run(end_early, choice, (2, 3)):
@@ -203,7 +225,9 @@ class TakesItsBatches(EvaluatedGpt):
 def join_in_vain(strategy: str) -> str:
     warnings.filterwarnings("ignore", ".*dataloader_iter")
     with pytest.raises(ConfigurationError) as caught:
-        trainer_of(strategy, uneven_batches="join", max_epochs=1).fit(TakesItsBatches(), loader((1, 1), False))
+        trainer_of(strategy, uneven_batches="join", max_epochs=1).fit(
+            TakesItsBatches(), loader((1, 1), False)
+        )
     return str(caught.value)
 
 
@@ -217,5 +241,7 @@ def test_join_says_what_it_cannot_repeat(world: Worlds) -> None:
 
 
 def test_a_choice_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="uneven_batches='max': expected one of error, min, join"):
+    with pytest.raises(
+        ConfigurationError, match="uneven_batches='max': expected one of error, min, join"
+    ):
         ShardedDP(uneven_batches="max")  # type: ignore[arg-type]

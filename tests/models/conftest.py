@@ -33,14 +33,18 @@ def compared(pytestconfig: pytest.Config) -> dict[tuple[str, str], float]:
     return pytestconfig.stash.setdefault(COMPARED, {})
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Show the table, as docs/models.md has it."""
     found = config.stash.get(COMPARED, {})
     if not found:
         return
     strategies = list(dict.fromkeys(strategy for _, strategy in found))
     terminalreporter.section("largest relative difference of a loss from DDP's")
-    terminalreporter.write_line(f"| model | {' | '.join(f'`{strategy}`' for strategy in strategies)} |")
+    terminalreporter.write_line(
+        f"| model | {' | '.join(f'`{strategy}`' for strategy in strategies)} |"
+    )
     terminalreporter.write_line("|---" * (len(strategies) + 1) + "|")
     for model in dict.fromkeys(model for model, _ in found):
         cells = [found.get((model, strategy)) for strategy in strategies]

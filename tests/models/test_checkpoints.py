@@ -19,15 +19,22 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{models.DEPRECATED}:FutureWarning"),
 ]
 
-MODELS: dict[str, type[models.LanguageModel]] = {"tied Llama": models.TiedLlama, "LoRA": models.LoraLlama}
+MODELS: dict[str, type[models.LanguageModel]] = {
+    "tied Llama": models.TiedLlama,
+    "LoRA": models.LoraLlama,
+}
 
 
-def train(name: str, options: dict[str, Any], epochs: int, save_to: str | None, resume: str | None) -> dict[str, Any]:
+def train(
+    name: str, options: dict[str, Any], epochs: int, save_to: str | None, resume: str | None
+) -> dict[str, Any]:
     """Train, resume and save as said; the losses and the whole weights."""
     warnings.filterwarnings("ignore", models.DEPRECATED)
     seed_everything(1, verbose=False)
     module = MODELS[name]()
-    trainer = make_trainer(ShardedDP(auto_wrap_policy=AutoPolicy(min_numel=1), **options), max_epochs=epochs)
+    trainer = make_trainer(
+        ShardedDP(auto_wrap_policy=AutoPolicy(min_numel=1), **options), max_epochs=epochs
+    )
     trainer.fit(module, models.sequence_loader(16), ckpt_path=resume)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
@@ -41,7 +48,11 @@ def test_a_checkpoint_loads_into_the_plain_module_and_resumes(
 ) -> None:
     path = str(tmp_path / "model.ckpt")
     first = world(2).run(train, name, {"state_dict_type": kind}, 1, path, None)[0]
-    plain = load_from_checkpoint(MODELS[name], path) if kind == "sharded" else MODELS[name].load_from_checkpoint(path)
+    plain = (
+        load_from_checkpoint(MODELS[name], path)
+        if kind == "sharded"
+        else MODELS[name].load_from_checkpoint(path)
+    )
     weights = plain.state_dict()
     assert list(weights) == list(MODELS[name]().state_dict()) == list(first["weights"])
     assert all(torch.equal(weights[key], first["weights"][key]) for key in weights)

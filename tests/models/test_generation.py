@@ -40,7 +40,9 @@ class GeneratesAtTheEnd(models.TiedLlama):
 
     def continue_something(self) -> None:
         with torch.no_grad():
-            self.generated += self.generate(torch.arange(1, 1 + models.PROMPT).unsqueeze(0)).tolist()
+            self.generated += self.generate(
+                torch.arange(1, 1 + models.PROMPT).unsqueeze(0)
+            ).tolist()
 
 
 class EndsEarly(models.TiedLlama):
@@ -74,7 +76,11 @@ def train_and_generate(name: str, arguments: dict[str, Any] | None) -> dict[str,
     warnings.filterwarnings("ignore", models.DEPRECATED)
     seed_everything(1, verbose=False)
     module = MODELS[name]()
-    strategy = DDPStrategy() if arguments is None else ShardedDP(**arguments, auto_wrap_policy=AutoPolicy(min_numel=1))
+    strategy = (
+        DDPStrategy()
+        if arguments is None
+        else ShardedDP(**arguments, auto_wrap_policy=AutoPolicy(min_numel=1))
+    )
     trainer = make_trainer(strategy, max_epochs=2, num_sanity_val_steps=1)
     trainer.fit(module, models.sequence_loader(16), models.sequence_loader(16))
     trainer.validate(module, models.sequence_loader(16), verbose=False)
@@ -98,7 +104,9 @@ def test_generated_tokens_are_those_of_ddp(
     world: Worlds, reference: Callable[[str], list[dict[str, Any]]], name: str, strategy: str
 ) -> None:
     arguments = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
-    for found, expected in zip(world(2).run(train_and_generate, name, arguments), reference(name), strict=True):
+    for found, expected in zip(
+        world(2).run(train_and_generate, name, arguments), reference(name), strict=True
+    ):
         assert found["tokens"] == expected["tokens"]
         assert len({tuple(tokens) for tokens in found["tokens"]}) > 1, "every sequence is the same"
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)

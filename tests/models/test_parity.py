@@ -42,14 +42,18 @@ def run_of(model: Callable[[], Any], **fields: Any) -> Run:
 
 RUNS = {
     "Llama, tied embeddings": run_of(models.TiedLlama),
-    "Llama, its own activation checkpointing": run_of(models.CheckpointedLlama, warns=models.DEPRECATED),
+    "Llama, its own activation checkpointing": run_of(
+        models.CheckpointedLlama, warns=models.DEPRECATED
+    ),
     "Llama, LoRA of peft": run_of(models.LoraLlama, warns=models.DEPRECATED),
     "T5, one shared embedding": run_of(models.T5),
     "Mixtral, 8 experts in two weights": run_of(models.Mixtral),
     "Switch Transformer, 16 experts as modules": run_of(models.Switch, ddp=UNUSED),
     "LSTM on flat weights, tied embeddings": run_of(models.LstmLanguageModel),
     "CNN with BatchNorm": run_of(models.BatchNormCnn),
-    "GAN, two optimizers": run_of(models.Gan, ddp=UNUSED, steps=12),  # each of the two counts its steps
+    "GAN, two optimizers": run_of(
+        models.Gan, ddp=UNUSED, steps=12
+    ),  # each of the two counts its steps
 }
 
 References = Callable[[str, int], list[Trained]]
@@ -68,14 +72,24 @@ def reference(world: Worlds) -> References:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_loss_and_all_weights_are_those_of_ddp(
-    world: Worlds, reference: References, compared: dict[tuple[str, str], float], name: str, strategy: str
+    world: Worlds,
+    reference: References,
+    compared: dict[tuple[str, str], float],
+    name: str,
+    strategy: str,
 ) -> None:
     sharded = STRATEGIES[strategy]
     # Blocks of any size are units, as those of a large model are.
-    arguments = {"sharding_strategy": strategy, "auto_wrap_policy": AutoPolicy(min_numel=1), **sharded.arguments}
+    arguments = {
+        "sharding_strategy": strategy,
+        "auto_wrap_policy": AutoPolicy(min_numel=1),
+        **sharded.arguments,
+    }
     found = world(sharded.ranks).run(RUNS[name].sharded_by, arguments)
     expected = reference(name, sharded.ranks)
-    compared[name, strategy] = largest_difference([each.losses for each in found], [each.losses for each in expected])
+    compared[name, strategy] = largest_difference(
+        [each.losses for each in found], [each.losses for each in expected]
+    )
     assert compared[name, strategy] <= 1e-4
     # Rank 0's buffers are everybody's: those that are saved.
     assert_same_weights(found[0].weights, expected[0].weights, rtol=1e-4)
@@ -89,7 +103,9 @@ def test_the_models_that_are_compared_change(reference: References, name: str) -
 
 def test_experts_that_nobody_uses_stay_what_they_are(world: Worlds) -> None:
     run = run_of(models.Switch, steps=1)
-    before, after = (world(2).run(each.sharded_by, {})[0].weights for each in (replace(run, steps=0), run))
+    before, after = (
+        world(2).run(each.sharded_by, {})[0].weights for each in (replace(run, steps=0), run)
+    )
     experts = [key for key in after if ".expert_" in key]
     unused = [key for key in experts if torch.equal(before[key], after[key])]
     assert 0 < len(unused) < len(experts)
@@ -98,6 +114,10 @@ def test_experts_that_nobody_uses_stay_what_they_are(world: Worlds) -> None:
 
 def largest_difference(found: list[list[float]], expected: list[list[float]]) -> float:
     """Of two lists of losses by rank and step, relative to the second."""
-    pairs = [pair for ours, theirs in zip(found, expected, strict=True) for pair in zip(ours, theirs, strict=True)]
+    pairs = [
+        pair
+        for ours, theirs in zip(found, expected, strict=True)
+        for pair in zip(ours, theirs, strict=True)
+    ]
     assert pairs, "nothing was trained"
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)

@@ -27,7 +27,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)) for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)) for _ in range(2)]
+        )
         self.scale = nn.Parameter(torch.tensor(1.1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +55,9 @@ def adamw(parameters: Parameters) -> optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[Parameters], optim.Optimizer]] = {
-    "sgd": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd": lambda parameters: optim.SGD(
+        parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "adamw_foreach": lambda parameters: optim.AdamW(parameters, lr=0.01, foreach=True),
     "adagrad": lambda parameters: optim.Adagrad(parameters, lr=0.05),
     "asgd": lambda parameters: optim.ASGD(parameters, lr=0.05),
@@ -66,14 +70,20 @@ OPTIMIZERS: dict[str, Callable[[Parameters], optim.Optimizer]] = {
 @on_ranks(2)
 def test_lbfgs_calls_its_closure_many_times(strategy: str) -> None:
     def lbfgs(parameters: Parameters) -> optim.Optimizer:
-        return optim.LBFGS(parameters, lr=0.5, max_iter=6, history_size=4, line_search_fn="strong_wolfe")
+        return optim.LBFGS(
+            parameters, lr=0.5, max_iter=6, history_size=4, line_search_fn="strong_wolfe"
+        )
 
     trial = Trial(Net(), sharding(strategy), lbfgs)
     for step in range(2):
         found, expected = step_with_closures(trial, step)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-        for (name, mine), reference in zip(trial.model.named_parameters(), trial.reference.parameters(), strict=True):
-            torch.testing.assert_close(full(mine), reference.detach(), rtol=1e-3, atol=1e-4, msg=name)
+        for (name, mine), reference in zip(
+            trial.model.named_parameters(), trial.reference.parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                full(mine), reference.detach(), rtol=1e-3, atol=1e-4, msg=name
+            )
 
 
 def step_with_closures(trial: Trial, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +103,10 @@ def step_with_closures(trial: Trial, step: int) -> tuple[torch.Tensor, torch.Ten
         loss.backward()
         return loss
 
-    found, expected = trial.optimizer.step(closure), trial.reference_optimizer.step(reference_closure)
+    found, expected = (
+        trial.optimizer.step(closure),
+        trial.reference_optimizer.step(reference_closure),
+    )
     return torch.as_tensor(found).detach(), torch.as_tensor(expected).detach()
 
 
@@ -115,7 +128,9 @@ def test_a_closure_sees_sharded_parameters_and_their_gradients(strategy: str) ->
         loss = trial.forward(square)
         loss.backward()
         (parameters,) = (group["params"] for group in trial.optimizer.param_groups)
-        assert [id(parameter) for parameter in parameters] == [id(parameter) for parameter in trial.model.parameters()]
+        assert [id(parameter) for parameter in parameters] == [
+            id(parameter) for parameter in trial.model.parameters()
+        ]
         nn.utils.clip_grad_norm_(trial.model.parameters(), 0.01)
         return loss
 
@@ -134,8 +149,13 @@ def test_parameters_are_added_to_an_optimizer_that_has_stepped(strategy: str) ->
 
     trial = Trial(Net(), sharding(strategy), of_the_stem)
     trial.train(square)
-    for model, optimizer in ((trial.model, trial.optimizer), (trial.reference, trial.reference_optimizer)):
-        optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.05, "weight_decay": 0.5})
+    for model, optimizer in (
+        (trial.model, trial.optimizer),
+        (trial.reference, trial.reference_optimizer),
+    ):
+        optimizer.add_param_group(
+            {"params": list(model.blocks.parameters()), "lr": 0.05, "weight_decay": 0.5}
+        )
     trial.train(square)
     assert len(trial.optimizer.state) == len(trial.reference_optimizer.state)
 
@@ -158,7 +178,10 @@ def test_states_are_read_as_global_tensors(strategy: str) -> None:
     trial.train(square)
     assert list(trial.optimizer.state) == list(trial.model.parameters())
     for mine, expected in zip(trial.model.parameters(), trial.reference.parameters(), strict=True):
-        state, expected_state = trial.optimizer.state[mine], trial.reference_optimizer.state[expected]
+        state, expected_state = (
+            trial.optimizer.state[mine],
+            trial.reference_optimizer.state[expected],
+        )
         assert list(state) == list(expected_state)
         assert torch.equal(state["step"], expected_state["step"])
         for name in ("exp_avg", "exp_avg_sq"):
@@ -172,7 +195,10 @@ def test_states_are_read_as_global_tensors(strategy: str) -> None:
 def test_states_that_are_written_or_assigned_reach_the_optimizer(strategy: str) -> None:
     trial = Trial(Net(), sharding(strategy), adamw)
     trial.train(square)
-    for model, optimizer in ((trial.model, trial.optimizer), (trial.reference, trial.reference_optimizer)):
+    for model, optimizer in (
+        (trial.model, trial.optimizer),
+        (trial.reference, trial.reference_optimizer),
+    ):
         for parameter in model.parameters():
             optimizer.state[parameter]["exp_avg"].mul_(0.5)
             optimizer.state[parameter]["exp_avg_sq"] = optimizer.state[parameter]["exp_avg_sq"] * 4
@@ -185,7 +211,10 @@ def test_states_that_are_written_or_assigned_reach_the_optimizer(strategy: str) 
 def test_states_are_removed(strategy: str) -> None:
     trial = Trial(Net(), sharding(strategy), adamw)
     trial.train(square)
-    for model, optimizer in ((trial.model, trial.optimizer), (trial.reference, trial.reference_optimizer)):
+    for model, optimizer in (
+        (trial.model, trial.optimizer),
+        (trial.reference, trial.reference_optimizer),
+    ):
         del optimizer.state[model.stem.weight]
         optimizer.state[model.stem.bias].clear()
         optimizer.state[model.scale].pop("exp_avg")
@@ -217,7 +246,10 @@ def full_state(optimizer: optim.Optimizer) -> State:
     state_dict = copy.deepcopy({"param_groups": optimizer.state_dict()["param_groups"]})
     state = optimizer.state_dict()["state"]
     whole = {
-        index: {name: full(value).clone() if torch.is_tensor(value) else value for name, value in each.items()}
+        index: {
+            name: full(value).clone() if torch.is_tensor(value) else value
+            for name, value in each.items()
+        }
         for index, each in state.items()
     }
     return {**state_dict, "state": whole}
@@ -242,11 +274,19 @@ def train_from(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw_foreach", "sgd", "adagrad", "asgd", "adafactor"])
-@pytest.mark.parametrize("strategies", [("full_shard", "full_shard"), ("no_shard", "shard_optimizer")])
-def test_states_move_to_another_number_of_ranks(world: Worlds, strategies: tuple[str, str], name: str) -> None:
+@pytest.mark.parametrize(
+    "strategies", [("full_shard", "full_shard"), ("no_shard", "shard_optimizer")]
+)
+def test_states_move_to_another_number_of_ranks(
+    world: Worlds, strategies: tuple[str, str], name: str
+) -> None:
     expected, _ = world(1).run(train_from, "no_shard", name, range(6), None, None)[0]
-    model_state, optimizer_state = world(2).run(train_from, strategies[0], name, range(3), None, None)[0]
-    for found, _ in world(3).run(train_from, strategies[1], name, range(3, 6), model_state, optimizer_state):
+    model_state, optimizer_state = world(2).run(
+        train_from, strategies[0], name, range(3), None, None
+    )[0]
+    for found, _ in world(3).run(
+        train_from, strategies[1], name, range(3, 6), model_state, optimizer_state
+    ):
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
 
@@ -270,7 +310,10 @@ def test_a_state_dict_is_that_of_a_plain_optimizer_and_loads_into_itself(strateg
 def test_a_scheduler_and_a_second_attachment_change_nothing(strategy: str) -> None:
     trial = Trial(Net(), sharding(strategy), adamw)
     attach_optimizer(trial.optimizer, trial.runtime.parameters_changed)
-    schedulers = [optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (trial.optimizer, trial.reference_optimizer)]
+    schedulers = [
+        optim.lr_scheduler.StepLR(each, 1, 0.5)
+        for each in (trial.optimizer, trial.reference_optimizer)
+    ]
     for step in range(3):
         trial.train(square, steps=1)
         for scheduler in schedulers:
@@ -293,7 +336,8 @@ def test_an_optimizer_has_parameters_that_are_not_sharded(strategy: str) -> None
         trial.check_parameters()
     assert torch.equal(extras[0], extras[1])
     assert torch.equal(
-        trial.optimizer.state[extras[0]]["exp_avg"], trial.reference_optimizer.state[extras[1]]["exp_avg"]
+        trial.optimizer.state[extras[0]]["exp_avg"],
+        trial.reference_optimizer.state[extras[1]]["exp_avg"],
     )
 
 
@@ -308,10 +352,14 @@ def test_a_step_that_fails_half_way_can_be_saved_as_what_it_is() -> None:
     trial = Trial(linears(), Sharding())
     parameters = list(trial.model.parameters())
     optimizer = FailsHalfWay(parameters)
-    attach_optimizer(optimizer, trial.runtime.parameters_changed, stated={"FailsHalfWay": "element"})
+    attach_optimizer(
+        optimizer, trial.runtime.parameters_changed, stated={"FailsHalfWay": "element"}
+    )
     trial.backward(square)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     states = optimizer.state_dict()["state"]
     assert [group["params"] for group in optimizer.param_groups] == [parameters]
-    assert [states[index]["exp_avg"].shape for index in range(len(parameters))] == [it.shape for it in parameters]
+    assert [states[index]["exp_avg"].shape for index in range(len(parameters))] == [
+        it.shape for it in parameters
+    ]

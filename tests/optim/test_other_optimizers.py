@@ -26,7 +26,11 @@ class Lookahead(optim.Optimizer):
 
     def __init__(self, inner: optim.Optimizer) -> None:
         self.inner, self.count = inner, 0
-        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self.param_groups, self.state, self.defaults = (
+            inner.param_groups,
+            inner.state,
+            inner.defaults,
+        )
         self.slow = [[it.detach().clone() for it in group["params"]] for group in self.param_groups]
 
     @torch.no_grad()
@@ -135,7 +139,9 @@ def test_scopes_are_stated_by_class_name_or_import_path() -> None:
 @on_ranks(2)
 def test_optimizers_that_step_inside_the_backward(when: str) -> None:
     def install(model: nn.Module) -> None:
-        optimizers = {parameter: optim.AdamW([parameter], lr=0.01) for parameter in model.parameters()}
+        optimizers = {
+            parameter: optim.AdamW([parameter], lr=0.01) for parameter in model.parameters()
+        }
 
         def step(parameter: torch.Tensor) -> None:
             optimizers[parameter].step()
@@ -158,11 +164,20 @@ def test_optimizers_that_step_inside_the_backward(when: str) -> None:
 
 @on_ranks(2)
 def test_several_optimizers_of_different_scopes_share_a_model() -> None:
-    trial = Trial(Chain(2), Sharding(units=("blocks.*",)), lambda parameters: optim.Adafactor(list(parameters)[:3]))
+    trial = Trial(
+        Chain(2),
+        Sharding(units=("blocks.*",)),
+        lambda parameters: optim.Adafactor(list(parameters)[:3]),
+    )
     from shardeddp.optim.attach import attach_optimizer
 
     others = [
-        optim.AdamW([{"params": list(model.parameters())[3:5]}, {"params": list(model.parameters())[5:], "lr": 0.02}])
+        optim.AdamW(
+            [
+                {"params": list(model.parameters())[3:5]},
+                {"params": list(model.parameters())[5:], "lr": 0.02},
+            ]
+        )
         for model in (trial.model, trial.reference)
     ]
     attach_optimizer(others[0], trial.runtime.parameters_changed)

@@ -12,7 +12,9 @@ shapes_of_models = st.lists(st.lists(st.integers(0, 64), max_size=3), max_size=3
 
 
 @given(shapes=shapes_of_models, num_ranks=st.integers(1, 9))
-def test_no_rank_has_more_than_a_fair_share_and_one_parameter(shapes: list[list[int]], num_ranks: int) -> None:
+def test_no_rank_has_more_than_a_fair_share_and_one_parameter(
+    shapes: list[list[int]], num_ranks: int
+) -> None:
     ownership = Ownership(num_ranks)
     owners = ownership.deal(shapes)
     costs = [step_cost(shape) for shape in shapes]

@@ -88,7 +88,9 @@ def test_a_step_on_whole_parameters_that_fails_keeps_no_memory_and_loses_no_stat
         with pytest.raises(ValueError, match="refused") if refuses else nullcontext():
             trial.optimizer.step()
     mine = next(whole.parameter for whole in wholes if whole.tensor is not None)
-    with pytest.raises(RuntimeError, match=r"a step of Refusing has failed and left states of .* Step again"):
+    with pytest.raises(
+        RuntimeError, match=r"a step of Refusing has failed and left states of .* Step again"
+    ):
         trial.optimizer.state[mine]
 
 
@@ -97,7 +99,13 @@ def test_hooks_of_users_see_sharded_parameters_whenever_they_were_set() -> None:
     seen: list[bool] = []
 
     def look(optimizer: optim.Optimizer, *_: Any) -> None:
-        seen.append(all(isinstance(it, ShardTensor) for group in optimizer.param_groups for it in group["params"]))
+        seen.append(
+            all(
+                isinstance(it, ShardTensor)
+                for group in optimizer.param_groups
+                for it in group["params"]
+            )
+        )
 
     def make(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
         optimizer = Lion(parameters)
@@ -130,7 +138,9 @@ class Decaying(Lamb):
 
 @on_ranks(2)
 def test_a_step_inside_of_a_step_is_one_step() -> None:
-    Lamb([nn.Parameter(torch.ones(1))])  # from now on torch calls hooks around the step of this class
+    Lamb(
+        [nn.Parameter(torch.ones(1))]
+    )  # from now on torch calls hooks around the step of this class
     trial = Trial(linears(2), Sharding(), Decaying, {"Decaying": "parameter"})
     trial.train(square, steps=2)
     assert trial.optimizer.state_dict()["state"][0]["factors"] == [0.9, 1.1] * 2

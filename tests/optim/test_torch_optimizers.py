@@ -21,25 +21,45 @@ pytestmark = pytest.mark.timeout(60)
 
 Options = dict[str, Any]
 
-LISTS: list[Options] = [{"foreach": True}, {"foreach": False}, {"maximize": True}, {"weight_decay": 0.1}]
+LISTS: list[Options] = [
+    {"foreach": True},
+    {"foreach": False},
+    {"maximize": True},
+    {"weight_decay": 0.1},
+]
 FUSED: list[Options] = [{"fused": True}, {"fused": True, "maximize": True, "weight_decay": 0.1}]
-ADAM: list[Options] = [*LISTS, *FUSED, {"amsgrad": True}, {"amsgrad": True, "fused": True}, {"lr": torch.tensor(0.01)}]
+ADAM: list[Options] = [
+    *LISTS,
+    *FUSED,
+    {"amsgrad": True},
+    {"amsgrad": True, "fused": True},
+    {"lr": torch.tensor(0.01)},
+]
 
 # By class, the options of each variant beside those of the first.
 VARIANTS: dict[str, tuple[Options, list[Options]]] = {
     "Adadelta": ({"lr": 0.5}, LISTS),
     "Adafactor": ({"lr": 0.05}, [*LISTS, {"beta2_decay": -0.5, "d": 2.0, "eps": (1e-8, 1e-2)}]),
-    "Adagrad": ({"lr": 0.05}, [*LISTS, *FUSED, {"lr_decay": 0.1, "initial_accumulator_value": 0.2}]),
+    "Adagrad": (
+        {"lr": 0.05},
+        [*LISTS, *FUSED, {"lr_decay": 0.1, "initial_accumulator_value": 0.2}],
+    ),
     "Adam": ({"lr": 0.01}, [*ADAM, {"decoupled_weight_decay": True, "weight_decay": 0.1}]),
     "AdamW": ({"lr": 0.01}, ADAM),
     "Adamax": ({"lr": 0.01}, LISTS),
     "ASGD": ({"lr": 0.05, "t0": 1.0}, LISTS),
-    "Muon": ({"lr": 0.002}, [{"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"weight_decay": 0.0}]),
+    "Muon": (
+        {"lr": 0.002},
+        [{"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"weight_decay": 0.0}],
+    ),
     "NAdam": ({"lr": 0.01}, [*LISTS, {"decoupled_weight_decay": True, "weight_decay": 0.1}]),
     "RAdam": ({"lr": 0.01}, [*LISTS, {"decoupled_weight_decay": True, "weight_decay": 0.1}]),
     "RMSprop": ({"lr": 0.01}, [*LISTS, {"momentum": 0.5, "centered": True}]),
     "Rprop": ({"lr": 0.01}, LISTS[:3]),
-    "SGD": ({"lr": 0.1}, [*LISTS, *FUSED, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1}]),
+    "SGD": (
+        {"lr": 0.1},
+        [*LISTS, *FUSED, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1}],
+    ),
 }
 ELSEWHERE = {
     "LBFGS",  # needs a closure: see test_attach.py
@@ -50,14 +70,21 @@ ELSEWHERE = {
 def make(name: str, options: Options) -> Callable[[Iterable[nn.Parameter]], optim.Optimizer]:
     def make_optimizer(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
         chosen = [parameter for parameter in parameters if name != "Muon" or parameter.ndim == 2]
-        own = {key: value.clone() if torch.is_tensor(value) else value for key, value in options.items()}
+        own = {
+            key: value.clone() if torch.is_tensor(value) else value
+            for key, value in options.items()
+        }
         return vars(optim)[name](chosen, **own)
 
     return make_optimizer
 
 
 def test_all_optimizers_of_this_torch_are_covered() -> None:
-    kinds = {name for name, it in vars(optim).items() if isinstance(it, type) and issubclass(it, optim.Optimizer)}
+    kinds = {
+        name
+        for name, it in vars(optim).items()
+        if isinstance(it, type) and issubclass(it, optim.Optimizer)
+    }
     assert kinds - {"Optimizer"} <= VARIANTS.keys() | ELSEWHERE
 
 
@@ -94,7 +121,10 @@ def test_every_variant_steps_as_in_one_process() -> None:
 
 SPOT_CHECKS = [name for name in ("AdamW", "Adafactor", "Muon", "ASGD") if name in vars(optim)]
 SHARDINGS = [
-    *(Sharding(strategy=strategy, units=("1",)) for strategy in ("shard_grad_op", "shard_optimizer", "no_shard")),
+    *(
+        Sharding(strategy=strategy, units=("1",))
+        for strategy in ("shard_grad_op", "shard_optimizer", "no_shard")
+    ),
     Sharding(strategy="hybrid_shard", units=("1",), shard_size=2),
     Sharding(strategy="hybrid_shard", units=("1",), shard_size=2, split=True),
 ]
@@ -121,7 +151,9 @@ def test_each_rank_steps_half_of_the_matrices_on_plain_whole_tensors() -> None:
         trial.train(square, steps=1)
         assert [tuple(it.shape) for it in seen] == [(WIDTH, WIDTH)] * 2
         assert not any(isinstance(it, ShardTensor) for it in seen)
-        assert all(it.untyped_storage().nbytes() == 0 or it._is_view() for it in seen)  # released after the step
+        assert all(
+            it.untyped_storage().nbytes() == 0 or it._is_view() for it in seen
+        )  # released after the step
 
 
 @on_ranks(2)
@@ -136,7 +168,11 @@ def test_an_owner_keeps_the_states_and_every_rank_sees_all_of_them() -> None:
             assert isinstance(value, ShardTensor)
             held += value.to_local().numel()
             torch.testing.assert_close(full(value), reference[name], rtol=1e-4, atol=1e-7)
-    total = sum(value.numel() for state in trial.reference_optimizer.state.values() for value in state.values())
+    total = sum(
+        value.numel()
+        for state in trial.reference_optimizer.state.values()
+        for value in state.values()
+    )
     counts = [torch.zeros(()) for _ in range(2)]
     dist.all_gather(counts, torch.tensor(float(held)))
     assert sum(counts) == total  # nobody holds what another holds
@@ -147,7 +183,10 @@ def test_an_owner_keeps_the_states_and_every_rank_sees_all_of_them() -> None:
 def test_what_is_assigned_to_states_between_steps_reaches_their_owner() -> None:
     trial = Trial(linears(2), Sharding(), make("Adafactor", {"lr": 0.05}))
     trial.train(square, steps=2)
-    for model, optimizer in ((trial.model, trial.optimizer), (trial.reference, trial.reference_optimizer)):
+    for model, optimizer in (
+        (trial.model, trial.optimizer),
+        (trial.reference, trial.reference_optimizer),
+    ):
         first, second, third, fourth = model.parameters()
         optimizer.state[first]["row_var"].mul_(4)
         optimizer.state[first]["col_var"] = optimizer.state[first]["col_var"] * 3
@@ -180,7 +219,10 @@ def test_parameters_without_a_gradient_and_new_ones_are_no_trouble_for_owners() 
 
     trial = Trial(linears(3), Sharding(units=("1",)), of_the_first)
     trial.train(square, steps=1)
-    for model, optimizer in ((trial.model, trial.optimizer), (trial.reference, trial.reference_optimizer)):
+    for model, optimizer in (
+        (trial.model, trial.optimizer),
+        (trial.reference, trial.reference_optimizer),
+    ):
         optimizer.add_param_group({"params": list(model[1:].parameters()), "lr": 0.02})
         model[2].requires_grad_(False)
     trial.train(square, steps=1)
@@ -203,10 +245,14 @@ def test_optimizers_that_cannot_work_are_refused_with_the_reason() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, on import
         from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-    warnings.filterwarnings("ignore", "parameter .* is used outside")  # by the constructor of the latter
+    warnings.filterwarnings(
+        "ignore", "parameter .* is used outside"
+    )  # by the constructor of the latter
     model = linears(2)
     Sharding().apply(model)
-    assert "expected an optimizer for dense ones" in refused(optim.SparseAdam(list(model.parameters()), lr=0.1))
+    assert "expected an optimizer for dense ones" in refused(
+        optim.SparseAdam(list(model.parameters()), lr=0.1)
+    )
     zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim.Adam, lr=0.1)
     assert "Return the optimizer inside of it" in refused(zero)
     averaging = PostLocalSGDOptimizer(optim.SGD(model.parameters(), lr=0.1), averager=None)  # type: ignore[arg-type]

@@ -29,8 +29,12 @@ def train_from(steps: range, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
             outputs.append(square(trial.model, 0, step))  # the same data on all ranks
         outputs[0].backward()
         trial.step()
-    whole = torch.utils._pytree.tree_map_only(torch.Tensor, lambda it: full(it).clone(), trial.optimizer.state_dict())
-    return {name: full(parameter).clone() for name, parameter in trial.model.named_parameters()}, whole
+    whole = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda it: full(it).clone(), trial.optimizer.state_dict()
+    )
+    return {
+        name: full(parameter).clone() for name, parameter in trial.model.named_parameters()
+    }, whole
 
 
 def test_states_of_every_kind_move_to_another_number_of_ranks(world: Worlds) -> None:
@@ -51,7 +55,10 @@ def test_numbers_among_states_travel_when_all_ranks_ask_and_are_never_shown_wron
     trial.train(square, steps=2)
     parameters = list(trial.model.parameters())
     whole_of = owned_step_of(trial.optimizer)._wholes.of
-    exchanges = [mock.patch.object(whole_parameter, name, wraps=vars(whole_parameter)[name]) for name in TRAVELS]
+    exchanges = [
+        mock.patch.object(whole_parameter, name, wraps=vars(whole_parameter)[name])
+        for name in TRAVELS
+    ]
     with exchanges[0] as agree, exchanges[1] as gather, exchanges[2] as all_gather_bytes:
         trial.train(square, steps=2)
         assert [agree.call_args.args[0], agree.call_count] == [[False], 2]  # one byte a step
@@ -59,15 +66,25 @@ def test_numbers_among_states_travel_when_all_ranks_ask_and_are_never_shown_wron
         shown = [trial.optimizer.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, shown, strict=True):
             if whole_of(parameter).tensor is None:
-                for use in (int, bool, lambda count: count + 1, lambda count: count == 4, "{:d}".format):
-                    with pytest.raises(RuntimeError, match=r"call optimizer.state_dict\(\) on all ranks"):
+                for use in (
+                    int,
+                    bool,
+                    lambda count: count + 1,
+                    lambda count: count == 4,
+                    "{:d}".format,
+                ):
+                    with pytest.raises(
+                        RuntimeError, match=r"call optimizer.state_dict\(\) on all ranks"
+                    ):
                         use(state["count"])
                 assert state["moments"][0].shape == parameter.shape
             else:
                 assert state["count"] == 4
         for _ in range(2):
             saved = trial.optimizer.state_dict()["state"]
-            assert [saved[index]["count"] for index in range(len(parameters))] == [4] * len(parameters)
+            assert [saved[index]["count"] for index in range(len(parameters))] == [4] * len(
+                parameters
+            )
             assert [state["count"] for state in shown] == [4] * len(parameters)
         assert all_gather_bytes.call_count == 1  # the second finds them known
     for each in (trial.optimizer, trial.reference_optimizer):

@@ -31,7 +31,9 @@ def interval_of_a_tensor(draw: st.DrawFn) -> tuple[Interval, tuple[int, ...]]:
 
 def elements_of(box: Box, shape: tuple[int, ...]) -> list[int]:
     """Row-major numbers of a box's elements, counted one by one."""
-    ranges = [range(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)]
+    ranges = [
+        range(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)
+    ]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return [sum(map(int.__mul__, index, strides)) for index in itertools.product(*ranges)]
 
@@ -44,7 +46,9 @@ def test_an_interval_that_runs_backwards_or_below_zero_is_refused(start: int, st
 
 @bounded
 @given(some_interval(), some_interval())
-def test_an_intersection_has_the_elements_that_both_intervals_have(one: Interval, other: Interval) -> None:
+def test_an_intersection_has_the_elements_that_both_intervals_have(
+    one: Interval, other: Interval
+) -> None:
     common = one.intersect(other)
     expected = set(range(one.start, one.stop)) & set(range(other.start, other.stop))
     assert set(range(common.start, common.stop)) == expected
@@ -53,7 +57,9 @@ def test_an_intersection_has_the_elements_that_both_intervals_have(one: Interval
 
 @bounded
 @given(some_interval(), some_interval())
-def test_an_intersection_stays_inside_the_first_interval_even_when_empty(one: Interval, other: Interval) -> None:
+def test_an_intersection_stays_inside_the_first_interval_even_when_empty(
+    one: Interval, other: Interval
+) -> None:
     common = one.intersect(other)
     assert one.start <= common.start <= common.stop <= one.stop
 
@@ -84,7 +90,9 @@ def test_the_examples_in_the_docstrings_are_true() -> None:
 
 @bounded
 @given(interval_of_a_tensor())
-def test_boxes_cover_exactly_the_elements_of_the_interval_in_order(case: tuple[Interval, tuple[int, ...]]) -> None:
+def test_boxes_cover_exactly_the_elements_of_the_interval_in_order(
+    case: tuple[Interval, tuple[int, ...]],
+) -> None:
     # One box behind the other gives consecutive numbers, so each box is contiguous in the interval as well.
     interval, shape = case
     covered = [element for box in boxes(interval, shape) for element in elements_of(box, shape)]
@@ -93,14 +101,19 @@ def test_boxes_cover_exactly_the_elements_of_the_interval_in_order(case: tuple[I
 
 @bounded
 @given(interval_of_a_tensor())
-def test_boxes_are_few_not_empty_and_inside_the_tensor(case: tuple[Interval, tuple[int, ...]]) -> None:
+def test_boxes_are_few_not_empty_and_inside_the_tensor(
+    case: tuple[Interval, tuple[int, ...]],
+) -> None:
     interval, shape = case
     found = boxes(interval, shape)
     assert len(found) <= max(1, 2 * len(shape) - 1)
     for box in found:
         assert box.numel == math.prod(box.sizes) > 0
         assert len(box.offsets) == len(box.sizes) == len(shape)
-        assert all(offset + size <= dim for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True))
+        assert all(
+            offset + size <= dim
+            for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True)
+        )
 
 
 @bounded
@@ -120,7 +133,11 @@ def test_whole_rows_are_one_box(rows: Interval, row: list[int]) -> None:
 
 
 def test_the_interval_drawn_in_the_docstring_is_a_tail_a_body_and_a_head() -> None:
-    assert boxes(Interval(2, 10), (4, 4)) == [Box((0, 2), (1, 2)), Box((1, 0), (1, 4)), Box((2, 0), (1, 2))]
+    assert boxes(Interval(2, 10), (4, 4)) == [
+        Box((0, 2), (1, 2)),
+        Box((1, 0), (1, 4)),
+        Box((2, 0), (1, 2)),
+    ]
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4, 5])
@@ -146,5 +163,8 @@ def test_boxes_of_a_huge_tensor_are_found_without_walking_its_elements() -> None
 
 
 def test_an_interval_behind_the_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"inside the 6 elements of shape \(2, 3\), found Interval\(start=0, stop=7\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"inside the 6 elements of shape \(2, 3\), found Interval\(start=0, stop=7\)",
+    ):
         boxes(Interval(0, 7), (2, 3))

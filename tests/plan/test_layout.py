@@ -26,7 +26,11 @@ def build(*shapes: tuple[int, ...], itemsize: int = 4, shard_size: int = 2) -> F
 def some_layout(draw: st.DrawFn) -> FlatLayout:
     """Any layout, that of no parameters and those of more ranks than parameters included."""
     itemsize = draw(st.sampled_from([1, 2, 4, 8, 16]))
-    return build(*draw(st.lists(some_shape, max_size=6)), itemsize=itemsize, shard_size=draw(st.integers(1, 9)))
+    return build(
+        *draw(st.lists(some_shape, max_size=6)),
+        itemsize=itemsize,
+        shard_size=draw(st.integers(1, 9)),
+    )
 
 
 def elements(interval: Interval) -> range:
@@ -36,7 +40,9 @@ def elements(interval: Interval) -> range:
 
 def owned_elements(layout: FlatLayout, slot: ParameterSlot) -> list[list[int]]:
     """For every rank the elements of the parameter that it owns."""
-    return [list(elements(layout.parameter_interval(slot, rank))) for rank in range(layout.shard_size)]
+    return [
+        list(elements(layout.parameter_interval(slot, rank))) for rank in range(layout.shard_size)
+    ]
 
 
 @bounded
@@ -77,7 +83,9 @@ def test_slots_start_aligned(layout: FlatLayout) -> None:
 
 
 @pytest.mark.parametrize("itemsize", [3, 12, 24, 32])
-def test_slots_and_slices_are_aligned_for_element_sizes_that_do_not_divide_the_alignment(itemsize: int) -> None:
+def test_slots_and_slices_are_aligned_for_element_sizes_that_do_not_divide_the_alignment(
+    itemsize: int,
+) -> None:
     layout = build((1,), (5,), itemsize=itemsize, shard_size=3)
     assert all(slot.offset * itemsize % ALIGNMENT_NBYTES == 0 for slot in layout.slots)
     assert layout.shard_numel * itemsize % ALIGNMENT_NBYTES == 0
@@ -101,7 +109,9 @@ def test_no_more_is_padded_than_the_alignment_needs(layout: FlatLayout) -> None:
 def test_parameters_cut_into_slices_and_put_together_again_are_whole(layout: FlatLayout) -> None:
     flat: list[tuple[str, int] | None] = [None] * layout.padded_numel
     for slot in layout.slots:
-        flat[slot.interval.start : slot.interval.stop] = [(slot.fqn, index) for index in range(slot.numel)]
+        flat[slot.interval.start : slot.interval.stop] = [
+            (slot.fqn, index) for index in range(slot.numel)
+        ]
     for rank, slot in itertools.product(range(layout.shard_size), layout.slots):
         part = layout.shard_interval(rank)
         mine = flat[part.start : part.stop]
@@ -112,7 +122,9 @@ def test_parameters_cut_into_slices_and_put_together_again_are_whole(layout: Fla
 
 @bounded
 @given(some_layout())
-def test_local_and_parameter_intervals_are_the_same_elements_from_two_origins(layout: FlatLayout) -> None:
+def test_local_and_parameter_intervals_are_the_same_elements_from_two_origins(
+    layout: FlatLayout,
+) -> None:
     for rank, slot in itertools.product(range(layout.shard_size), layout.slots):
         owned, local = layout.parameter_interval(slot, rank), layout.local_interval(slot, rank)
         assert local.numel == owned.numel
@@ -126,7 +138,11 @@ def test_local_and_parameter_intervals_are_the_same_elements_from_two_origins(la
 @bounded
 @given(some_layout())
 def test_ranks_that_build_alone_build_the_same_layout(layout: FlatLayout) -> None:
-    again = build(*(slot.shape for slot in layout.slots), itemsize=layout.itemsize, shard_size=layout.shard_size)
+    again = build(
+        *(slot.shape for slot in layout.slots),
+        itemsize=layout.itemsize,
+        shard_size=layout.shard_size,
+    )
     assert again == layout
     assert hash(again) == hash(layout)
 
@@ -145,8 +161,14 @@ def test_a_parameter_across_two_ranks_is_cut_inside_a_row() -> None:
     layout = build((3,), (3, 3), itemsize=4, shard_size=2)
     slot = layout.slots[1]
     assert (slot.offset, layout.shard_numel) == (4, 8)
-    assert [layout.parameter_interval(slot, rank) for rank in (0, 1)] == [Interval(0, 4), Interval(4, 9)]
-    assert [layout.local_interval(slot, rank) for rank in (0, 1)] == [Interval(4, 8), Interval(0, 5)]
+    assert [layout.parameter_interval(slot, rank) for rank in (0, 1)] == [
+        Interval(0, 4),
+        Interval(4, 9),
+    ]
+    assert [layout.local_interval(slot, rank) for rank in (0, 1)] == [
+        Interval(4, 8),
+        Interval(0, 5),
+    ]
 
 
 def test_a_scalar_belongs_to_one_rank_and_the_others_own_nothing() -> None:
@@ -159,7 +181,11 @@ def test_parameters_without_elements_take_no_room_and_no_rank_owns_them() -> Non
     layout = build((4,), (0,), (3, 0), (4,), shard_size=2)
     assert [slot.offset for slot in layout.slots] == [0, 4, 4, 4]
     assert layout.padding_numel == 0
-    assert owned_elements(layout, layout.slots[1]) == owned_elements(layout, layout.slots[2]) == [[], []]
+    assert (
+        owned_elements(layout, layout.slots[1])
+        == owned_elements(layout, layout.slots[2])
+        == [[], []]
+    )
 
 
 def test_ranks_behind_the_last_parameter_own_a_slice_of_padding() -> None:
@@ -176,7 +202,10 @@ def test_a_layout_of_no_parameters_is_empty_on_every_rank() -> None:
 
 def test_a_single_rank_owns_every_parameter_whole() -> None:
     layout = build((5, 2), (3,), shard_size=1)
-    assert [owned_elements(layout, slot) for slot in layout.slots] == [[list(range(10))], [list(range(3))]]
+    assert [owned_elements(layout, slot) for slot in layout.slots] == [
+        [list(range(10))],
+        [list(range(3))],
+    ]
 
 
 @pytest.mark.parametrize("shard_rank", [-1, 2])
@@ -208,7 +237,12 @@ def test_names_without_shapes_are_refused() -> None:
         ((0, 4), 6, "slots end at 8, behind padded_numel=6"),
     ],
 )
-def test_a_layout_that_contradicts_itself_is_refused(offsets: tuple[int, int], padded_numel: int, message: str) -> None:
-    slots = tuple(ParameterSlot(fqn=f"p{index}", shape=(4,), offset=offset) for index, offset in enumerate(offsets))
+def test_a_layout_that_contradicts_itself_is_refused(
+    offsets: tuple[int, int], padded_numel: int, message: str
+) -> None:
+    slots = tuple(
+        ParameterSlot(fqn=f"p{index}", shape=(4,), offset=offset)
+        for index, offset in enumerate(offsets)
+    )
     with pytest.raises(ValueError, match=message):
         FlatLayout(itemsize=4, shard_size=2, slots=slots, padded_numel=padded_numel)

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.timeout(30)
 bounded = settings(deadline=None, max_examples=200, derandomize=True)
 
 
-def group(*numels: int, shard_size: int = 2, itemsize: int = 4, trainable: bool = True) -> GroupCost:
+def group(
+    *numels: int, shard_size: int = 2, itemsize: int = 4, trainable: bool = True
+) -> GroupCost:
     """The flat buffer of 1-D parameters with so many elements."""
     names = [f"p{index}" for index in range(len(numels))]
     shapes = [(numel,) for numel in numels]
@@ -33,11 +35,16 @@ def group(*numels: int, shard_size: int = 2, itemsize: int = 4, trainable: bool 
 def mixed(numel: int, shard_size: int = 2) -> GroupCost:
     """The flat buffers of one float32 parameter that is gathered in bfloat16 and reduced in float32."""
     layout = FlatLayout.build(["p"], [(numel,)], itemsize=2, shard_size=shard_size)
-    return GroupCost(layout=layout, trainable=True, main_itemsize=4, param_itemsize=2, reduce_itemsize=4)
+    return GroupCost(
+        layout=layout, trainable=True, main_itemsize=4, param_itemsize=2, reduce_itemsize=4
+    )
 
 
 def plan(
-    units: Sequence[Sequence[GroupCost]], strategy: str = "full_shard", prefetch: int = 1, **options: Any
+    units: Sequence[Sequence[GroupCost]],
+    strategy: str = "full_shard",
+    prefetch: int = 1,
+    **options: Any,
 ) -> MemoryPlan:
     """The plan under one of the strategies."""
     return plan_memory(units, SHARDING_STRATEGIES[strategy], prefetch=prefetch, **options)
@@ -83,7 +90,9 @@ def test_a_plan_of_root_and_blocks_agrees_with_the_figures_worked_out_by_hand() 
 
 
 def test_resting_and_peak_bytes_are_the_sums_of_their_parts() -> None:
-    planned = MemoryPlan(main_shard_nbytes=1, gradient_shard_nbytes=20, optimizer_nbytes=300, in_flight_nbytes=4000)
+    planned = MemoryPlan(
+        main_shard_nbytes=1, gradient_shard_nbytes=20, optimizer_nbytes=300, in_flight_nbytes=4000
+    )
     assert planned.resting_nbytes == 321
     assert planned.peak_nbytes == 4321
 
@@ -92,7 +101,10 @@ def test_frozen_parameters_are_gathered_but_have_neither_gradients_nor_optimizer
     # A unit of 128 trainable and 512 frozen bytes, behind a frozen root unit of 64.
     units = [[group(16, trainable=False)], [group(32), group(128, trainable=False)]]
     assert plan(units, prefetch=0) == MemoryPlan(
-        main_shard_nbytes=352, gradient_shard_nbytes=64, optimizer_nbytes=128, in_flight_nbytes=64 + 640 + 128
+        main_shard_nbytes=352,
+        gradient_shard_nbytes=64,
+        optimizer_nbytes=128,
+        in_flight_nbytes=64 + 640 + 128,
     )
 
 
@@ -100,22 +112,31 @@ def test_a_unit_of_two_dtypes_counts_both_by_their_own_element_sizes() -> None:
     # 32 float32 elements are 128 bytes, 32 bfloat16 elements 64.
     planned = plan([[group(32), group(32, itemsize=2)]], prefetch=1)
     assert (planned.main_shard_nbytes, planned.gradient_shard_nbytes) == (96, 96)
-    assert planned.in_flight_nbytes == 192 + 2 * 192  # unsharded, and its gradients twice while they are packed
+    assert (
+        planned.in_flight_nbytes == 192 + 2 * 192
+    )  # unsharded, and its gradients twice while they are packed
 
 
 def test_a_root_unit_alone_is_in_flight_once_whatever_the_prefetch() -> None:
-    assert [plan([[group(16)]], prefetch=depth).in_flight_nbytes for depth in (0, 1, 5)] == [64 + 2 * 64] * 3
+    assert [plan([[group(16)]], prefetch=depth).in_flight_nbytes for depth in (0, 1, 5)] == [
+        64 + 2 * 64
+    ] * 3
 
 
 def test_a_large_root_unit_counts_its_gradients_and_is_never_prefetched_twice() -> None:
     planned = plan([[group(256)], [group(16)]], prefetch=1)
-    assert planned.in_flight_nbytes == 1024 + 2 * 1024 + 64  # its gradients are packed while the other's still wait
+    assert (
+        planned.in_flight_nbytes == 1024 + 2 * 1024 + 64
+    )  # its gradients are packed while the other's still wait
 
 
 def test_one_rank_has_everything_at_rest_and_nothing_in_flight_but_gradients() -> None:
     units = [[group(16, shard_size=1)], [group(32, shard_size=1)], [group(24, shard_size=1)]]
     assert plan(units) == MemoryPlan(
-        main_shard_nbytes=288, gradient_shard_nbytes=288, optimizer_nbytes=576, in_flight_nbytes=64 + 128
+        main_shard_nbytes=288,
+        gradient_shard_nbytes=288,
+        optimizer_nbytes=576,
+        in_flight_nbytes=64 + 128,
     )
 
 
@@ -134,13 +155,17 @@ def test_parameters_that_are_never_resharded_rest_beside_the_shards() -> None:
     assert planned.in_flight_nbytes == 64 + 256 + 192 + 96
 
 
-def test_gradients_that_accumulate_unsharded_are_all_in_flight_with_the_one_that_is_packed() -> None:
+def test_gradients_that_accumulate_unsharded_are_all_in_flight_with_the_one_that_is_packed() -> (
+    None
+):
     units = [[group(16)], [group(32)], [group(64)], [group(48)]]
     assert plan(units, "shard_optimizer", accumulates=True).in_flight_nbytes == 640 + 256
     assert plan(units, "full_shard", accumulates=True) == plan(units, "full_shard")
 
 
-def test_gathering_in_half_the_bytes_halves_the_unsharded_parameters_and_not_the_packed_gradients() -> None:
+def test_gathering_in_half_the_bytes_halves_the_unsharded_parameters_and_not_the_packed_gradients() -> (
+    None
+):
     units = [[mixed(16)], [mixed(32)], [mixed(64)], [mixed(48)]]
     planned = plan(units)
     assert (planned.main_shard_nbytes, planned.gradient_shard_nbytes) == (320, 320)
@@ -153,7 +178,9 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_device() -> None:
     states = plan(units, offload_optimizer=True)
     assert (states.optimizer_nbytes, states.host_nbytes) == (0, on_device.optimizer_nbytes + 2 * 96)
     assert states.peak_nbytes == on_device.peak_nbytes - on_device.optimizer_nbytes
-    everything = plan_memory(units, replace(SHARDING_STRATEGIES["full_shard"], offload_params=True), prefetch=1)
+    everything = plan_memory(
+        units, replace(SHARDING_STRATEGIES["full_shard"], offload_params=True), prefetch=1
+    )
     assert (everything.resting_nbytes, everything.host_nbytes) == (0, on_device.resting_nbytes)
 
 
@@ -169,7 +196,9 @@ def test_optimizer_states_are_counted_per_trainable_element(states: int, expecte
 
 @bounded
 @given(some_units())
-def test_a_deeper_prefetch_never_costs_less_and_ends_with_every_unit_in_flight(units: list[list[GroupCost]]) -> None:
+def test_a_deeper_prefetch_never_costs_less_and_ends_with_every_unit_in_flight(
+    units: list[list[GroupCost]],
+) -> None:
     peaks = [plan(units, prefetch=depth).in_flight_nbytes for depth in range(len(units) + 2)]
     assert peaks == sorted(peaks)
     parameters = sum(cost.full_nbytes for unit in units for cost in unit)
@@ -178,9 +207,13 @@ def test_a_deeper_prefetch_never_costs_less_and_ends_with_every_unit_in_flight(u
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_contributions_arrive_beside_the_packed_gradients_unless_the_transport_adds_them_up(ranks: int) -> None:
+def test_contributions_arrive_beside_the_packed_gradients_unless_the_transport_adds_them_up(
+    ranks: int,
+) -> None:
     units = [[group(64, shard_size=ranks)] for _ in range(4)]
-    staged, added = (plan(units, prefetch=1, staged=staged).in_flight_nbytes for staged in (True, False))
+    staged, added = (
+        plan(units, prefetch=1, staged=staged).in_flight_nbytes for staged in (True, False)
+    )
     assert staged - added == 256 * (ranks - 1) // ranks
 
 

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.timeout(30)
 def infos(nodes: Sequence[int], **believed: Any) -> list[RankInfo]:
     """Ranks by the node that each is on."""
     common = {"world_size": len(nodes), "num_nodes": 2, "ranks_per_node": 2, **believed}
-    return [RankInfo(rank=rank, node=node, local_rank=0, host=f"h{node}", **common) for rank, node in enumerate(nodes)]
+    return [
+        RankInfo(rank=rank, node=node, local_rank=0, host=f"h{node}", **common)
+        for rank, node in enumerate(nodes)
+    ]
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]])
@@ -33,14 +36,21 @@ def test_as_many_ranks_on_each_node_as_expected_are_right_in_any_order(nodes: li
         ([0, 0, 1, 1], {"num_nodes": 3}, "expected 3 nodes with 2 ranks each"),
     ],
 )
-def test_nodes_that_differ_are_listed(nodes: list[int], believed: dict[str, Any], found: str) -> None:
+def test_nodes_that_differ_are_listed(
+    nodes: list[int], believed: dict[str, Any], found: str
+) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(found)):
         check_infos(infos(nodes, **believed))
 
 
 def test_nodes_that_were_told_otherwise_say_so() -> None:
-    mixed = [*infos([0, 0, 1], world_size=4)[:2], *infos([0, 0, 1], world_size=2, ranks_per_node=1)[2:]]
-    with pytest.raises(ConfigurationError, match=r"num_nodes=2, devices=2; node 1 .* num_nodes=2, devices=1"):
+    mixed = [
+        *infos([0, 0, 1], world_size=4)[:2],
+        *infos([0, 0, 1], world_size=2, ranks_per_node=1)[2:],
+    ]
+    with pytest.raises(
+        ConfigurationError, match=r"num_nodes=2, devices=2; node 1 .* num_nodes=2, devices=1"
+    ):
         check_infos(mixed)
 
 
@@ -53,14 +63,18 @@ def test_a_rank_that_is_there_twice_is_not_taken_for_two() -> None:
 # -- groups
 
 
-def hybrid(num_nodes: int, ranks_per_node: int, nodes: Sequence[int], shard_size: int | None = None) -> Topology:
+def hybrid(
+    num_nodes: int, ranks_per_node: int, nodes: Sequence[int], shard_size: int | None = None
+) -> Topology:
     order = node_order(infos(nodes, num_nodes=num_nodes, ranks_per_node=ranks_per_node))
     return choose_sharding("hybrid_shard", shard_size).topology(num_nodes, ranks_per_node, order)
 
 
 @pytest.mark.parametrize("shard_size", [None, 2, 1])
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0, 1, 1, 1, 1], [0, 1] * 4, [0, 0, 1, 1, 0, 0, 1, 1]])
-def test_no_shard_group_crosses_a_node_unless_asked(nodes: list[int], shard_size: int | None) -> None:
+def test_no_shard_group_crosses_a_node_unless_asked(
+    nodes: list[int], shard_size: int | None
+) -> None:
     topology = hybrid(2, 4, nodes, shard_size)
     assert all(len({nodes[rank] for rank in group}) == 1 for group in topology.shard_groups())
     assert sorted(rank for group in topology.replicate_groups() for rank in group) == list(range(8))
@@ -72,7 +86,10 @@ def test_no_shard_group_crosses_a_node_unless_asked(nodes: list[int], shard_size
 
 
 def test_asked_for_it_a_shard_group_spans_whole_nodes() -> None:
-    assert hybrid(4, 2, [0, 1, 2, 3] * 2, shard_size=4).shard_groups() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert hybrid(4, 2, [0, 1, 2, 3] * 2, shard_size=4).shard_groups() == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+    ]
 
 
 def test_ranks_that_count_node_by_node_need_no_order() -> None:
@@ -82,7 +99,9 @@ def test_ranks_that_count_node_by_node_need_no_order() -> None:
 
 
 def test_a_shard_size_that_lets_only_some_groups_cross_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"shard_size=3 does not divide the 4 ranks of a node.*\[1, 2, 4\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"shard_size=3 does not divide the 4 ranks of a node.*\[1, 2, 4\]"
+    ):
         hybrid(3, 4, [node for node in range(3) for _ in range(4)], shard_size=3)
 
 

@@ -4,7 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, Reshard, ShardingStrategy, ShardSize, find_sharding
+from shardeddp.plan.sharding_strategy import (
+    SHARDING_STRATEGIES,
+    Reshard,
+    ShardingStrategy,
+    ShardSize,
+    find_sharding,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -22,7 +28,9 @@ pytestmark = pytest.mark.timeout(30)
 def test_a_strategy_sets_the_three_knobs_as_the_design_says(
     name: str, shard_size: int | ShardSize, reshard: Reshard, reduce_every_backward: bool
 ) -> None:
-    expected = ShardingStrategy(shard_size=shard_size, reshard=reshard, reduce_every_backward=reduce_every_backward)
+    expected = ShardingStrategy(
+        shard_size=shard_size, reshard=reshard, reduce_every_backward=reduce_every_backward
+    )
     assert find_sharding(name) == expected
 
 
@@ -30,7 +38,9 @@ def test_there_are_five_strategies_and_no_two_are_the_same() -> None:
     assert len(SHARDING_STRATEGIES) == len(set(SHARDING_STRATEGIES.values())) == 5
 
 
-@pytest.mark.parametrize("spelling", [str.lower, str.upper, str.title, str.swapcase, str.capitalize])
+@pytest.mark.parametrize(
+    "spelling", [str.lower, str.upper, str.title, str.swapcase, str.capitalize]
+)
 @pytest.mark.parametrize("name", SHARDING_STRATEGIES)
 def test_a_name_is_found_in_any_case(name: str, spelling: Callable[[str], str]) -> None:
     assert find_sharding(spelling(name)) is SHARDING_STRATEGIES[name]
@@ -56,14 +66,18 @@ def test_a_name_that_lost_any_one_letter_is_recognised(name: str) -> None:
     ],
 )
 def test_an_unknown_name_gets_the_nearest_one_in_any_case(found: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=rf"sharding_strategy='{found}' is not known; .*; did you mean '{nearest}'\?"):
+    with pytest.raises(
+        ValueError,
+        match=rf"sharding_strategy='{found}' is not known; .*; did you mean '{nearest}'\?",
+    ):
         find_sharding(found)
 
 
 @pytest.mark.parametrize("found", ["", "zzz", "42"])
 def test_a_name_that_is_near_to_none_gets_the_whole_list_and_no_guess(found: str) -> None:
     with pytest.raises(
-        ValueError, match=f"'{found}' is not known; expected one of {', '.join(SHARDING_STRATEGIES)}"
+        ValueError,
+        match=f"'{found}' is not known; expected one of {', '.join(SHARDING_STRATEGIES)}",
     ) as caught:
         find_sharding(found)
     assert "did you mean" not in str(caught.value)

@@ -31,14 +31,20 @@ def test_each_kind_of_group_partitions_the_world(topology: Topology) -> None:
 @given(some_topology())
 def test_groups_are_as_many_and_as_large_as_the_mesh_says(topology: Topology) -> None:
     assert topology.replicate_size * topology.shard_size == topology.world_size
-    assert [len(group) for group in topology.shard_groups()] == [topology.shard_size] * topology.replicate_size
-    assert [len(group) for group in topology.replicate_groups()] == [topology.replicate_size] * topology.shard_size
+    assert [len(group) for group in topology.shard_groups()] == [
+        topology.shard_size
+    ] * topology.replicate_size
+    assert [len(group) for group in topology.replicate_groups()] == [
+        topology.replicate_size
+    ] * topology.shard_size
 
 
 @bounded
 @given(some_topology())
 def test_a_shard_group_and_a_replicate_group_cross_in_one_rank(topology: Topology) -> None:
-    for shard_group, replicate_group in itertools.product(topology.shard_groups(), topology.replicate_groups()):
+    for shard_group, replicate_group in itertools.product(
+        topology.shard_groups(), topology.replicate_groups()
+    ):
         assert len(set(shard_group) & set(replicate_group)) == 1
 
 
@@ -78,8 +84,13 @@ def test_no_sharding_has_one_replicate_group_and_every_rank_is_its_own_shard_gro
 
 
 @pytest.mark.parametrize("shard_size", [-2, 0, 4, 5, 12])
-def test_a_shard_size_that_does_not_divide_the_world_is_refused_with_those_that_do(shard_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"shard_size={shard_size} .* 6 ranks of this run; use one of \[1, 2, 3, 6\]"):
+def test_a_shard_size_that_does_not_divide_the_world_is_refused_with_those_that_do(
+    shard_size: int,
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=rf"shard_size={shard_size} .* 6 ranks of this run; use one of \[1, 2, 3, 6\]",
+    ):
         Topology(world_size=6, shard_size=shard_size)
 
 

@@ -20,13 +20,17 @@ def lines(view: RenderableType) -> list[str]:
 
 def found(count: int, unchecked: int = 0) -> Verification:
     where = [Interval(1000 * number, 1000 * number + 500) for number in range(count)]
-    damages = [Damage(file="__0_0.distcp", tensor="w", where=it, expected="aa", found="bb") for it in where]
+    damages = [
+        Damage(file="__0_0.distcp", tensor="w", where=it, expected="aa", found="bb") for it in where
+    ]
     names = [f"model.{number}" for number in range(unchecked)]
     return Verification(path=PATH, step=7, nbytes=3 * 2**30, damages=damages, unchecked=names)
 
 
 def test_a_good_checkpoint_is_one_line() -> None:
-    assert lines(verification_view(found(0), 1.5)) == [f"good     {PATH} (3.00 GiB in 1.5 s, step 7)"]
+    assert lines(verification_view(found(0), 1.5)) == [
+        f"good     {PATH} (3.00 GiB in 1.5 s, step 7)"
+    ]
 
 
 def test_each_damage_is_a_line() -> None:

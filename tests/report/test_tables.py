@@ -21,7 +21,9 @@ from shardeddp.report import (
 pytestmark = pytest.mark.timeout(30)
 
 
-def row(name: str, numel: int, *, trainable: int | None = None, padding: int = 0, tensors: int = 2) -> UnitRow:
+def row(
+    name: str, numel: int, *, trainable: int | None = None, padding: int = 0, tensors: int = 2
+) -> UnitRow:
     """A unit of fp32 parameters on two ranks."""
     return UnitRow(
         name=name,
@@ -37,7 +39,9 @@ def layers(count: int, numel: int = 7_087_872) -> list[UnitRow]:
     return [row(f"layers.{index}", numel, padding=3, tensors=12) for index in range(count)]
 
 
-def printed(rows: list[UnitRow], width: int = 80, encoding: str = "utf-8", title: str = "A table") -> list[str]:
+def printed(
+    rows: list[UnitRow], width: int = 80, encoding: str = "utf-8", title: str = "A table"
+) -> list[str]:
     """The lines that a log file of that width gets, without the blanks at their ends."""
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
@@ -117,36 +121,51 @@ def test_square_brackets_in_names_and_titles_are_text() -> None:
 # --- widths and files ---
 
 
-LONG = [row(f"model.transformer.encoder.layers.{index}.mixture_of_experts", 405_849_243_648) for index in range(3)]
+LONG = [
+    row(f"model.transformer.encoder.layers.{index}.mixture_of_experts", 405_849_243_648)
+    for index in range(3)
+]
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_no_line_is_wider_than_the_console_and_no_figure_is_cut(width: int, encoding: str) -> None:
-    lines = printed([row("(root)", 10**12, trainable=1, padding=10**9), *LONG, *layers(32)], width, encoding)
+    lines = printed(
+        [row("(root)", 10**12, trainable=1, padding=10**9), *LONG, *layers(32)], width, encoding
+    )
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    assert all(figure in text for figure in ("1.00 B (<0.1%)", "406 B", "756 GiB", "7.09 M", "13.5 MiB", "1.00 T"))
+    assert all(
+        figure in text
+        for figure in ("1.00 B (<0.1%)", "406 B", "756 GiB", "7.09 M", "13.5 MiB", "1.00 T")
+    )
     assert "\u2026" not in text
 
 
 def test_a_long_name_is_continued_on_the_next_line_and_nothing_is_lost() -> None:
     lines = printed(LONG, width=80)
-    first, last = (next(i for i, line in enumerate(lines) if line.startswith(start)) for start in ("model.", "total"))
+    first, last = (
+        next(i for i, line in enumerate(lines) if line.startswith(start))
+        for start in ("model.", "total")
+    )
     width_of_names = lines[1].index("  tensors")
     name = "".join(line[:width_of_names].strip() for line in lines[first:last])
     assert name.replace(" ", "") == f"{LONG[0].name}...{LONG[2].name}(3x)"
 
 
 def test_thirty_two_layers_fit_on_one_line_of_eighty_columns() -> None:
-    assert any(line.startswith("layers.0 ... layers.31 (32x) ") for line in printed(layers(32), width=80))
+    assert any(
+        line.startswith("layers.0 ... layers.31 (32x) ") for line in printed(layers(32), width=80)
+    )
 
 
 def test_a_log_file_gets_neither_colours_nor_cursor_codes() -> None:
     assert not any("\x1b" in line for line in printed([row("(root)", 10), *layers(4)]))
 
 
-def test_without_a_console_the_table_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_console_the_table_goes_to_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_unit_table([row("(root)", 10)], "my units")
     out, err = capsys.readouterr()
     assert out.startswith("my units")
@@ -214,10 +233,20 @@ def test_a_shown_count_is_within_half_of_its_last_digit(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("numel", "padding", "shown"),
-    [(100, 0, "0 (0%)"), (10**6, 1, "1 (<0.1%)"), (9, 1, "1 (10.0%)"), (0, 16, "16 (100.0%)"), (0, 0, "0 (0%)")],
+    [
+        (100, 0, "0 (0%)"),
+        (10**6, 1, "1 (<0.1%)"),
+        (9, 1, "1 (10.0%)"),
+        (0, 16, "16 (100.0%)"),
+        (0, 0, "0 (0%)"),
+    ],
 )
 def test_padding_is_a_share_of_the_padded_buffers(numel: int, padding: int, shown: str) -> None:
-    assert any(line.endswith(shown) for line in printed([row("a", numel, padding=padding)]) if line.startswith("a "))
+    assert any(
+        line.endswith(shown)
+        for line in printed([row("a", numel, padding=padding)])
+        if line.startswith("a ")
+    )
 
 
 # --- the unit that is too large ---

@@ -26,7 +26,11 @@ def run(arguments: dict[str, Any], frozen: bool, **options: Any) -> dict[str, An
     model.blocks[2].requires_grad_(not frozen)
     trainer = make_trainer(strategy, max_steps=1, **options)
     said = Listening()
-    with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(record=True) as caught, said:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        warnings.catch_warnings(record=True) as caught,
+        said,
+    ):
         warnings.simplefilter("always")
         trainer.fit(model, token_loader(8))
         trainer.test(model, token_loader(8), verbose=False)
@@ -35,7 +39,13 @@ def run(arguments: dict[str, Any], frozen: bool, **options: Any) -> dict[str, An
         strategy.print_units()
     told = [str(each.message) for each in caught if str(each.message).startswith("unit")]
     rows = [unit_row(progress.unit) for progress in strategy.runtime.progresses]
-    return {"lines": said.lines, "silent": silent, "table": out.getvalue(), "told": told, "rows": rows}
+    return {
+        "lines": said.lines,
+        "silent": silent,
+        "table": out.getvalue(),
+        "told": told,
+        "rows": rows,
+    }
 
 
 class Listening(logging.Handler):
@@ -58,7 +68,9 @@ class Listening(logging.Handler):
         self._logger.removeHandler(self)
 
 
-def test_rank_zero_says_one_line_when_the_model_is_sharded_and_others_nothing(world: Worlds) -> None:
+def test_rank_zero_says_one_line_when_the_model_is_sharded_and_others_nothing(
+    world: Worlds,
+) -> None:
     first, second = world(2).run(run, {"auto_wrap_policy": {Block}}, False)
     assert first["lines"] == [
         "ShardedDP: full_shard: 4 units on 1 x 2 ranks (replicate x shard): 976 parameters, 1.91 KiB per rank; "

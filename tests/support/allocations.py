@@ -20,7 +20,9 @@ def record_allocations() -> Iterator[list[int]]:
     sizes: list[int] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         yield sizes
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     sizes.extend(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
 
 

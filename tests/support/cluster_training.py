@@ -36,7 +36,10 @@ class Watched(LightningModule):
         super().__init__()
         self.arguments = arguments
         self.net = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Dropout(arguments.dropout), nn.Linear(4 * WIDTH, 1)
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Tanh(),
+            nn.Dropout(arguments.dropout),
+            nn.Linear(4 * WIDTH, 1),
         )
 
     def say(self, **what: Any) -> None:
@@ -98,7 +101,9 @@ def main() -> None:
         accelerator="cpu",
         devices=devices,
         num_nodes=nodes,
-        strategy=ShardedDP(arguments.strategy, auto_wrap_policy=None, state_dict_type="sharded", timeout=60.0),
+        strategy=ShardedDP(
+            arguments.strategy, auto_wrap_policy=None, state_dict_type="sharded", timeout=60.0
+        ),
         max_steps=arguments.steps,
         max_epochs=-1,
         default_root_dir=arguments.out,

@@ -19,7 +19,9 @@ def command_line(*arguments: str) -> LightningCLI:
     """What a script with a LightningCLI does, without training."""
     trainer = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]
     with mock.patch.object(sys, "argv", ["script.py", *trainer, *arguments]):
-        return LightningCLI(TinyGpt, run=False, seed_everything_default=False, save_config_callback=None)
+        return LightningCLI(
+            TinyGpt, run=False, seed_everything_default=False, save_config_callback=None
+        )
 
 
 def strategy_of(*arguments: str) -> ShardedDP:

@@ -79,7 +79,9 @@ class CompiledSharding(Sharding):
     before: Compile = not_at_all
     after: Compile = not_at_all
 
-    def apply(self, model: nn.Module, autocast: torch.dtype | None = None, options: Any = None) -> Runtime:
+    def apply(
+        self, model: nn.Module, autocast: torch.dtype | None = None, options: Any = None
+    ) -> Runtime:
         assert isinstance(model, Stack)
         self.before(model, self.backend)
         runtime = super().apply(model, autocast, options)
@@ -107,5 +109,7 @@ def trial(
     model: Stack | None = None,
 ) -> Trial:
     """A stack whose blocks are units."""
-    sharding = CompiledSharding(strategy=strategy, units=("blocks.*",), backend=backend, before=before, after=after)
+    sharding = CompiledSharding(
+        strategy=strategy, units=("blocks.*",), backend=backend, before=before, after=after
+    )
     return Trial(model or Stack(), sharding)

@@ -72,7 +72,9 @@ class _Strike:
         if event == "c_call":
             if argument.__module__ not in ("posix", "fcntl") or argument.__name__ in _PURE:
                 return
-        elif event != "call" or frame.f_code is not durable.exchange.__code__:  # called through ctypes
+        elif (
+            event != "call" or frame.f_code is not durable.exchange.__code__
+        ):  # called through ctypes
             return
         self.seen += 1
         if self.seen == self._n:
@@ -152,5 +154,7 @@ def _fork(action: Action) -> int:
 
 def _wait(child: int) -> Outcome:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in _CODES, f"neither done nor refused nor killed; exit code {code}, see the traceback above"
+    assert code in _CODES, (
+        f"neither done nor refused nor killed; exit code {code}, see the traceback above"
+    )
     return _CODES[code]

@@ -130,7 +130,9 @@ class Adjoint(torch.autograd.Function):
     """Integrates without a graph; its backward builds one and asks for the gradients of parameters."""
 
     @staticmethod
-    def forward(ctx: Any, field: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, field: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         ctx.field, ctx.parameters = field, parameters
         ctx.save_for_backward(x)
         with torch.no_grad():
@@ -150,7 +152,9 @@ class SavedAdjoint(torch.autograd.Function):
     steps = 2
 
     @staticmethod
-    def forward(ctx: Any, field: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, field: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         ctx.field = field
         with torch.no_grad():
             for _ in range(SavedAdjoint.steps):
@@ -167,7 +171,10 @@ class SavedAdjoint(torch.autograd.Function):
             with torch.enable_grad():
                 out = x + ctx.field(x)
             slope, *found = torch.autograd.grad(out, (x, *parameters), slope, allow_unused=True)
-            totals = [total if each is None else total + each for total, each in zip(totals, found, strict=True)]
+            totals = [
+                total if each is None else total + each
+                for total, each in zip(totals, found, strict=True)
+            ]
         return None, slope, *totals
 
 

@@ -1,11 +1,17 @@
 """Modules that initialise themselves in every way that constructors do, and models of them on the meta device."""
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
-from shardeddp.engine.deferred_init import DeferredRecord
+from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
@@ -13,6 +19,7 @@ from shardeddp.wrap import SingleUnitPolicy, build_units
 from training import Sharding, full
 
 Build = Callable[[], nn.Module]
+M = TypeVar("M", bound=nn.Module)
 
 
 class Affine(nn.Module):
@@ -65,6 +72,30 @@ class ScalesItsChildren(nn.Module):
             module.weight.data[module.padding_idx].zero_()
 
 
+class InitialisesItsChildren(nn.Module):
+    """Writes to its children in every way that constructors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4, padding_idx=1)
+        self.body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        self.norm = nn.BatchNorm1d(4)
+        nn.init.trunc_normal_(self.embed.weight, std=0.02)
+        nn.init.constant_(self.body[0].weight, 0.5)
+        nn.init.orthogonal_(self.body[1].weight)
+        with torch.no_grad():
+            self.body[0].bias[1:] = 7.0
+            self.body[0].bias[[0, 3]] = torch.tensor([3.0, 4.0])
+            self.body[1].weight.mul_(2).add_(torch.randn(4, 4))
+            self.body[2].weight.copy_(self.body[1].weight.t())
+        self.norm(torch.randn(5, 4))
+        self.copied = copy.deepcopy(self.body[2])
+        self.half = nn.Linear(4, 4).to(torch.bfloat16)
+        self.register_buffer("rates", torch.linspace(0, 0.3, 4) * self.norm.running_mean)
+        self.register_buffer("wide", torch.rand(3, 1).expand(3, 4))
+        self.register_buffer("row", self.wide[1], persistent=False)
+
+
 class HasAResetThatItsConstructorDoesNotCall(nn.Module):
     """Its constructor leaves the child as it is, and so does a deferred initialization."""
 
@@ -102,11 +133,15 @@ def layers() -> nn.Module:
 
 
 def attention() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.MultiheadAttention(6, 2, add_bias_kv=True), nn.Linear(6, 6))
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.MultiheadAttention(6, 2, add_bias_kv=True), nn.Linear(6, 6)
+    )
 
 
 def recurrent() -> nn.Module:
-    return nn.ModuleList([nn.LSTM(5, 4, num_layers=2, bidirectional=True), nn.GRU(4, 3), nn.LSTMCell(3, 2)])
+    return nn.ModuleList(
+        [nn.LSTM(5, 4, num_layers=2, bidirectional=True), nn.GRU(4, 3), nn.LSTMCell(3, 2)]
+    )
 
 
 def affine() -> nn.Module:
@@ -122,10 +157,42 @@ def tied_to_the_first() -> nn.Module:
 
 
 def sixteen_bits() -> nn.Module:
-    return nn.Sequential(nn.Linear(40, 3, dtype=torch.bfloat16), nn.Linear(3, 3), nn.Linear(2, 2, dtype=torch.float64))
+    return nn.Sequential(
+        nn.Linear(40, 3, dtype=torch.bfloat16),
+        nn.Linear(3, 3),
+        nn.Linear(2, 2, dtype=torch.float64),
+    )
+
+
+def parametrized() -> nn.Module:
+    return nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(3, 2)),
+    )
+
+
+def computed_anew() -> nn.Module:
+    pruned = prune.l1_unstructured(nn.Linear(3, 3), "weight", amount=0.5)
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), pruned)
+
+
+def copied_layers() -> nn.Module:
+    return nn.Sequential(
+        *nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), 2).layers
+    )
+
+
+def tied_to_the_last() -> nn.Module:
+    return Tied("head")
 
 
 MODELS: list[Build] = [
+    InitialisesItsChildren,
+    parametrized,
+    computed_anew,
+    copied_layers,
+    tied_to_the_last,
     layers,
     attention,
     recurrent,
@@ -138,9 +205,26 @@ MODELS: list[Build] = [
 ]
 
 
+def recorded(build: Callable[[], M]) -> tuple[M, Recording]:
+    """A model on the meta device, and how it was built."""
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        return build(), recording
+
+
 def on_meta(build: Build) -> nn.Module:
+    """A model on the meta device that nobody has recorded."""
     with torch.device("meta"):
         return build()
+
+
+def warned() -> Any:
+    """Expects the warning that nobody has recorded a model, on rank 0."""
+    if dist.get_rank():
+        return nullcontext()
+    return pytest.warns(
+        UserWarning, match=r"were built on the meta device .*whatever else .* is lost. Build"
+    )
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -156,7 +240,10 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), f"{name}: {found[name]} is not {tensor}"
 
 
-def shard(model: nn.Module, record: DeferredRecord) -> None:
+def shard(
+    model: nn.Module, recording: Recording | None, load: Callable[[], None] | None = None
+) -> None:
     """Shard as one unit, with what is known of the model's making."""
     units = build_units(model, SingleUnitPolicy())
-    shard_model(units, Sharding().mesh(), SHARDING_STRATEGIES["full_shard"], Prefetch(), record)
+    strategy = SHARDING_STRATEGIES["full_shard"]
+    shard_model(units, Sharding().mesh(), strategy, Prefetch(), recording=recording, load=load)

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 
 from shardeddp.comm import Mesh
 from shardeddp.config import CPUOffload, MixedPrecision
+from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Prefetch, Runtime
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
@@ -100,14 +101,24 @@ class Training:
         setting: How it is sharded.
         model: Made by :func:`stack`, or on the meta device.
         mesh: Whose streams and collectives may be local parameters; None: the setting's.
+        recording: How a model on the meta device was built.
     """
 
-    def __init__(self, setting: Setting, model: Stack, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        model: Stack,
+        mesh: Mesh | None = None,
+        recording: Recording | None = None,
+    ) -> None:
         self.setting, self.model = setting, model
         dtypes = resolve_dtypes(setting.options, setting.autocast)
         units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), dtypes)
         cast_at_boundaries(model, units, dtypes)
-        self.runtime: Runtime = shard_model(units, mesh or setting.mesh(), setting.sharding, Prefetch())
+        mesh = mesh or setting.mesh()
+        self.runtime: Runtime = shard_model(
+            units, mesh, setting.sharding, Prefetch(), recording=recording
+        )
         self.optimizer = adamw(model)
         offload = setting.offload.optimizer and not setting.offload.params
         attach_optimizer(self.optimizer, self.runtime.parameters_changed, offload=offload)
@@ -132,10 +143,14 @@ class Training:
         """What the cost model predicts for a device whose transport needs no room of its own."""
         costs = [progress.unit.costs() for progress in self.runtime.progresses]
         offloads = self.setting.offload.optimizer
-        return plan_memory(costs, self.setting.sharding, prefetch=1, staged=False, offload_optimizer=offloads)
+        return plan_memory(
+            costs, self.setting.sharding, prefetch=1, staged=False, offload_optimizer=offloads
+        )
 
 
-def train_plain(steps: int, autocast: torch.dtype | None = None, micro_batches: int = 1) -> list[float]:
+def train_plain(
+    steps: int, autocast: torch.dtype | None = None, micro_batches: int = 1
+) -> list[float]:
     """The losses of the same stack, not sharded."""
     model = stack().to(DEVICE)
     optimizer = adamw(model)
@@ -153,7 +168,9 @@ def train_plain(steps: int, autocast: torch.dtype | None = None, micro_batches: 
 
 def autocasting(dtype: torch.dtype | None) -> Any:
     """What surrounds a forward under a precision."""
-    return nullcontext() if dtype is None else torch.autocast(DEVICE.type, dtype, cache_enabled=False)
+    return (
+        nullcontext() if dtype is None else torch.autocast(DEVICE.type, dtype, cache_enabled=False)
+    )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import math
@@ -128,6 +129,10 @@ def sharded(program: Program) -> Trained:
 
 
 def _train(program: Program, strategy: Any, noise: float = 0.0) -> Trained:
+    faulthandler.enable()  # anew: the end of a Trainer takes it away
+    # In evaluation torch takes another way through attention where dtypes agree, which those of
+    # gathered weights do not; bfloat16 shows it.
+    torch.backends.mha.set_fastpath_enabled(program.precision != "bf16-mixed")
     seed_everything(program.seed, verbose=False)
     module = DrawnTraining(program)
     if noise:
@@ -153,21 +158,36 @@ def difference(found: Trained, expected: Trained) -> tuple[float, str]:
     """The largest difference, relative to the tolerance's scale, and where it is."""
     if [key for key, _ in found.record] != [key for key, _ in expected.record]:
         index = next(
-            (i for i, (a, b) in enumerate(zip(found.record, expected.record, strict=False)) if a[0] != b[0]),
+            (
+                i
+                for i, (a, b) in enumerate(zip(found.record, expected.record, strict=False))
+                if a[0] != b[0]
+            ),
             min(len(found.record), len(expected.record)),
         )
-        texts = [f"{side.record[index : index + 1]} ({len(side.record)} numbers)" for side in (found, expected)]
+        texts = [
+            f"{side.record[index : index + 1]} ({len(side.record)} numbers)"
+            for side in (found, expected)
+        ]
         return math.inf, f"what happened: expected {texts[1]}, found {texts[0]}"
     worst = (0.0, "nothing")
-    for index, ((key, ours), (_, theirs)) in enumerate(zip(found.record, expected.record, strict=True)):
+    for index, ((key, ours), (_, theirs)) in enumerate(
+        zip(found.record, expected.record, strict=True)
+    ):
         relative = abs(ours - theirs) / (abs(theirs) + 1e-3)
         relative = 0.0 if ours == theirs else relative if math.isfinite(relative) else math.inf
         # The first number that is wrong says more than the largest.
         if relative > RTOL:
-            return relative, f"{key} (number {index} of {len(found.record)}): expected {theirs:.8g}, found {ours:.8g}"
+            return (
+                relative,
+                f"{key} (number {index} of {len(found.record)}): expected {theirs:.8g}, found {ours:.8g}",
+            )
         worst = max(worst, (relative, key))
     if list(found.weights) != list(expected.weights):
-        return math.inf, f"names of weights: expected {list(expected.weights)}, found {list(found.weights)}"
+        return (
+            math.inf,
+            f"names of weights: expected {list(expected.weights)}, found {list(found.weights)}",
+        )
     for name, theirs in expected.weights.items():
         change = float((found.weights[name].double() - theirs.double()).norm())
         relative = change / (float(theirs.double().norm()) + 1e-2)
@@ -187,40 +207,62 @@ def compare(program: Program, journal: str) -> Outcome:
         try:
             expected = under_ddp(program)
             if drifted(expected):
-                raise RuntimeError("DDP does not average all gradients of this program: its replicas differ")
+                raise RuntimeError(
+                    "DDP does not average all gradients of this program: its replicas differ"
+                )
         except Exception:  # noqa: BLE001 - what DDP cannot do is compared with what it is defined as
             reference = averaged
             try:
                 expected = averaged(program)
             except Exception as error:  # noqa: BLE001 - nothing to compare with
                 return Outcome(
-                    kind="discarded", text=f"{type(error).__name__}: {error}", details=traceback.format_exc()
+                    kind="discarded",
+                    text=f"{type(error).__name__}: {error}",
+                    details=traceback.format_exc(),
                 )
         gc.collect()
         notes.write("sharded\n")
         try:
             found = sharded(program)
         except Exception as error:  # noqa: BLE001 - travels to the session
-            raise ProgramRaised(f"{type(error).__name__}: {error}", traceback.format_exc()) from None
+            raise ProgramRaised(
+                f"{type(error).__name__}: {error}", traceback.format_exc()
+            ) from None
         error, where = difference(found, expected)
         worst = _largest(error)
         if worst <= RTOL:
-            return Outcome(kind="same", text="" if reference is under_ddp else "(compared with averaged replicas)")
+            return Outcome(
+                kind="same",
+                text="" if reference is under_ddp else "(compared with averaged replicas)",
+            )
         notes.write("noise\n")
-        noise = _largest(max(_spread(reference(program, NOISE * sign), expected) for sign in (1, -1, 2)))
-        if worst < 1e-3 and program.precision == "bf16-mixed" and program.uses("penalty", "asked_graph"):
+        noise = _largest(
+            max(_spread(reference(program, NOISE * sign), expected) for sign in (1, -1, 2))
+        )
+        if (
+            worst < 1e-3
+            and program.precision == "bf16-mixed"
+            and program.uses("penalty", "asked_graph")
+        ):
             # What a second derivative adds to a gradient is added in bfloat16 or in float32: autocast leaves that open.
             with casting_once():
                 noise = max(noise, _largest(_spread(reference(program), expected)))
         text = f"rank {dist.get_rank()}: {where}: {error:.2g} (rounding alone: {noise:.2g})"
         small = worst <= 4 * noise
         # (What shares memory has its own when it is cast.)
-        if not small and worst < 1e-3 and program.precision == "32-true" and not program.uses("memory"):
+        if (
+            not small
+            and worst < 1e-3
+            and program.precision == "32-true"
+            and not program.uses("memory")
+        ):
             precise = replace(program, precision="64-true")
             rest = _largest(difference(sharded(precise), reference(precise))[0])
             small, text = rest < 1e-9, f"{text}, in float64: {rest:.2g}"
         if not small and reference is under_ddp:
-            text += f"; from averaged replicas: {_largest(difference(found, averaged(program))[0]):.2g}"
+            text += (
+                f"; from averaged replicas: {_largest(difference(found, averaged(program))[0]):.2g}"
+            )
         return Outcome(kind="sensitive" if small else "differs", text=text)
 
 

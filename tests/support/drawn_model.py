@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from support.drawn_modules import LENGTH, DrawnBlock, MeanSquare, Prefix, auxiliary, call, first_tensor, make_block
+from support.drawn_modules import (
+    LENGTH,
+    DrawnBlock,
+    MeanSquare,
+    Prefix,
+    auxiliary,
+    call,
+    first_tensor,
+    make_block,
+)
 from support.drawn_programs import Program
 
 VOCABULARY = 7
@@ -31,14 +40,18 @@ class DrawnModel(LightningModule):
         self.body = nn.ModuleDict(names) if program.named else nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.block_names = [name for name, module in self.named_modules() if isinstance(module, DrawnBlock)]
+        self.block_names = [
+            name for name, module in self.named_modules() if isinstance(module, DrawnBlock)
+        ]
         self._tie()
         self.parameter_names = [name for name, _ in self.named_parameters()]
         for number in program.frozen:
             self.block(number).requires_grad_(False)
         self.frozen_names = {name for name, p in self.named_parameters() if not p.requires_grad}
         teachers = [self.block(number) for kind, number in program.terms if kind == "teacher"]
-        self.teachers = nn.ModuleList(copy.deepcopy(block).requires_grad_(False) for block in teachers)
+        self.teachers = nn.ModuleList(
+            copy.deepcopy(block).requires_grad_(False) for block in teachers
+        )
         self.record: list[tuple[str, float]] = []
         self.features: dict[int, Tensor] = {}
         for kind, number in program.terms:
@@ -65,7 +78,11 @@ class DrawnModel(LightningModule):
             if kind == "head":
                 self.head.weight = self.embed.weight
                 continue
-            names = [name for name, _ in self.named_parameters() if "inner" not in name or "inner.weight" in name]
+            names = [
+                name
+                for name, _ in self.named_parameters()
+                if "inner" not in name or "inner.weight" in name
+            ]
             chosen = self.get_parameter(names[number % len(names)])
             for name in names:
                 module, _, word = name.rpartition(".")
@@ -95,7 +112,10 @@ class DrawnModel(LightningModule):
             if number // 2 % 2 != at:
                 continue
             block, parameter = self.block(number), self.parameter(number)
-            if kind in ("tensor", "tensor_clamp", "post_accumulate") and not parameter.requires_grad:
+            if (
+                kind in ("tensor", "tensor_clamp", "post_accumulate")
+                and not parameter.requires_grad
+            ):
                 continue
             if kind == "tensor":
                 parameter.register_hook(lambda g: g * 0.7)
@@ -105,7 +125,9 @@ class DrawnModel(LightningModule):
                 parameter.register_post_accumulate_grad_hook(_scale_gradient)
             elif kind == "full_backward":
                 block.register_full_backward_hook(
-                    lambda module, inputs, outputs: tuple(g if g is None else g * 0.7 for g in inputs)
+                    lambda module, inputs, outputs: tuple(
+                        g if g is None else g * 0.7 for g in inputs
+                    )
                 )
             elif kind == "full_backward_pre":
                 block.register_full_backward_pre_hook(
@@ -148,7 +170,13 @@ class DrawnModel(LightningModule):
         return [first, *losses] if self.program.main or not losses else losses
 
     def _term(
-        self, kind: str, number: int, embedded: Tensor, x: Tensor, first: Tensor, teacher: nn.Module | None
+        self,
+        kind: str,
+        number: int,
+        embedded: Tensor,
+        x: Tensor,
+        first: Tensor,
+        teacher: nn.Module | None,
     ) -> Iterator[Tensor]:
         block, parameter = self.block(number), self.parameter(number)
         match kind:
@@ -180,7 +208,9 @@ class DrawnModel(LightningModule):
             case "teacher":
                 assert teacher is not None
                 with torch.no_grad():
-                    for average, current in zip(teacher.parameters(), block.parameters(), strict=True):
+                    for average, current in zip(
+                        teacher.parameters(), block.parameters(), strict=True
+                    ):
                         average.lerp_(current, 0.1)
                     target = call(teacher, embedded * 1.0, [])  # type: ignore[arg-type]
                 yield F.mse_loss(x, target)

@@ -27,7 +27,9 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        return (gradient * weight).to(x.dtype), (gradient * x).flatten(0, -2).sum(0).to(weight.dtype)
+        return (gradient * weight).to(x.dtype), (gradient * x).flatten(0, -2).sum(0).to(
+            weight.dtype
+        )
 
 
 class FusedLinear(torch.autograd.Function):
@@ -73,7 +75,9 @@ class Prefix(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         used = (gradient * x).flatten(0, -2).sum(0).to(weight.dtype)
         padded = F.pad(used, (0, weight.numel() - used.numel()))
-        return (gradient * weight.reshape(-1)[: x.shape[-1]]).to(x.dtype), padded.reshape(weight.shape)
+        return (gradient * weight.reshape(-1)[: x.shape[-1]]).to(x.dtype), padded.reshape(
+            weight.shape
+        )
 
 
 class Layer(nn.Module):
@@ -83,7 +87,16 @@ class Layer(nn.Module):
         super().__init__()
         self.kind = kind
         self.kept: Tensor | None = None
-        if kind in ("linear", "mlp", "inplace", "relu_", "standardized", "cosine", "checkpoint", "reentrant"):
+        if kind in (
+            "linear",
+            "mlp",
+            "inplace",
+            "relu_",
+            "standardized",
+            "cosine",
+            "checkpoint",
+            "reentrant",
+        ):
             self.inner = nn.Linear(width, width)
         if kind == "weight_norm":
             self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
@@ -110,7 +123,11 @@ class Layer(nn.Module):
             "fused": width,
         }
         if kind in shapes:
-            size = (shapes[kind], width) if kind in ("unbind", "fused", "prompt") else (shapes[kind] * width,)
+            size = (
+                (shapes[kind], width)
+                if kind in ("unbind", "fused", "prompt")
+                else (shapes[kind] * width,)
+            )
             self.weight = nn.Parameter(torch.randn(size) * 0.3 + (kind not in ("bias", "fused")))
         self.dropout = nn.Dropout(dropout)
 
@@ -152,7 +169,10 @@ class Layer(nn.Module):
                 weight = self.inner.weight
                 return F.linear(x, (weight - weight.mean()) / (weight.std() + 0.1), self.inner.bias)
             case "cosine":
-                return F.linear(F.normalize(x, dim=-1), F.normalize(self.inner.weight, dim=-1)) + self.inner.bias
+                return (
+                    F.linear(F.normalize(x, dim=-1), F.normalize(self.inner.weight, dim=-1))
+                    + self.inner.bias
+                )
             case "inplace":
                 y = self.inner(x)
                 y[..., :2].mul_(0.5)
@@ -175,12 +195,16 @@ class DrawnBlock(nn.Module):
         super().__init__()
         self.output, self.how = block.output, block.call
         self.parts = nn.ModuleList(
-            make_block(part, width, dropout) if isinstance(part, Block) else Layer(part, width, dropout)
+            make_block(part, width, dropout)
+            if isinstance(part, Block)
+            else Layer(part, width, dropout)
             for part in block.parts
         )
         self.aux: Tensor | None = None
         if self.output in ("prompt", "slice", "unbind"):
-            self.table = nn.Parameter(torch.randn({"prompt": 1, "slice": 4, "unbind": 2}[self.output], width) * 0.3)
+            self.table = nn.Parameter(
+                torch.randn({"prompt": 1, "slice": 4, "unbind": 2}[self.output], width) * 0.3
+            )
 
     def forward(self, x: Tensor, losses: list[Tensor]) -> Any:
         """Shape (batch, length, width) to the same, in the form that the program has drawn."""

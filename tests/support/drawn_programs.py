@@ -119,7 +119,13 @@ ACTIONS: dict[str, tuple[float, str]] = {
 """What a user does between the steps, and in which hooks of the training."""
 
 TIES = {"head": 2, "parameter": 2, "memory": 1}
-SHARDING = {"full_shard": 4, "hybrid_shard": 2, "shard_grad_op": 2, "shard_optimizer": 2, "no_shard": 1.5}
+SHARDING = {
+    "full_shard": 4,
+    "hybrid_shard": 2,
+    "shard_grad_op": 2,
+    "shard_optimizer": 2,
+    "no_shard": 1.5,
+}
 RESHARDING = ("full_shard", "hybrid_shard")
 
 
@@ -128,7 +134,11 @@ class Printed:
 
     def __repr__(self) -> str:
         given = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
-        texts = [f"{f.name}={value!r}" for f, value in given if f.default is MISSING or value != f.default]
+        texts = [
+            f"{f.name}={value!r}"
+            for f, value in given
+            if f.default is MISSING or value != f.default
+        ]
         return f"{type(self).__name__}({', '.join(texts)})"
 
 
@@ -213,7 +223,9 @@ class Program(Printed):
 
     def parts(self) -> list[str]:
         """Every layer's name."""
-        return [part for block in self.all_blocks() for part in block.parts if isinstance(part, str)]
+        return [
+            part for block in self.all_blocks() for part in block.parts if isinstance(part, str)
+        ]
 
     def uses(self, *names: str) -> bool:
         """Whether any of its choices has one of these names."""
@@ -240,10 +252,17 @@ def draw(seed: int) -> Program:
         frozen=tuple(rng.randrange(100) for _ in range(rng.choice([0, 0, 0, 1]))),
         terms=terms,
         main=not terms or rng.random() < 0.8,
-        hooks=tuple((_one(rng, HOOKS), rng.randrange(100)) for _ in range(rng.choice([0, 0, 0, 1, 1, 2]))),
+        hooks=tuple(
+            (_one(rng, HOOKS), rng.randrange(100)) for _ in range(rng.choice([0, 0, 0, 1, 1, 2]))
+        ),
         actions=tuple(_action(rng) for _ in range(rng.choice(number))),
-        backward=_one(rng, {"automatic": 6, "manual": 1.5, "each": 2, "overridden": 0.5, "two": 1, "toggled": 0.7}),
-        optimizer=_one(rng, {"sgd": 3, "adamw": 2, "adamw_loop": 1, "remembering": 2, "global_norm": 1}),
+        backward=_one(
+            rng,
+            {"automatic": 6, "manual": 1.5, "each": 2, "overridden": 0.5, "two": 1, "toggled": 0.7},
+        ),
+        optimizer=_one(
+            rng, {"sgd": 3, "adamw": 2, "adamw_loop": 1, "remembering": 2, "global_norm": 1}
+        ),
         scope=rng.random() < 0.5,
         clip=rng.choice([None, None, None, ("norm", 0.5), ("norm", 0.1), ("value", 0.01)]),
         accumulate=rng.choice([1, 1, 1, 2, 3]),
@@ -255,7 +274,9 @@ def draw(seed: int) -> Program:
         sharding=sharding,
         policy=rng.choice(["blocks", "blocks", "blocks", "auto", None]),
         prefetch=(rng.choice([0, 1, 1, 2]), rng.choice([0, 1, 1, 2])),
-        reshard_after_forward=rng.choice([None, None, True, False]) if sharding in RESHARDING else None,
+        reshard_after_forward=rng.choice([None, None, True, False])
+        if sharding in RESHARDING
+        else None,
     )
     return legal(program)
 
@@ -263,18 +284,36 @@ def draw(seed: int) -> Program:
 def legal(program: Program) -> Program:
     """The program without what PyTorch itself refuses together."""
     if program.backward not in ("automatic", "overridden"):
-        program = replace(program, clip=None, accumulate=1)  # Lightning has neither in manual optimization
-    if program.uses("reentrant"):  # "not compatible with .grad()", and a graph that DDP can not follow
+        program = replace(
+            program, clip=None, accumulate=1
+        )  # Lightning has neither in manual optimization
+    if program.uses(
+        "reentrant"
+    ):  # "not compatible with .grad()", and a graph that DDP can not follow
         gone = ("penalty", "asked", "asked_graph")
         program = replace(program, terms=tuple(use for use in program.terms if use[0] not in gone))
         # Each of its backwards ends by itself, with a part of the gradient, where DDP refuses ("marked ready twice").
-        program = replace(program, hooks=tuple(use for use in program.hooks if use[0] != "post_accumulate"))
+        program = replace(
+            program, hooks=tuple(use for use in program.hooks if use[0] != "post_accumulate")
+        )
         # Its inputs are leaves and its outputs those of a custom Function: neither is changed in place.
-        program = replace(program, blocks=tuple(_without_inplace(block) for block in program.blocks))
+        program = replace(
+            program, blocks=tuple(_without_inplace(block) for block in program.blocks)
+        )
     if not program.terms:
         program = replace(program, main=True)
-    if program.backward == "each":  # what is written between two backwards of a graph, autograd misses
-        writes = ("scale_grad", "assign_grad", "drop_grad", "read_grad", "keep_grad", "keep_view", "keep_rows")
+    if (
+        program.backward == "each"
+    ):  # what is written between two backwards of a graph, autograd misses
+        writes = (
+            "scale_grad",
+            "assign_grad",
+            "drop_grad",
+            "read_grad",
+            "keep_grad",
+            "keep_view",
+            "keep_rows",
+        )
         safe = tuple(a for a in program.actions if a[1] != "after_backward" or a[0] in writes)
         program = replace(program, actions=safe)
     return program
@@ -282,7 +321,9 @@ def legal(program: Program) -> Program:
 
 def _without_inplace(block: Block) -> Block:
     parts = tuple(part if isinstance(part, str) else _without_inplace(part) for part in block.parts)
-    return replace(block, parts=parts, output="plain" if "inplace" in block.output else block.output)
+    return replace(
+        block, parts=parts, output="plain" if "inplace" in block.output else block.output
+    )
 
 
 def _one(rng: random.Random, weights: dict[str, float]) -> str:

@@ -29,7 +29,9 @@ def _kind(outcome: Outcome) -> str:
     return f"{outcome.kind} {re.sub(r'[0-9.]+', '', outcome.text)[:60] if outcome.kind == 'raises' else ''}"
 
 
-def shrink(pool: Pool, program: Program, outcome: Outcome, seconds: float = 90.0) -> tuple[Program, Outcome]:
+def shrink(
+    pool: Pool, program: Program, outcome: Outcome, seconds: float = 90.0
+) -> tuple[Program, Outcome]:
     """A smaller program that fails in the same way, by leaving out one thing at a time."""
     end = time.monotonic() + seconds
     progress = True
@@ -71,13 +73,17 @@ def main() -> None:
     parser.add_argument("seeds", nargs="*")
     parser.add_argument("--program", help="the text of a program")
     parser.add_argument("--shrink", type=float, nargs="?", const=90.0, help="seconds for each")
-    parser.add_argument("--singles", help='each choice alone, with these changes: "policy=None, accumulate=2"')
+    parser.add_argument(
+        "--singles", help='each choice alone, with these changes: "policy=None, accumulate=2"'
+    )
     parser.add_argument("--details", action="store_true")
     parser.add_argument("--json", help="file to which every outcome is appended")
     options = parser.parse_args()
     pool, counts = Pool(), dict[str, int]()
     # A program that fails ends its ranks: the next ones have imported everything when they are forked.
-    multiprocessing.set_forkserver_preload(["lightning.pytorch", "pytest", "shardeddp", "support.drawn_training"])
+    multiprocessing.set_forkserver_preload(
+        ["lightning.pytorch", "pytest", "shardeddp", "support.drawn_training"]
+    )
     programs = [draw(seed) for seed in seeds(options.seeds)]
     if options.program:
         programs.append(eval(options.program, {"Program": Program, "Block": Block}))
@@ -90,7 +96,11 @@ def main() -> None:
         outcome = run(pool, program)
         took = time.monotonic() - start
         counts[outcome.kind] = counts.get(outcome.kind, 0) + 1
-        shown = repr(program) if options.singles is not None and outcome.kind != "same" else program.seed
+        shown = (
+            repr(program)
+            if options.singles is not None and outcome.kind != "same"
+            else program.seed
+        )
         print(f"{shown}: {outcome.kind} {outcome.text[:600]} [{took:.1f} s]", flush=True)
         if options.details and outcome.details:
             print(outcome.details[-2500:])
@@ -100,10 +110,23 @@ def main() -> None:
             print(f"    {last.kind}: {last.text[:600]}\n    {explain(small)}", flush=True)
         if options.json:
             with open(options.json, "a") as file:
-                entry = {"seed": program.seed, "kind": outcome.kind, "text": outcome.text, "program": repr(program)}
-                entry |= {"small": repr(small), "small_text": last.text, "details": last.details[-3000:]}
+                entry = {
+                    "seed": program.seed,
+                    "kind": outcome.kind,
+                    "text": outcome.text,
+                    "program": repr(program),
+                }
+                entry |= {
+                    "small": repr(small),
+                    "small_text": last.text,
+                    "details": last.details[-3000:],
+                }
                 file.write(json.dumps(entry) + "\n")
-    print(counts, f"{(time.monotonic() - begin) / max(1, len(programs)):.2f} s per program", file=sys.stderr)
+    print(
+        counts,
+        f"{(time.monotonic() - begin) / max(1, len(programs)):.2f} s per program",
+        file=sys.stderr,
+    )
     pool.close()
 
 

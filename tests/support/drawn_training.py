@@ -199,7 +199,9 @@ class DrawnTraining(DrawnModel):
                 if last is not None:
                     self.note(label, last.norm())
                 view = p.data.view(-1) if kind == "keep_data" else p.detach()
-                self.kept[key] = view if kind == "keep_view" else view[0] if kind == "keep_rows" else view[:3]
+                self.kept[key] = (
+                    view if kind == "keep_view" else view[0] if kind == "keep_rows" else view[:3]
+                )
                 self._read_kept_by_layers()
             case "normalize":
                 p.div_(p.norm(dim=-1, keepdim=True).clamp_min(0.5))
@@ -207,7 +209,10 @@ class DrawnTraining(DrawnModel):
                 p.copy_(torch.renorm(p, 2, 0, 0.5))
             case "toggle" if self.program.backward != "toggled":
                 for inner, parameter in block.named_parameters():
-                    if f"{self.block_names[number % len(self.block_names)]}.{inner}" not in self.frozen_names:
+                    if (
+                        f"{self.block_names[number % len(self.block_names)]}.{inner}"
+                        not in self.frozen_names
+                    ):
                         parameter.requires_grad_(self.batch_index % 2 == 0)
             case "clip":
                 self.note(label, nn.utils.clip_grad_norm_(self.parameters(), 0.1))
@@ -216,9 +221,13 @@ class DrawnTraining(DrawnModel):
             case "vector":
                 parameters = list(block.parameters())
                 if parameters:
-                    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters) * 0.98, parameters)
+                    nn.utils.vector_to_parameters(
+                        nn.utils.parameters_to_vector(parameters) * 0.98, parameters
+                    )
             case "state_dict":
-                block.load_state_dict({key: value * 0.98 for key, value in block.state_dict().items()})
+                block.load_state_dict(
+                    {key: value * 0.98 for key, value in block.state_dict().items()}
+                )
             case "summon" | "summon_write":
                 with self._summoned():
                     for parameter in block.parameters():
@@ -240,7 +249,9 @@ class DrawnTraining(DrawnModel):
             case "reset" if self.batch_index == 1:
                 torch.manual_seed(7)
                 for module in block.modules():
-                    if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding, nn.LSTM, nn.Conv1d)):
+                    if isinstance(
+                        module, (nn.Linear, nn.LayerNorm, nn.Embedding, nn.LSTM, nn.Conv1d)
+                    ):
                         module.reset_parameters()
 
     def _read_kept_by_layers(self) -> None:
@@ -250,10 +261,16 @@ class DrawnTraining(DrawnModel):
 
     def _summoned(self) -> contextlib.AbstractContextManager[None]:
         strategy = self.trainer.strategy
-        return strategy.summon_full_params() if isinstance(strategy, ShardedDP) else contextlib.nullcontext()
+        return (
+            strategy.summon_full_params()
+            if isinstance(strategy, ShardedDP)
+            else contextlib.nullcontext()
+        )
 
     def _example(self) -> Tensor:
-        return torch.linspace(-1, 1, 2 * LENGTH * self.program.width).view(2, LENGTH, self.program.width)
+        return torch.linspace(-1, 1, 2 * LENGTH * self.program.width).view(
+            2, LENGTH, self.program.width
+        )
 
 
 def batches(program: Program) -> DataLoader[tuple[Tensor, ...]]:

@@ -13,7 +13,12 @@ SEQUENCES = ("actions", "hooks", "terms", "calls", "ties", "frozen")
 def simpler(program: Program) -> Iterator[Program]:
     """Every program that has one thing less, after those that have several less."""
     plain = {field.name: field.default for field in fields(program) if field.default is not MISSING}
-    yield legal(replace(program, **{name: value for name, value in plain.items() if name not in (*SEQUENCES, "main")}))
+    yield legal(
+        replace(
+            program,
+            **{name: value for name, value in plain.items() if name not in (*SEQUENCES, "main")},
+        )
+    )
     yield legal(replace(program, **{name: () for name in SEQUENCES}))
     for block in program.blocks if len(program.blocks) > 1 else ():
         yield legal(replace(program, blocks=(block,)))
@@ -44,7 +49,11 @@ def _fewer(parts: tuple[str | Block, ...], least: int = 0) -> Iterator[tuple]:
             inner = [p for p in part.parts if isinstance(p, Block)]
             if least == 1 and inner:
                 yield (*before, *inner, *after)
-            for plain in (replace(part, output="plain"), replace(part, call="plain"), replace(part, unit=True)):
+            for plain in (
+                replace(part, output="plain"),
+                replace(part, call="plain"),
+                replace(part, unit=True),
+            ):
                 if plain != part:
                     yield (*before, plain, *after)
             for fewer in _fewer(part.parts):

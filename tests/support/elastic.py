@@ -38,11 +38,35 @@ class ElasticJob:
     def start_agent(self) -> None:
         """Start one more node, as the documentation says."""
         number = len(self.agents)
-        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
-        command += [f"--nproc-per-node={self.ranks_per_node}", f"--max-restarts={RESTARTS}", "--rdzv-id=job"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", "--local-addr=127.0.0.1"]
-        command += ["--rdzv-conf=last_call_timeout=8", str(TRAINING), str(self.out), *self.arguments]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "SLURM", "MASTER"))}
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={self.nodes}",
+        ]
+        command += [
+            f"--nproc-per-node={self.ranks_per_node}",
+            f"--max-restarts={RESTARTS}",
+            "--rdzv-id=job",
+        ]
+        command += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.endpoint}",
+            "--local-addr=127.0.0.1",
+        ]
+        command += [
+            "--rdzv-conf=last_call_timeout=8",
+            str(TRAINING),
+            str(self.out),
+            *self.arguments,
+        ]
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TORCH", "SLURM", "MASTER"))
+        }
         path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **self.environment}
         with (self.out / f"agent-{number}.log").open("wb") as log:
@@ -58,13 +82,17 @@ class ElasticJob:
 
     def text(self) -> str:
         """What agents and ranks have printed."""
-        return "\n".join(path.read_text(errors="replace") for path in sorted(self.out.glob("agent-*.log")))
+        return "\n".join(
+            path.read_text(errors="replace") for path in sorted(self.out.glob("agent-*.log"))
+        )
 
     def until_step(self, step: int, ranks: int, timeout_s: float = 90.0) -> None:
         """Wait until so many ranks have come to a step."""
         deadline = time.monotonic() + timeout_s
         while not self.said.all_at(step, ranks):
-            if time.monotonic() > deadline or all(agent.poll() is not None for agent in self.agents):
+            if time.monotonic() > deadline or all(
+                agent.poll() is not None for agent in self.agents
+            ):
                 raise RuntimeError(f"the job never came to step {step}:\n{self.text()}")
             time.sleep(0.05)
 
@@ -84,7 +112,9 @@ class ElasticJob:
         try:
             return [agent.wait(max(0.1, deadline - time.monotonic())) for agent in self.agents]
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"the job has not ended after {timeout_s:g} s:\n{self.text()}") from error
+            raise RuntimeError(
+                f"the job has not ended after {timeout_s:g} s:\n{self.text()}"
+            ) from error
 
 
 @contextmanager
@@ -133,6 +163,8 @@ def elastic(
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []

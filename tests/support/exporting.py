@@ -55,7 +55,12 @@ def checkpoint(step: int = 7, **more: Any) -> dict[str, Any]:
         "state_dict": state,
         "loops": {"fit_loop": {"state_dict": {}}},
         "callbacks": {"Best": {"score": torch.tensor(0.5)}},
-        "optimizer_states": [{"state": moments, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}]}],
+        "optimizer_states": [
+            {
+                "state": moments,
+                "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
+            }
+        ],
         "lr_schedulers": [{"last_epoch": 3}],
         "hyper_parameters": {"width": 10},
         **more,
@@ -75,7 +80,9 @@ def put(path: Path, content: Mapping[str, Any] | None = None, **options: Any) ->
         versions={"torch": "2.13.0"},
     )
     names = [list(PARAMETERS) for _ in content.get("optimizer_states", ())]
-    write_checkpoint(take_snapshot(content, names, Alone()), path, run, None, CheckpointOptions(**options))
+    write_checkpoint(
+        take_snapshot(content, names, Alone()), path, run, None, CheckpointOptions(**options)
+    )
     return path
 
 
@@ -105,7 +112,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
         start, stop = entry["data_offsets"]
         assert start == end
         raw = (
-            torch.frombuffer(bytearray(body[start:stop]), dtype=torch.uint8) if stop > start else torch.empty(0).byte()
+            torch.frombuffer(bytearray(body[start:stop]), dtype=torch.uint8)
+            if stop > start
+            else torch.empty(0).byte()
         )
         tensors[name] = raw.view(dtypes[entry["dtype"]]).view(entry["shape"])
         end = stop
@@ -116,6 +125,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
 def same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     """Whether two states have the same names, in any order, and tensors of the same bits."""
     return found.keys() == expected.keys() and all(
-        (found[name].dtype, found[name].shape) == (it.dtype, it.shape) and torch.equal(found[name], it)
+        (found[name].dtype, found[name].shape) == (it.dtype, it.shape)
+        and torch.equal(found[name], it)
         for name, it in expected.items()
     )

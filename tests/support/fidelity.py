@@ -40,6 +40,12 @@ EVERY_BACKWARD: dict[str, dict[str, Any]] = {
 }
 """Micro-batches leave averages of shard groups, which replicas share with the last; also where that is no default."""
 
+ELEMENT_WISE: dict[str, dict[str, Any]] = {
+    f"{name}, element-wise": {**arguments, "optimizer_scope": {"ByDifferences": "element"}}
+    for name, arguments in STRATEGIES.items()
+}
+"""Optimizers of that class step on local gradients, and keep those."""
+
 # Ours that say "the result is right", which is what is tested; and DDP's where nothing was unused after all.
 EXPECTED = (
     "parameter .* is used outside the forward|nothing is known about the optimizer|units run in another|"
@@ -71,7 +77,12 @@ class Case(Run):
 
 def case(model: Callable[[], Any], **options: Any) -> Case:
     """A few steps of a model; a parameter that a step does not use is no matter for DDP."""
-    usual = {"loader": token_loader, "steps": 4, "warns": EXPECTED, "ddp": {"find_unused_parameters": True}}
+    usual = {
+        "loader": token_loader,
+        "steps": 4,
+        "warns": EXPECTED,
+        "ddp": {"find_unused_parameters": True},
+    }
     return Case(model=model, **{**usual, **options})
 
 
@@ -89,7 +100,9 @@ class SmallGpt(TinyGpt):
 
     def configure_optimizers(self) -> Any:
         """Momentum on all that trains."""
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+        )
 
 
 class ScaledBlock(nn.Module):
@@ -138,7 +151,7 @@ def train_in_turn(cases: Sequence[Case], strategy: str | None) -> list[Trained]:
             if strategy is None:
                 trained.append(each.under_ddp())
             else:
-                chosen = {**UNITS_TOO, **EVERY_BACKWARD}[strategy]
+                chosen = {**UNITS_TOO, **EVERY_BACKWARD, **ELEMENT_WISE}[strategy]
                 arguments = {"auto_wrap_policy": each.units or AutoPolicy(min_numel=1), **chosen}
                 trained.append(each.sharded(re.split("[ ,]", strategy)[0], **arguments))
     return trained
@@ -172,11 +185,18 @@ class BesideDdp:
         except Exception:  # noqa: BLE001 - it may be any: of a model, of a rank that died, of one that waits
             results = {each.name: self._alone(each, strategy) for each in can_train}
         results.update({each.name: self._alone(each, strategy) for each in cases if each.refused})
-        found = {each.name: _difference(each, strategy, results[each.name], expected[each.name]) for each in cases}
+        found = {
+            each.name: _difference(each, strategy, results[each.name], expected[each.name])
+            for each in cases
+        }
         return {name: how for name, how in found.items() if how}
 
     def _train(
-        self, cases: Sequence[Case], strategy: str | None, size: int, timeout_s: float = TOGETHER_TIMEOUT_S
+        self,
+        cases: Sequence[Case],
+        strategy: str | None,
+        size: int,
+        timeout_s: float = TOGETHER_TIMEOUT_S,
     ) -> dict[str, list[Trained]]:
         ranks = self._world(size).run(train_in_turn, cases, strategy, timeout_s=timeout_s)
         return {each.name: [rank[index] for rank in ranks] for index, each in enumerate(cases)}
@@ -194,7 +214,9 @@ class BesideDdp:
         return {each.name: self._references[each.key, size] for each in cases}
 
 
-def _difference(of: Case, strategy: str, found: list[Trained] | Exception, expected: list[Trained]) -> str:
+def _difference(
+    of: Case, strategy: str, found: list[Trained] | Exception, expected: list[Trained]
+) -> str:
     if isinstance(found, Exception):
         text = f"{type(found).__name__}: {found}"
         if of.refused and re.search(of.refused, text, re.DOTALL):
@@ -204,7 +226,9 @@ def _difference(of: Case, strategy: str, found: list[Trained] | Exception, expec
     # and where bfloat16 rounds the two apart, its last bit does, which is 4e-3.
     in_order = ranks_of(strategy) == 2 and "every leaf" not in strategy
     try:
-        assert_same_training(found, expected, 1e-5 if in_order or not of.options.get("precision") else 3e-3)
+        assert_same_training(
+            found, expected, 1e-5 if in_order or not of.options.get("precision") else 3e-3
+        )
     except AssertionError as error:
         return f"trains otherwise: {error}"
     return ""

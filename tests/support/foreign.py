@@ -47,9 +47,14 @@ def save_tensors(folder: str, root: str | None, dim: int | None) -> None:
     if dim is not None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         state = {
-            name: distribute_tensor(it, mesh, [Shard(dim)]) if can_shard(it, dim) else it for name, it in state.items()
+            name: distribute_tensor(it, mesh, [Shard(dim)]) if can_shard(it, dim) else it
+            for name, it in state.items()
         }
-    state = {root: state, "optimizer_0": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}} if root else state
+    state = (
+        {root: state, "optimizer_0": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}}
+        if root
+        else state
+    )
     dcp.save(state, checkpoint_id=folder)
 
 
@@ -64,7 +69,9 @@ class Small(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"width": 5, "names": ["a"]})
-        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
+        )
 
     def configure_model(self) -> None:
         """Shard with the engine of torch, as a user of `ModelParallelStrategy` does."""
@@ -87,7 +94,10 @@ def train_model_parallel(folder: str) -> dict[str, torch.Tensor]:
     """Train with Lightning and torch's own engine, save; returns whole weights and first moments by our names."""
     torch.manual_seed(1)
     model = Small()
-    callbacks = [EarlyStopping("loss"), ModelCheckpoint(dirpath=Path(folder).parent / "top", monitor="loss")]
+    callbacks = [
+        EarlyStopping("loss"),
+        ModelCheckpoint(dirpath=Path(folder).parent / "top", monitor="loss"),
+    ]
     trainer = make_trainer(
         ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         max_epochs=2,

@@ -53,11 +53,22 @@ PICKLES: Mapping[str, Callable[[Path], bytes]] = {
     "new object with keywords": lambda m: b"\x80\x04" + _new_objects(m) + b"}\x92.",
     "build": lambda m: (
         # The state is made before it is set: a call on the way.
-        b"\x80\x02cargparse\nNamespace\n)\x81}" + _text("x") + b"cio\nopen\n" + _open_arguments(m) + b"Rsb."
+        b"\x80\x02cargparse\nNamespace\n)\x81}"
+        + _text("x")
+        + b"cio\nopen\n"
+        + _open_arguments(m)
+        + b"Rsb."
     ),
-    "stack global": lambda m: b"\x80\x04" + _text("io") + _text("open") + b"\x93" + _open_arguments(m) + b"R.",
+    "stack global": lambda m: (
+        b"\x80\x04" + _text("io") + _text("open") + b"\x93" + _open_arguments(m) + b"R."
+    ),
     "dotted name of an innocent module": lambda m: (
-        b"\x80\x04" + _text("torch") + _text("serialization.io.open") + b"\x93" + _open_arguments(m) + b"R."
+        b"\x80\x04"
+        + _text("torch")
+        + _text("serialization.io.open")
+        + b"\x93"
+        + _open_arguments(m)
+        + b"R."
     ),
     "global of the metadata's own module": lambda m: (
         b"\x80\x04"
@@ -69,7 +80,9 @@ PICKLES: Mapping[str, Callable[[Path], bytes]] = {
         + struct.pack("<i", os.O_CREAT | os.O_WRONLY)
         + b"tR."
     ),
-    "behind the end of another": lambda m: b"\x80\x02(" + pickle.dumps(Bait(m), protocol=0)[:-1] + b"t.",
+    "behind the end of another": lambda m: (
+        b"\x80\x02(" + pickle.dumps(Bait(m), protocol=0)[:-1] + b"t."
+    ),
     "thrown away": lambda m: b"\x80\x02" + pickle.dumps(Bait(m), protocol=0)[:-1] + b"0}.",
 }
 """Pickles that create the marker when they are run."""
@@ -95,7 +108,9 @@ BOMBS: Mapping[str, bytes] = {
     "tuples in tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
     "lists shared by lists": pickle.dumps(_shared(lambda part: [part] * 10, 30), protocol=2),
     "tuples shared by tuples": pickle.dumps(_shared(lambda part: (part, part), 60), protocol=2),
-    "mappings shared by mappings": pickle.dumps(_shared(lambda part: {"a": part, "b": part}, 60), protocol=2),
+    "mappings shared by mappings": pickle.dumps(
+        _shared(lambda part: {"a": part, "b": part}, 60), protocol=2
+    ),
     "bytes that double": b"\x80\x02"
     + b"c_codecs\nencode\n" * 40
     + _text("a" * 100)
@@ -108,7 +123,10 @@ BOMBS: Mapping[str, bytes] = {
 
 
 def archive_of(
-    data: bytes, compression: int = zipfile.ZIP_STORED, storage: bytes = b"", byteorder: bytes = b"little"
+    data: bytes,
+    compression: int = zipfile.ZIP_STORED,
+    storage: bytes = b"",
+    byteorder: bytes = b"little",
 ) -> bytes:
     """An archive like that of ``torch.save``, around any pickle."""
     stream = io.BytesIO()

@@ -34,12 +34,17 @@ def write_honest(folder: Path) -> None:
     """A small checkpoint as `FSDPStrategy` lays it out, in one process."""
     state = {
         "model": {"weight": torch.arange(24.0).reshape(6, 4), "bias": torch.arange(6.0)},
-        "optimizer_0": {"state": {"weight": {"exp_avg": torch.ones(6, 4)}}, "param_groups": [{"lr": 0.1, "eps": 1e-8}]},
+        "optimizer_0": {
+            "state": {"weight": {"exp_avg": torch.ones(6, 4)}},
+            "param_groups": [{"lr": 0.1, "eps": 1e-8}],
+        },
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is one process
         dcp.save(state, checkpoint_id=folder, no_dist=True)
-    torch.save({"epoch": 1, "callbacks": {"early": {"best": torch.tensor(0.5)}}}, folder / "meta.pt")
+    torch.save(
+        {"epoch": 1, "callbacks": {"early": {"best": torch.tensor(0.5)}}}, folder / "meta.pt"
+    )
 
 
 def edit(folder: Path, change: Callable[[Metadata], object]) -> None:
@@ -123,12 +128,16 @@ def _set_size(metadata: Metadata, size: Any, name: str = WEIGHT) -> None:
     entry.chunks[0].sizes = size
 
 
-def _add_box(metadata: Metadata, offsets: list[int], sizes: list[int], like: str = "model.bias") -> None:
+def _add_box(
+    metadata: Metadata, offsets: list[int], sizes: list[int], like: str = "model.bias"
+) -> None:
     """One more box of the weight, over the bytes of another tensor."""
     key = next(key for key in metadata.storage_data if key.fqn == like)
     info = metadata.storage_data.pop(key)
     del metadata.state_dict_metadata[like]
-    metadata.state_dict_metadata[WEIGHT].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    metadata.state_dict_metadata[WEIGHT].chunks.append(
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    )
     metadata.storage_data[MetadataIndex(WEIGHT, torch.Size(offsets))] = info
 
 
@@ -222,27 +231,43 @@ CASES: Mapping[str, Spoil] = {
     # Code.
     **{f"metadata: {name}": _write(".metadata", make) for name, make in PICKLES.items()},
     **{f"object: {name}": _archived(OBJECT, make) for name, make in PICKLES.items()},
-    "metadata: hidden in storage_meta": _hide(lambda metadata, bait: setattr(metadata, "storage_meta", bait)),
-    "metadata: hidden in planner_data": _hide(lambda metadata, bait: metadata.planner_data.update(x=bait)),
-    "metadata: hidden in a path": _hide(lambda metadata, bait: metadata.planner_data.update({OBJECT: (bait,)})),
+    "metadata: hidden in storage_meta": _hide(
+        lambda metadata, bait: setattr(metadata, "storage_meta", bait)
+    ),
+    "metadata: hidden in planner_data": _hide(
+        lambda metadata, bait: metadata.planner_data.update(x=bait)
+    ),
+    "metadata: hidden in a path": _hide(
+        lambda metadata, bait: metadata.planner_data.update({OBJECT: (bait,)})
+    ),
     "metadata: hidden in a shape": _hide(lambda metadata, bait: _set_size(metadata, bait)),
-    "metadata: hidden in an attribute": _hide(lambda metadata, bait: setattr(metadata, "more", bait)),
+    "metadata: hidden in an attribute": _hide(
+        lambda metadata, bait: setattr(metadata, "more", bait)
+    ),
     "object: saved": _item(OBJECT, lambda marker: _saved(Bait(marker))),
     "object: hidden": _item(OBJECT, lambda marker: _saved({"a": [torch.ones(2), Bait(marker)]})),
     "object: a pickle alone": _item(OBJECT, lambda marker: pickle.dumps(Bait(marker))),
-    "object: as torch saved before 1.6": _item(OBJECT, lambda marker: _saved(Bait(marker), legacy=True)),
+    "object: as torch saved before 1.6": _item(
+        OBJECT, lambda marker: _saved(Bait(marker), legacy=True)
+    ),
     "tensor: saved": _item(WEIGHT, lambda marker: _saved(Bait(marker))),
-    "tensor: a pickle alone": _item(WEIGHT, lambda marker: pickle.dumps(Bait(marker)).ljust(500, b".")),
+    "tensor: a pickle alone": _item(
+        WEIGHT, lambda marker: pickle.dumps(Bait(marker)).ljust(500, b".")
+    ),
     "meta: saved": _write("meta.pt", lambda marker: _saved(Bait(marker))),
     "meta: state of a callback": _write(
         "meta.pt", lambda marker: _saved({"callbacks": {"early": {"x": Bait(marker)}}})
     ),
     "meta: a key": _write("meta.pt", lambda marker: _saved({"callbacks": {Key(marker): 1}})),
     "meta: a pickle alone": _write("meta.pt", lambda marker: pickle.dumps(Bait(marker))),
-    "meta: as torch saved before 1.6": _write("meta.pt", lambda marker: _saved(Bait(marker), legacy=True)),
+    "meta: as torch saved before 1.6": _write(
+        "meta.pt", lambda marker: _saved(Bait(marker), legacy=True)
+    ),
     # Names and files.
     **{
-        f"name: {name!r:.40}": _index(lambda it, name=name: setattr(info_of(it, WEIGHT), "relative_path", name))
+        f"name: {name!r:.40}": _index(
+            lambda it, name=name: setattr(info_of(it, WEIGHT), "relative_path", name)
+        )
         for name in NAMES
     },
     "data: a link": _elsewhere(DATA, lambda path, away: path.symlink_to(away)),
@@ -251,7 +276,9 @@ CASES: Mapping[str, Spoil] = {
     "data: a socket": _elsewhere(DATA, _bind_socket),
     "data: a directory": _elsewhere(DATA, lambda path, away: path.mkdir()),
     "data: missing": _elsewhere(DATA, lambda path, away: None),
-    "data: half of it": lambda folder, marker: os.truncate(folder / DATA, (folder / DATA).stat().st_size // 2),
+    "data: half of it": lambda folder, marker: os.truncate(
+        folder / DATA, (folder / DATA).stat().st_size // 2
+    ),
     "data: without its last byte": lambda folder, marker: os.truncate(
         folder / DATA, (folder / DATA).stat().st_size - 1
     ),
@@ -276,7 +303,9 @@ CASES: Mapping[str, Spoil] = {
     "size: no shape": _index(lambda it: _set_size(it, "64")),
     "length: 4 TiB": _index(lambda it: setattr(info_of(it, WEIGHT), "length", 2**42)),
     "length: none": _index(lambda it: setattr(info_of(it, WEIGHT), "length", 0)),
-    "length: one less": _index(lambda it: setattr(info_of(it, WEIGHT), "length", info_of(it, WEIGHT).length - 1)),
+    "length: one less": _index(
+        lambda it: setattr(info_of(it, WEIGHT), "length", info_of(it, WEIGHT).length - 1)
+    ),
     "offset: negative": _index(lambda it: setattr(info_of(it, WEIGHT), "offset", -1)),
     "offset: behind the end": _index(lambda it: setattr(info_of(it, WEIGHT), "offset", 2**62)),
     # Boxes.
@@ -290,7 +319,9 @@ CASES: Mapping[str, Spoil] = {
     "boxes: shared by many tensors": _index(_shared_boxes),
     "boxes: bytes of nothing": _index(lambda it: it.state_dict_metadata.pop("model.bias")),
     "boxes: a key twice": _index(_key_twice),
-    "boxes: another dtype": _index(lambda it: setattr(it.state_dict_metadata[WEIGHT].properties, "dtype", torch.int32)),
+    "boxes: another dtype": _index(
+        lambda it: setattr(it.state_dict_metadata[WEIGHT].properties, "dtype", torch.int32)
+    ),
     "boxes: a quantized dtype": _index(
         lambda it: setattr(it.state_dict_metadata[WEIGHT].properties, "dtype", torch.qint8)
     ),
@@ -299,12 +330,25 @@ CASES: Mapping[str, Spoil] = {
     "paths: another name": _index(lambda it: it.planner_data.update({WEIGHT: ("model", "bias")})),
     "paths: none": _index(lambda it: it.planner_data.pop(WEIGHT)),
     # Archives.
-    **{f"metadata: {name}": _write(".metadata", lambda _, data=data: data) for name, data in BOMBS.items()},
-    **{f"object: {name}": _archived(OBJECT, lambda _, data=data: data) for name, data in BOMBS.items()},
-    **{f"meta: {name}": _write("meta.pt", lambda _, data=data: archive_of(data)) for name, data in BOMBS.items()},
+    **{
+        f"metadata: {name}": _write(".metadata", lambda _, data=data: data)
+        for name, data in BOMBS.items()
+    },
+    **{
+        f"object: {name}": _archived(OBJECT, lambda _, data=data: data)
+        for name, data in BOMBS.items()
+    },
+    **{
+        f"meta: {name}": _write("meta.pt", lambda _, data=data: archive_of(data))
+        for name, data in BOMBS.items()
+    },
     "archive: a flipped bit": _flip,
-    "archive: a zip bomb": _item(OBJECT, lambda _: archive_of(b"\x80\x02N." + b"\0" * 2**27, zipfile.ZIP_DEFLATED)),
-    "archive: a compressed tensor": _item(WEIGHT, lambda _: archive_of(TENSOR, zipfile.ZIP_DEFLATED, b"\0" * 96)),
+    "archive: a zip bomb": _item(
+        OBJECT, lambda _: archive_of(b"\x80\x02N." + b"\0" * 2**27, zipfile.ZIP_DEFLATED)
+    ),
+    "archive: a compressed tensor": _item(
+        WEIGHT, lambda _: archive_of(TENSOR, zipfile.ZIP_DEFLATED, b"\0" * 96)
+    ),
     "archive: a storage too short": _item(WEIGHT, lambda _: archive_of(TENSOR, storage=b"\0" * 95)),
     "archive: a storage too long": _item(WEIGHT, lambda _: archive_of(TENSOR, storage=b"\0" * 97)),
     "archive: a storage of 4 TiB": _item(
@@ -313,17 +357,24 @@ CASES: Mapping[str, Spoil] = {
     "archive: one element for all": _item(
         WEIGHT,
         lambda _: archive_of(
-            TENSOR.replace(b"K\4K\1\x86", b"K\0K\0\x86").replace(b"K\x18t", b"K\1t"), storage=b"\0" * 4
+            TENSOR.replace(b"K\4K\1\x86", b"K\0K\0\x86").replace(b"K\x18t", b"K\1t"),
+            storage=b"\0" * 4,
         ),
     ),
     "archive: of a big-endian machine": _item(
         WEIGHT, lambda _: archive_of(TENSOR, storage=b"\0" * 96, byteorder=b"big")
     ),
-    "archive: two records in one place": _item(WEIGHT, lambda _: _overlapping(archive_of(TENSOR, storage=b"\0" * 96))),
+    "archive: two records in one place": _item(
+        WEIGHT, lambda _: _overlapping(archive_of(TENSOR, storage=b"\0" * 96))
+    ),
     "archive: encrypted": _item(
         WEIGHT,
-        lambda _: archive_of(TENSOR, storage=b"\0" * 96).replace(b"PK\1\2\x14\3\x14\0\0", b"PK\1\2\x14\3\x14\0\1"),
+        lambda _: archive_of(TENSOR, storage=b"\0" * 96).replace(
+            b"PK\1\2\x14\3\x14\0\0", b"PK\1\2\x14\3\x14\0\1"
+        ),
     ),
-    "archive: its end elsewhere": _item(WEIGHT, lambda _: archive_of(TENSOR, storage=b"\0" * 96) + b"\0" * 30),
+    "archive: its end elsewhere": _item(
+        WEIGHT, lambda _: archive_of(TENSOR, storage=b"\0" * 96) + b"\0" * 30
+    ),
 }
 """What makes an honest checkpoint hostile, by name."""

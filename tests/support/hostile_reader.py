@@ -49,7 +49,14 @@ def peak() -> int:
     """The most memory in use since then, in bytes."""
     if not STATUS.exists():
         return 0
-    return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmHWM")) * 1024
+    return (
+        next(
+            int(line.split()[1])
+            for line in STATUS.read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
+        * 1024
+    )
 
 
 if __name__ == "__main__":
@@ -57,5 +64,10 @@ if __name__ == "__main__":
         before, start = reset_peak(), time.process_time()
         outcome = attempt(directory)
         seconds = time.process_time() - start
-        report = {"name": directory.name, "outcome": outcome, "seconds": seconds, "nbytes": peak() - before}
+        report = {
+            "name": directory.name,
+            "outcome": outcome,
+            "seconds": seconds,
+            "nbytes": peak() - before,
+        }
         print(json.dumps(report), flush=True)

@@ -77,7 +77,11 @@ class Regression(pl.LightningModule):  # type: ignore[misc]
 
     def validation_step(self, batch: Tensor, batch_index: int) -> None:
         """The same loss."""
-        self.log("val", F.mse_loss(self.layers(batch).float(), batch.sum(1, keepdim=True)), sync_dist=True)
+        self.log(
+            "val",
+            F.mse_loss(self.layers(batch).float(), batch.sum(1, keepdim=True)),
+            sync_dist=True,
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam has states to save."""
@@ -113,7 +117,9 @@ def resume_by_yaml(folder: Path) -> dict[str, float]:
     """Train the third epoch on one rank, from the command line's Trainer."""
     file = folder / "run.yaml"
     file.write_text(YAML)
-    line = cli.LightningCLI(Regression, args=[f"--config={file}"], run=False, save_config_callback=None)
+    line = cli.LightningCLI(
+        Regression, args=[f"--config={file}"], run=False, save_config_callback=None
+    )
     line.trainer.fit(line.model, ckpt_path=str(folder / "last.ckpt"))
     line.trainer.validate(line.model, verbose=False)
     line.trainer.save_checkpoint(folder / "directory.ckpt")
@@ -127,7 +133,9 @@ def convert(folder: Path) -> bool:
     if shardeddp.cli.main(["consolidate", str(source), "-o", str(target)]):
         return False
     loaded = [Regression.load_from_checkpoint(path).state_dict() for path in (source, target)]
-    loaded += [shardeddp.load_from_checkpoint(Regression, path).state_dict() for path in (source, target)]
+    loaded += [
+        shardeddp.load_from_checkpoint(Regression, path).state_dict() for path in (source, target)
+    ]
     return all(torch.equal(each[name], loaded[0][name]) for each in loaded for name in loaded[0])
 
 

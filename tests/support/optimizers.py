@@ -25,14 +25,24 @@ class Lamb(optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if "count" not in state:
-                    rows = parameter.grad.reshape(parameter.shape[0], -1) if parameter.dim() else parameter.grad[None]
-                    state.update(count=0, trust=torch.ones(1), moments=[torch.zeros_like(parameter)])
+                    rows = (
+                        parameter.grad.reshape(parameter.shape[0], -1)
+                        if parameter.dim()
+                        else parameter.grad[None]
+                    )
+                    state.update(
+                        count=0, trust=torch.ones(1), moments=[torch.zeros_like(parameter)]
+                    )
                     state["rows"] = torch.zeros(rows.shape[0])
                 state["count"] += 1
                 moment = state["moments"][0].mul_(0.9).add_(parameter.grad, alpha=0.1)
-                state["rows"].mul_(0.9).add_(parameter.grad.reshape(len(state["rows"]), -1).pow(2).mean(1), alpha=0.1)
+                state["rows"].mul_(0.9).add_(
+                    parameter.grad.reshape(len(state["rows"]), -1).pow(2).mean(1), alpha=0.1
+                )
                 scale = state["rows"].add(1e-3).sqrt().view(-1, *[1] * (parameter.dim() - 1))
-                update = moment / (scale if parameter.dim() else scale[0]) / (1 - 0.9 ** state["count"])
+                update = (
+                    moment / (scale if parameter.dim() else scale[0]) / (1 - 0.9 ** state["count"])
+                )
                 ratio = parameter.norm().item() / max(update.norm().item(), 1e-6)
                 state["trust"].fill_(min(max(ratio, 0.1), 10.0))
                 parameter.add_(update, alpha=-group["lr"] * float(state["trust"]))
@@ -60,7 +70,9 @@ class Lion(optim.Optimizer):
 
 
 def owned_step_of(optimizer: optim.Optimizer) -> OwnedStep:
-    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values())
+    owners = (
+        getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()
+    )
     return next(it for it in owners if isinstance(it, OwnedStep))
 
 

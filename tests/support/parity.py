@@ -74,7 +74,9 @@ class Run:
         return Trained(losses=model.losses, weights=full_weights(model))
 
 
-def assert_same_training(found: Sequence[Trained], expected: Sequence[Trained], rtol: float = 1e-5) -> None:
+def assert_same_training(
+    found: Sequence[Trained], expected: Sequence[Trained], rtol: float = 1e-5
+) -> None:
     """On every rank: each loss and each weight within ``rtol``."""
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.losses, theirs.losses, rtol=rtol, atol=0)

@@ -95,7 +95,11 @@ class SaysHowItEnds(Callback):
 
     def on_exception(self, trainer: Trainer, _: Any, exception: BaseException) -> None:
         """Say it."""
-        say(rank=trainer.global_rank, heard=type(exception).__name__, received_sigterm=trainer.received_sigterm)
+        say(
+            rank=trainer.global_rank,
+            heard=type(exception).__name__,
+            received_sigterm=trainer.received_sigterm,
+        )
 
 
 def callbacks(name: str, out: Path) -> list[Callback]:
@@ -104,7 +108,9 @@ def callbacks(name: str, out: Path) -> list[Callback]:
         "none": [],
         "last": [ModelCheckpoint(out, save_top_k=0, save_last=True, every_n_train_steps=10_000)],
         "beside": [ModelCheckpoint(out, every_n_train_steps=10_000)],
-        "exception": [ModelCheckpoint(out, "excepted", save_on_exception=True, every_n_train_steps=10_000)],
+        "exception": [
+            ModelCheckpoint(out, "excepted", save_on_exception=True, every_n_train_steps=10_000)
+        ],
         "on_exception": [OnExceptionCheckpoint(out, "excepted")],
     }
     return [*made[name], SaysHowItEnds()]
@@ -112,7 +118,11 @@ def callbacks(name: str, out: Path) -> list[Callback]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train to the end, unless something comes in between."""
-    former = signal.signal(signal.SIGTERM, lambda *_: say(user="has seen SIGTERM")) if arguments.own_handler else None
+    former = (
+        signal.signal(signal.SIGTERM, lambda *_: say(user="has seen SIGTERM"))
+        if arguments.own_handler
+        else None
+    )
     assert former in (None, signal.SIG_DFL)
     seed_everything(1, verbose=False)
     model = Slow(arguments.fail_on)
@@ -133,7 +143,11 @@ def run(arguments: argparse.Namespace) -> None:
     data = torch.randn(2 * arguments.epoch, WIDTH, generator=torch.Generator().manual_seed(0))
     trainer.fit(model, Numbered(data, 1), ckpt_path=arguments.resume)
     weights = b"".join(tensor.numpy().tobytes() for tensor in full_weights(model).values())
-    say(rank=trainer.global_rank, finished=trainer.global_step, digest=hashlib.sha256(weights).hexdigest())
+    say(
+        rank=trainer.global_rank,
+        finished=trainer.global_step,
+        digest=hashlib.sha256(weights).hexdigest(),
+    )
 
 
 def main() -> None:
@@ -170,7 +184,11 @@ class Job:
         """What ranks have said so far."""
         texts = [path.read_text() for path in sorted(self.folder.glob("*.out"))]
         lines = [line for text in texts for line in text.splitlines(keepends=True)]
-        return [json.loads(line[5:]) for line in lines if line.startswith("said ") and line.endswith("\n")]
+        return [
+            json.loads(line[5:])
+            for line in lines
+            if line.startswith("said ") and line.endswith("\n")
+        ]
 
     def stderr(self) -> str:
         """Of all ranks."""
@@ -180,7 +198,9 @@ class Job:
         """The process of every rank, once both have come to a step."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            found = {each["rank"]: each["pid"] for each in self.said() if each.get("step", -1) >= step}
+            found = {
+                each["rank"]: each["pid"] for each in self.said() if each.get("step", -1) >= step
+            }
             if len(found) == 2:
                 return found
             if all(process.poll() is not None for process in self.processes):
@@ -191,7 +211,9 @@ class Job:
     def wait(self, timeout_s: float) -> list[int]:
         """Exit codes of the processes that were started; a hang raises."""
         deadline = time.monotonic() + timeout_s
-        self.codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+        self.codes = [
+            process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes
+        ]
         return self.codes
 
 
@@ -208,7 +230,11 @@ def job(
         scontrol: The folder of a command of that name: the processes are started as SLURM does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    keep = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    keep = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     keep |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environments = [keep] if launcher is not None else [keep | each for each in _as_torchrun_sets()]
@@ -217,10 +243,15 @@ def job(
     started: list[subprocess.Popen[bytes]] = []
     try:
         for index, environment in enumerate(environments):
-            with (folder / f"{index}.out").open("wb") as out, (folder / f"{index}.err").open("wb") as err:
+            with (
+                (folder / f"{index}.out").open("wb") as out,
+                (folder / f"{index}.err").open("wb") as err,
+            ):
                 command = [sys.executable, *(launcher or ()), SCRIPT, *arguments]
                 started.append(
-                    subprocess.Popen(command, env=environment, start_new_session=True, stdout=out, stderr=err)
+                    subprocess.Popen(
+                        command, env=environment, start_new_session=True, stdout=out, stderr=err
+                    )
                 )
         yield Job(processes=started, folder=folder)
     finally:
@@ -244,8 +275,16 @@ def _rendezvous() -> dict[str, str]:
 
 
 def _as_slurm_sets(scontrol: Path) -> list[dict[str, str]]:
-    shared = _rendezvous() | {"PATH": f"{scontrol}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_NAME": "train"}
-    shared |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "4711", "SLURM_NODEID": "0"}
+    shared = _rendezvous() | {
+        "PATH": f"{scontrol}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_NAME": "train",
+    }
+    shared |= {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NODEID": "0",
+    }
     return [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
 
 

@@ -53,11 +53,15 @@ class LanguageModel(Recorded):
 
     def generate(self, prompts: Tensor) -> Tensor:
         """Tokens (batch, length) of prompts (batch, PROMPT)."""
-        return self.model.generate(prompts, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return self.model.generate(
+            prompts, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW on whatever can be trained."""
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.1)
+        return torch.optim.AdamW(
+            [p for p in self.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.1
+        )
 
 
 def llama(**options: Any) -> LlamaForCausalLM:
@@ -206,7 +210,9 @@ class BatchNormCnn(Recorded):
     def loss(self, batch: Tensor) -> Tensor:
         """Cross-entropy of a label that lies in the tokens."""
         images = batch.view(-1, 1, 3, LENGTH // 3).float().repeat(1, 1, 2, 2) / VOCABULARY
-        return F.cross_entropy(self.head(self.stages(self.stem(images)).mean((2, 3))), batch[:, 0] % 4)
+        return F.cross_entropy(
+            self.head(self.stages(self.stem(images)).mean((2, 3))), batch[:, 0] % 4
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Momentum."""
@@ -222,7 +228,9 @@ class Gan(LightningModule):
         self.generator = nn.Sequential(
             nn.Linear(4, DIM, bias=False), nn.BatchNorm1d(DIM), nn.ReLU(), nn.Linear(DIM, LENGTH)
         )
-        self.discriminator = nn.Sequential(nn.Linear(LENGTH, DIM), nn.LeakyReLU(0.2), nn.Linear(DIM, 1))
+        self.discriminator = nn.Sequential(
+            nn.Linear(LENGTH, DIM), nn.LeakyReLU(0.2), nn.Linear(DIM, 1)
+        )
         self.losses: list[float] = []
 
     def judge(self, samples: Tensor, truth: float) -> Tensor:

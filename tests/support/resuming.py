@@ -50,7 +50,11 @@ def no_shard() -> ShardedDP:
 def same_batches() -> DataLoader[Tensor]:
     """This rank's part of the same global batches in every world; Lightning would shuffle among several ranks only."""
     tokens = token_loader(SAMPLES).dataset
-    return DataLoader(tokens, GLOBAL_BATCH // dist.get_world_size(), sampler=DistributedSampler(tokens, shuffle=False))
+    return DataLoader(
+        tokens,
+        GLOBAL_BATCH // dist.get_world_size(),
+        sampler=DistributedSampler(tokens, shuffle=False),
+    )
 
 
 def fit(

@@ -20,11 +20,15 @@ class Said:
         for path in sorted(out.glob("rank-*.said")):
             text = path.read_text()
             whole = text[: text.rfind("\n") + 1]
-            self.lines[int(path.stem.removeprefix("rank-"))] = [json.loads(line) for line in whole.splitlines()]
+            self.lines[int(path.stem.removeprefix("rank-"))] = [
+                json.loads(line) for line in whole.splitlines()
+            ]
 
     def of(self, key: str) -> dict[int, list[Any]]:
         """All that was said under a name, by rank."""
-        return {rank: [line[key] for line in lines if key in line] for rank, lines in self.lines.items()}
+        return {
+            rank: [line[key] for line in lines if key in line] for rank, lines in self.lines.items()
+        }
 
     def all_at(self, step: int, ranks: int) -> bool:
         """Whether so many ranks have come to a step, in any attempt."""

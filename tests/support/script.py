@@ -77,7 +77,9 @@ def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool, deferred:
         rank=trainer.global_rank,
         is_ours=isinstance(trainer.strategy, shardeddp.ShardedDP),
         saved=all(torch.equal(saved[name], weights[name]) for name in weights),
-        plain=not any(isinstance(parameter, shardeddp.ShardTensor) for parameter in model.parameters()),
+        plain=not any(
+            isinstance(parameter, shardeddp.ShardTensor) for parameter in model.parameters()
+        ),
         test=None if tested is None else round(tested[0]["test"], 4),
         predictions=None if predictions is None else len(predictions),
         listens_on=sorted({address for address, _ in listening(os.getpid())}),
@@ -97,7 +99,9 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for message, category in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
-    run(arguments.out, arguments.strategy, arguments.fail_on, arguments.only_fit, arguments.deferred)
+    run(
+        arguments.out, arguments.strategy, arguments.fail_on, arguments.only_fit, arguments.deferred
+    )
 
 
 if __name__ == "__main__":

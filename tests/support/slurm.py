@@ -36,12 +36,18 @@ class Cluster:
 
     def call(self, *command: str, timeout_s: float = 60.0) -> str:
         """What a command of SLURM, or of the script, prints."""
-        done = subprocess.run(command, env=self.environment, text=True, capture_output=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, env=self.environment, text=True, capture_output=True, timeout=timeout_s
+        )
         if done.returncode not in (0, 1):
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"{' '.join(command)} ended with {done.returncode}: {done.stdout}{done.stderr}"
+            )
         return done.stdout.strip()
 
-    def submit(self, out: Path, *arguments: str, srun: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> "Job":
+    def submit(
+        self, out: Path, *arguments: str, srun: tuple[str, ...] = (), options: tuple[str, ...] = ()
+    ) -> "Job":
         """Start the training script by the example of the documentation.
 
         Args:
@@ -53,7 +59,15 @@ class Cluster:
         out.mkdir(parents=True, exist_ok=True)
         log = out / "job.log"
         exported = ",".join(["--export=ALL", *srun])
-        command = ["sbatch", "--parsable", exported, f"--output={log}", *OVERRIDES, *options, str(EXAMPLE)]
+        command = [
+            "sbatch",
+            "--parsable",
+            exported,
+            f"--output={log}",
+            *OVERRIDES,
+            *options,
+            str(EXAMPLE),
+        ]
         number = self.call(*command, str(TRAINING), str(out), *arguments)
         if not number.isdigit():
             raise RuntimeError(f"sbatch did not take the job: {number}")
@@ -89,7 +103,9 @@ class Job:
 
     def wait(self, timeout_s: float = 120.0) -> str:
         """How it has ended for good: ``STATE exit=CODE:SIGNAL restarts=N``."""
-        return self.cluster.call(str(SCRIPT), "wait", self.number, str(int(timeout_s)), timeout_s=timeout_s + 30)
+        return self.cluster.call(
+            str(SCRIPT), "wait", self.number, str(int(timeout_s)), timeout_s=timeout_s + 30
+        )
 
 
 @contextmanager
@@ -97,13 +113,21 @@ def cluster() -> Iterator[Cluster]:
     """Start a cluster of two nodes with two CPUs each; nothing is left of it."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not pytest's: paths of sockets are short
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "SBATCH", "SRUN"))
     }
-    environment |= {"SLURM_CLUSTER_DIR": str(folder / "c"), "SLURM_CLUSTER_KILL_WAIT": "3", "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "SLURM_CLUSTER_DIR": str(folder / "c"),
+        "SLURM_CLUSTER_KILL_WAIT": "3",
+        "OMP_NUM_THREADS": "1",
+    }
     # The jobs' python is this one, wherever SLURM looks for programs.
     path = [str(Path(sys.executable).parent), environment.get("PATH", ""), "/usr/sbin", "/sbin"]
     environment["PATH"] = os.pathsep.join(path)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), environment.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(TESTS), environment.get("PYTHONPATH")])
+    )
     running = Cluster(environment=environment)
     try:
         for line in running.call(str(SCRIPT), "up", "-c", "4").splitlines():

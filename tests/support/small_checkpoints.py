@@ -50,7 +50,9 @@ def save(
     try:
         for name in DATA:
             directory.write_file(staging.path, name, content(name, step), permissions, durability)
-        directory.write_file(staging.path, MANIFEST, manifest_to_bytes(manifest_of(step)), permissions, durability)
+        directory.write_file(
+            staging.path, MANIFEST, manifest_to_bytes(manifest_of(step)), permissions, durability
+        )
         return directory.commit(staging)
     except Exception:
         directory.discard(staging)

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 
-from shardeddp.checkpoint.state_codec import MAX_INTEGER, Opaque, decode, dict_codec, encode, parse_json
+from shardeddp.checkpoint.state_codec import (
+    MAX_INTEGER,
+    Opaque,
+    decode,
+    dict_codec,
+    encode,
+    parse_json,
+)
 
 MORE = [dict_codec(AttributeDict, "attribute_dict")]
 
@@ -66,24 +73,55 @@ EXAMPLES: dict[str, Any] = {
     "edge floats": [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1.7976931348623157e308, 0.1],
     "edge integers": [MAX_INTEGER, MAX_INTEGER + 1, -MAX_INTEGER - 1, -(2**63), 10**6000],
     "complex": [1 + 2j, complex(-0.0, math.inf)],
-    "text": ["", "$", "$tuple", "\x00", "\u00fc", "\U0001f600", "\ud800", "\ud83d\ude00", "name\udcff"],
+    "text": [
+        "",
+        "$",
+        "$tuple",
+        "\x00",
+        "\u00fc",
+        "\U0001f600",
+        "\ud800",
+        "\ud83d\ude00",
+        "name\udcff",
+    ],
     "bytes": [b"", bytes(range(256))],
     "tuples": [(), ((),), (1, (2, [3]))],
     "keys": {1: "a", "1": "b", None: {}, (1, 2): 3, 2.5: [], True is False: 1},
     "keys like tags": [{"$tuple": [1]}, {"$x": 1, "y": 2}, {"$": 0}, {"": 0}, {"a$": 1}],
     "a lone half as a key": {"\udc80": 1},
     "ordered": OrderedDict([("b", 1), ("a", OrderedDict())]),
-    "default": [defaultdict(list, a=[1]), defaultdict(dict), defaultdict(None, {1: 2}), defaultdict(int, {2: 3})],
+    "default": [
+        defaultdict(list, a=[1]),
+        defaultdict(dict),
+        defaultdict(None, {1: 2}),
+        defaultdict(int, {2: 3}),
+    ],
     "counter": Counter({30: 1, 80: 2}),
     "sets": [set(), {1, "a", (2, 3)}, frozenset({frozenset({1}), b"x"})],
     "dtypes": [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool],
     "devices": [torch.device("cpu"), torch.device("cuda:3"), torch.device("meta")],
     "sizes": [torch.Size([]), torch.Size([2, 0, 3])],
     "paths": [Path("a/b"), Path(), pathlib.Path("/x/..")],
-    "times": [datetime.timedelta(days=-1, microseconds=3), datetime.datetime(2024, 2, 29, 1, 2, 3, 4)],
-    "a zone": datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-5.5))),
-    "numpy numbers": [np.float16(0.1), np.float32("inf"), np.float64(-0.0), np.int64(-(2**63)), np.uint8(255)],
-    "more numpy numbers": [np.bool_(False), np.complex64(1j), np.complex128(1 - 2j), np.uint64(2**64 - 1)],
+    "times": [
+        datetime.timedelta(days=-1, microseconds=3),
+        datetime.datetime(2024, 2, 29, 1, 2, 3, 4),
+    ],
+    "a zone": datetime.datetime(
+        2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-5.5))
+    ),
+    "numpy numbers": [
+        np.float16(0.1),
+        np.float32("inf"),
+        np.float64(-0.0),
+        np.int64(-(2**63)),
+        np.uint8(255),
+    ],
+    "more numpy numbers": [
+        np.bool_(False),
+        np.complex64(1j),
+        np.complex128(1 - 2j),
+        np.uint64(2**64 - 1),
+    ],
     "arrays": [
         np.arange(6, dtype=np.uint32).reshape(2, 3),
         np.zeros((0, 2), np.float16),
@@ -91,7 +129,10 @@ EXAMPLES: dict[str, Any] = {
         np.ones(2) > 0,
     ],
     "foreign arrays": np.arange(6).reshape(2, 3).T,
-    "tensors": [torch.arange(6).reshape(2, 3).float(), {"deep": (torch.tensor(1j), torch.empty(0))}],
+    "tensors": [
+        torch.arange(6).reshape(2, 3).float(),
+        {"deep": (torch.tensor(1j), torch.empty(0))},
+    ],
     "attributes": AttributeDict(lr=0.1, deep=AttributeDict(a=(1,))),
     "namespace": Namespace(lr=0.1, betas=(0.9, 0.95), name="x"),
     "the same twice": [[shared := [1, 2], shared], {"a": shared}],

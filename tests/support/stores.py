@@ -62,7 +62,9 @@ class MemoryStore(dist.Store):
         self._take_note()
         return all(key in self.values for key in keys)
 
-    def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
+    def compare_set(
+        self, key: str, expected_value: bytes | str, desired_value: bytes | str
+    ) -> bytes:
         """Set one that is not there."""
         self._take_note()
         return self.values.setdefault(key, _encode(desired_value))

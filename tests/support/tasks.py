@@ -78,7 +78,9 @@ class TinyGpt(Recorded):
             {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + 0.1 * step))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1.0 / (1 + 0.1 * step)
+        )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 

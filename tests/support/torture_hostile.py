@@ -10,7 +10,14 @@ from typing import Any
 
 from shardeddp.checkpoint.manifest import MANIFEST, STATE
 from support.hostile import Bait, archive_of
-from support.torture_mutations import Files, edit_manifest, edit_state, put_file, seal_bytes, write_files
+from support.torture_mutations import (
+    Files,
+    edit_manifest,
+    edit_state,
+    put_file,
+    seal_bytes,
+    write_files,
+)
 
 DATA = "__0_0.distcp"
 
@@ -96,7 +103,9 @@ def _many_checksums(manifest: Any) -> None:
 
 def _endless_from_little(manifest: Any) -> None:
     """A tensor that callbacks keep, so that it is read at once: many pieces that are all the same bytes."""
-    tensor = next(it for it in manifest["tensors"] if it[0][:2] == ["extra", "plain"] and it[2] != [])
+    tensor = next(
+        it for it in manifest["tensors"] if it[0][:2] == ["extra", "plain"] and it[2] != []
+    )
     (piece,) = tensor[3]
     (size,) = piece[1]
     tensor[2] = [20_000 * size]
@@ -146,7 +155,9 @@ CASES: dict[str, Spoil] = {
     "a negative offset": _manifest(lambda manifest: _first(manifest)[3][0].__setitem__(5, -1)),
     "a fraction for a size": _manifest(lambda manifest: _first(manifest)[2].__setitem__(0, 1.0)),
     "true for a size": _manifest(lambda manifest: _first(manifest)[2].__setitem__(0, True)),
-    "an attribute of torch for a dtype": _manifest(lambda manifest: _first(manifest).__setitem__(1, "load")),
+    "an attribute of torch for a dtype": _manifest(
+        lambda manifest: _first(manifest).__setitem__(1, "load")
+    ),
     "a path through torch for a dtype": _manifest(
         lambda manifest: _first(manifest).__setitem__(1, "serialization.load")
     ),
@@ -163,11 +174,19 @@ CASES: dict[str, Spoil] = {
     "lists beside lists": _raw_manifest(lambda body: b"[" + b"[]," * 10_000_000 + b"[]]"),
     "not a number": _raw_manifest(lambda body: body.replace(b'"step":', b'"step":NaN,"x":', 1)),
     "no mapping": _raw_manifest(lambda body: b"[1,2]"),
-    "more than a manifest": lambda files, folder, marker: files.update({MANIFEST: files[MANIFEST] + b" " * 70_000_000}),
-    "a pickle for the manifest": lambda files, folder, marker: files.update({MANIFEST: _bait(files, marker)}),
+    "more than a manifest": lambda files, folder, marker: files.update(
+        {MANIFEST: files[MANIFEST] + b" " * 70_000_000}
+    ),
+    "a pickle for the manifest": lambda files, folder, marker: files.update(
+        {MANIFEST: _bait(files, marker)}
+    ),
     "a pickle for the state": _raw_state(_bait),
-    "state in a state in a state": _raw_state(lambda files, marker: b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
-    "state with a key twice": _raw_state(lambda files, marker: b'{"global_step":1,' + files[STATE][1:]),
+    "state in a state in a state": _raw_state(
+        lambda files, marker: b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    ),
+    "state with a key twice": _raw_state(
+        lambda files, marker: b'{"global_step":1,' + files[STATE][1:]
+    ),
     "state that names a class": _tagged("class", ["os", "system"]),
     "state that calls": _tagged("reduce", ["os.system", ["true"]]),
     "a default factory of its own": _tagged("defaultdict", ["os.system", []]),
@@ -201,6 +220,8 @@ def callbacks_that_delete(files: Files, folder: Path, victim: str) -> None:
         assert states, "nothing to spoil"
         for state in states:
             state.update(dirpath=str(folder), best_model_path=victim)
-            state.update(best_k_models={victim: {"$tensor": "extra.plain.1"}}, kth_best_model_path=victim)
+            state.update(
+                best_k_models={victim: {"$tensor": "extra.plain.1"}}, kth_best_model_path=victim
+            )
 
     edit_state(files, change)

@@ -24,7 +24,17 @@ import torch
 from shardeddp.checkpoint.clean import sweep
 from shardeddp.checkpoint.find import WORKING_NAME, find_checkpoints
 from shardeddp.comm import propagation
-from support.torture_training import RANKS, STEPS, Board, Phase, Picture, Reporter, fork_rank, picture_of, train
+from support.torture_training import (
+    RANKS,
+    STEPS,
+    Board,
+    Phase,
+    Picture,
+    Reporter,
+    fork_rank,
+    picture_of,
+    train,
+)
 
 FOREIGN = {
     "notes.txt": "mine",
@@ -111,7 +121,9 @@ class Runner:
         for found in find_checkpoints(folder / "checkpoints").checkpoints:
             self._expected[found.step] = picture_of(found.path)
             assert self._expected[found.step].step == found.step
-            assert self._expected[found.step].weights == digests[str(found.step)], "not the weights of that step"
+            assert self._expected[found.step].weights == digests[str(found.step)], (
+                "not the weights of that step"
+            )
         assert len(self._expected) == STEPS // 2
         self._final = digests[str(STEPS)]
 
@@ -129,7 +141,10 @@ class Runner:
         survivors_s = time.monotonic() - dead
         problem, returned, found, leftovers = "", 0, 0, 0
         try:
-            leftovers = sum(WORKING_NAME.fullmatch(name) is not None for name in os.listdir(folder / "checkpoints"))
+            leftovers = sum(
+                WORKING_NAME.fullmatch(name) is not None
+                for name in os.listdir(folder / "checkpoints")
+            )
             returned, found = self._inspect(folder, trial)
         except Exception:  # noqa: BLE001 - a finding, to be shown with the rest
             problem = traceback.format_exc()
@@ -175,7 +190,11 @@ class Runner:
     def _inspect(self, folder: Path, trial: Trial) -> tuple[int, int]:
         """Hold what is there against the promises."""
         checkpoints = folder / "checkpoints"
-        noted = [line.split() for rank in range(RANKS) for line in (folder / f"notes-{rank}").read_text().splitlines()]
+        noted = [
+            line.split()
+            for rank in range(RANKS)
+            for line in (folder / f"notes-{rank}").read_text().splitlines()
+        ]
         returned = max((int(step) for what, step in noted if what == "returned"), default=0)
         begun = max((int(step) for what, step in noted if what == "begun"), default=0)
         swept_by_hand = not trial.resumes
@@ -186,10 +205,14 @@ class Runner:
         path = found.checkpoints[-1].path if found.checkpoints else None
         step = 0
         for candidate in found.checkpoints:
-            assert picture_of(candidate.path) == self._expected[candidate.step], f"{candidate.name} is wrong"
+            assert picture_of(candidate.path) == self._expected[candidate.step], (
+                f"{candidate.name} is wrong"
+            )
         if path is not None:
             step = picture_of(path).step
-        assert returned <= step <= begun, f"step {step} is taken, {returned} had returned, {begun} had begun"
+        assert returned <= step <= begun, (
+            f"step {step} is taken, {returned} had returned, {begun} had begun"
+        )
         if trial.resumes:
             self._resume(folder, path, trial.asynchronous)
         left = [name for name in os.listdir(checkpoints) if WORKING_NAME.fullmatch(name)]
@@ -203,13 +226,17 @@ class Runner:
         codes, _ = self._reap(children, 2 * PATIENCE_S)
         assert codes == [0] * RANKS, (folder / "log-0").read_text()
         digests = dict(line.split() for line in (folder / "digests-0").read_text().splitlines())
-        assert digests.get(str(STEPS), self._final) == self._final, "the resumed run ends with other weights"
+        assert digests.get(str(STEPS), self._final) == self._final, (
+            "the resumed run ends with other weights"
+        )
         found = picture_of(find_checkpoints(folder / "checkpoints").checkpoints[-1].path)
         assert (found.step, found.weights) == (STEPS, self._final)
         # A run that goes on from its end has nothing to do but to save once more, with loops that say so.
         assert found == self._expected[STEPS] or str(STEPS) not in digests
 
-    def _start(self, folder: Path, asynchronous: bool, path: Path | None = None, keep: int = 2) -> list[int]:
+    def _start(
+        self, folder: Path, asynchronous: bool, path: Path | None = None, keep: int = 2
+    ) -> list[int]:
         """Fork the ranks of a training, which keeps its checkpoints in a part of the folder."""
         self._worlds += 1
         self._board.clear()
@@ -223,7 +250,15 @@ class Runner:
                 rank,
                 store,
                 folder / f"log-{rank}",
-                partial(_train, self._board, rank, folder, asynchronous, None if path is None else str(path), keep),
+                partial(
+                    _train,
+                    self._board,
+                    rank,
+                    folder,
+                    asynchronous,
+                    None if path is None else str(path),
+                    keep,
+                ),
             )
             for rank in range(RANKS)
         ]
@@ -255,12 +290,16 @@ def _has_ended(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _train(board: Board, rank: int, folder: Path, asynchronous: bool, path: str | None, keep: int) -> None:
+def _train(
+    board: Board, rank: int, folder: Path, asynchronous: bool, path: str | None, keep: int
+) -> None:
     propagation.LOOKUP_S = 0.05  # survivors need not wait long for a reason that nobody gives
     reporter = Reporter(board, rank, folder / f"notes-{rank}")
     reporter.install()
     digests = train(folder / "checkpoints", asynchronous, path, keep, reporter.started)
-    (folder / f"digests-{rank}").write_text("".join(f"{step} {text}\n" for step, text in digests.items()))
+    (folder / f"digests-{rank}").write_text(
+        "".join(f"{step} {text}\n" for step, text in digests.items())
+    )
 
 
 # -- from a test
@@ -270,13 +309,19 @@ class KillServer:
     """A process that runs trials; use as a context manager."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")  # the same server as that of the pool of ranks
-        self._context.set_forkserver_preload(["torch.distributed", "torch.testing", "lightning.pytorch", "pytest"])
+        self._context = multiprocessing.get_context(
+            "forkserver"
+        )  # the same server as that of the pool of ranks
+        self._context.set_forkserver_preload(
+            ["torch.distributed", "torch.testing", "lightning.pytorch", "pytest"]
+        )
         self._folder = Path(tempfile.mkdtemp(prefix="kills-"))
 
     def __enter__(self) -> KillServer:
         self._connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=serve, args=(theirs, str(self._folder)), daemon=True)
+        self._process = self._context.Process(
+            target=serve, args=(theirs, str(self._folder)), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._receive(100.0)

@@ -66,7 +66,9 @@ def edit_state(files: Files, change: Callable[[Any], object]) -> None:
 def put_file(files: Files, name: str, content: bytes) -> None:
     """Give a file another content so that its size and checksum fit again."""
     files[name] = content
-    edit_manifest(files, lambda manifest: manifest["files"].update({name: [len(content), checksum(content)]}))
+    edit_manifest(
+        files, lambda manifest: manifest["files"].update({name: [len(content), checksum(content)]})
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,9 @@ def mutate(original: Files, seed: int) -> Mutation:
 
 def _any_file(files: Files, draw: random.Random) -> str:
     # Data and the two files that are read, more often than those that other tools read.
-    return draw.choice([name for name in files for _ in range(1 if name in (".metadata", "meta.pt") else 3)])
+    return draw.choice(
+        [name for name in files for _ in range(1 if name in (".metadata", "meta.pt") else 3)]
+    )
 
 
 def _flip(files: Files, draw: random.Random) -> str:
@@ -118,7 +122,9 @@ def _zero(files: Files, draw: random.Random) -> str:
 
 def _append(files: Files, draw: random.Random) -> str:
     name = _any_file(files, draw)
-    more = draw.choice([b"\0", b"}", b" ", b"\n", draw.randbytes(draw.randint(1, 5000)), files[name]])
+    more = draw.choice(
+        [b"\0", b"}", b" ", b"\n", draw.randbytes(draw.randint(1, 5000)), files[name]]
+    )
     files[name] += more
     return f"{len(more)} bytes behind {name}"
 
@@ -139,7 +145,9 @@ def _duplicate(files: Files, draw: random.Random) -> str:
     """One range of a data file over another: bytes of the right kind in the wrong place."""
     name = draw.choice([name for name in files if name.endswith(".distcp")])
     content, size = files[name], draw.choice([64, 512, PAGE])
-    source, target = (draw.randrange(max(1, (len(files[name]) - size) // 64)) * 64 for _ in range(2))
+    source, target = (
+        draw.randrange(max(1, (len(files[name]) - size) // 64)) * 64 for _ in range(2)
+    )
     files[name] = content[:target] + content[source : source + size] + content[target + size :]
     return f"{size} bytes at {source} of {name} to {target}"
 
@@ -167,7 +175,9 @@ def _number(seals: bool) -> Callable[[Files, random.Random], str]:
         body = files[MANIFEST].partition(b'"manifest":')[2][:-1]
         found = draw.choice(list(_NUMBER.finditer(body)))
         value = int(found.group())
-        other = draw.choice([value + 1, max(0, value - 1), 2 * value + 1, 0, 64, 2**31, 2**52, 2**64, value ^ 64])
+        other = draw.choice(
+            [value + 1, max(0, value - 1), 2 * value + 1, 0, 64, 2**31, 2**52, 2**64, value ^ 64]
+        )
         edited = body[: found.start()] + b"%d" % other + body[found.end() :]
         files[MANIFEST] = seal_bytes(edited) if seals else files[MANIFEST].replace(body, edited)
         return f"{value} at {found.start()} is {other}: {body[max(0, found.start() - 40) : found.end() + 20]!r}"

@@ -34,14 +34,19 @@ def weight(step: int, rows: int) -> torch.Tensor:
     return torch.arange(rows * ROW, dtype=torch.float64).reshape(rows, ROW) + step / 1024
 
 
-def snapshot_of(step: int, rank: int = 0, size: int = 1, rows: int = 4, tensors: int = 2) -> Snapshot:
+def snapshot_of(
+    step: int, rank: int = 0, size: int = 1, rows: int = 4, tensors: int = 2
+) -> Snapshot:
     """What a rank has of a checkpoint of some tensors, of which each rank holds some rows."""
     names = [f"weight_{number}" for number in range(tensors)]
     count = rows // size
     box = Box((rank * count, 0), (count, ROW))
     own = weight(step, rows)[rank * count : (rank + 1) * count].reshape(-1)
     return Snapshot(
-        tree={"global_step": step, "state_dict": {name: {"$tensor": f"model.{name}"} for name in names}},
+        tree={
+            "global_step": step,
+            "state_dict": {name: {"$tensor": f"model.{name}"} for name in names},
+        },
         objects=[(("optimizer_0", "param_groups"), [{"lr": 0.1, "step": step}])],
         rest=lightning_meta({"global_step": step}),
         tensors=[Described(("model", name), torch.float64, (rows, ROW)) for name in names],
@@ -67,7 +72,11 @@ def save(target: Path, step: int, rows: int = 4, **options: Any) -> None:
     group = dist.group.WORLD
     assert group is not None
     write_checkpoint(
-        snapshot_of(step, rank, size, rows), target, run_of(step, size), group, CheckpointOptions(**options)
+        snapshot_of(step, rank, size, rows),
+        target,
+        run_of(step, size),
+        group,
+        CheckpointOptions(**options),
     )
 
 
@@ -82,7 +91,9 @@ def step_of(path: Path) -> int:
     step = checkpoint["global_step"]
     for name, tensor in checkpoint["state_dict"].items():
         found = tensor.clone()
-        assert torch.equal(found, weight(step, found.shape[0])), f"{name} in {path} is not of step {step}"
+        assert torch.equal(found, weight(step, found.shape[0])), (
+            f"{name} in {path} is not of step {step}"
+        )
     return step
 
 
@@ -119,7 +130,11 @@ class Strike:
         sys.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and argument.__module__ in ("posix", "fcntl") and argument.__name__ not in PURE:
+        if (
+            event == "c_call"
+            and argument.__module__ in ("posix", "fcntl")
+            and argument.__name__ not in PURE
+        ):
             name = argument.__name__
         elif event == "call" and frame.f_code is durable.exchange.__code__:  # called through ctypes
             name = "renameat2"
@@ -152,7 +167,9 @@ def disk_of(nbytes: int, reports_free: bool = True) -> Iterator[None]:
         return taken
 
     def limited_write(descriptor: int, data: Any) -> int:
-        return write(descriptor, memoryview(data).cast("B")[: take(len(memoryview(data).cast("B")))])
+        return write(
+            descriptor, memoryview(data).cast("B")[: take(len(memoryview(data).cast("B")))]
+        )
 
     def limited_writev(descriptor: int, buffers: Any) -> int:
         joined = b"".join(buffers)

@@ -40,10 +40,14 @@ STEPS = 14
 EVERY = 2
 RANKS = 2
 
-PURE = frozenset({"fspath", "_path_normpath", "_path_splitroot_ex", "getcwd", "getpid", "kill", "urandom"})
+PURE = frozenset(
+    {"fspath", "_path_normpath", "_path_splitroot_ex", "getcwd", "getpid", "kill", "urandom"}
+)
 """Functions of the module for system calls that touch no file."""
 
-_SLOT = struct.Struct("<III20s")  # saves begun, saves returned, calls into the system in this save, name of the last
+_SLOT = struct.Struct(
+    "<III20s"
+)  # saves begun, saves returned, calls into the system in this save, name of the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,11 @@ class Phase:
         return self.begun > self.returned
 
     def __str__(self) -> str:
-        return f"save {self.begun}, call {self.calls} ({self.call})" if self.saving else f"after save {self.returned}"
+        return (
+            f"save {self.begun}, call {self.calls} ({self.call})"
+            if self.saving
+            else f"after save {self.returned}"
+        )
 
 
 class Board:
@@ -122,7 +130,11 @@ class Reporter:
         self._board.write(self._rank, self._begun, self._returned, 0, "training")
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and argument.__module__ in ("posix", "fcntl") and argument.__name__ not in PURE:
+        if (
+            event == "c_call"
+            and argument.__module__ in ("posix", "fcntl")
+            and argument.__name__ not in PURE
+        ):
             name = argument.__name__
         elif event == "call" and frame.f_code is durable.exchange.__code__:
             name = "renameat2"
@@ -204,9 +216,15 @@ def train(
         enable_version_counter=False,
     )  # fmt: skip
     options = CheckpointOptions(asynchronous=asynchronous)
-    strategy = ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=options, timeout=30)
+    strategy = ShardedDP(
+        auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=options, timeout=30
+    )
     trainer = make_trainer(
-        strategy, max_epochs=1, callbacks=[notes, saving], enable_checkpointing=True, use_distributed_sampler=False
+        strategy,
+        max_epochs=1,
+        callbacks=[notes, saving],
+        enable_checkpointing=True,
+        use_distributed_sampler=False,
     )
     trainer.fit(Scored(), Batches(dist.get_rank()), ckpt_path=path)
     return notes.digests
@@ -224,7 +242,10 @@ def _parts(value: Any) -> Iterator[bytes]:
     yield type(value).__name__.encode() if not isinstance(value, Tensor) else b"tensor"
     if isinstance(value, Tensor):
         plain = value.detach().as_subclass(Tensor).contiguous().reshape(-1)
-        yield f"{plain.dtype}{tuple(value.shape)}".encode() + plain.view(torch.uint8).numpy().tobytes()
+        yield (
+            f"{plain.dtype}{tuple(value.shape)}".encode()
+            + plain.view(torch.uint8).numpy().tobytes()
+        )
     elif isinstance(value, dict):
         for key, item in value.items():
             yield repr(key).encode()
@@ -260,11 +281,19 @@ def picture_of(path: Path) -> Picture:
         "optimizer": {int(state["step"]) for state in optimizer.values()},
         "scheduler": {checkpoint["lr_schedulers"][0]["last_epoch"]},
         "batches": {loop["epoch_loop.batch_progress"]["total"]["processed"]},
-        "loop": {loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]},
+        "loop": {
+            loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"][
+                "completed"
+            ]
+        },
     }
-    assert all(found == {step} for found in steps.values()), f"{path} is of step {step} and holds {steps}"
+    assert all(found == {step} for found in steps.values()), (
+        f"{path} is of step {step} and holds {steps}"
+    )
     rest = {key: value for key, value in checkpoint.items() if key != "callbacks"}
-    return Picture(step=step, weights=digest(dict(checkpoint["state_dict"])), everything=digest(rest))
+    return Picture(
+        step=step, weights=digest(dict(checkpoint["state_dict"])), everything=digest(rest)
+    )
 
 
 def whole(value: Any) -> Any:
@@ -300,7 +329,9 @@ def fork_rank(rank: int, store: Path, log: Path, action: Callable[[], object]) -
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         file_store = dist.FileStore(str(store), RANKS)
-        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30))
+        dist.init_process_group(
+            "gloo", store=file_store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+        )
         action()
         code = 0
     except BaseException:  # noqa: BLE001 - the log has it; nothing of the parent may run in here

@@ -69,7 +69,9 @@ class PoolEnvironment(ClusterEnvironment):
     def set_world_size(self, size: int) -> None:
         """Refuse another size than the pool's."""
         if size != dist.get_world_size():
-            raise ValueError(f"the Trainer has {size} ranks, the pool's world {dist.get_world_size()}")
+            raise ValueError(
+                f"the Trainer has {size} ranks, the pool's world {dist.get_world_size()}"
+            )
 
     def global_rank(self) -> int:
         """Rank in the pool's world."""
@@ -78,7 +80,9 @@ class PoolEnvironment(ClusterEnvironment):
     def set_global_rank(self, rank: int) -> None:
         """Refuse another rank than the pool's."""
         if rank != dist.get_rank():
-            raise ValueError(f"the Trainer takes this for rank {rank}, the pool for {dist.get_rank()}")
+            raise ValueError(
+                f"the Trainer takes this for rank {rank}, the pool for {dist.get_rank()}"
+            )
 
     def local_rank(self) -> int:
         """Rank on the pretended machine."""
@@ -108,7 +112,13 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
         "num_sanity_val_steps": 0,
     }
     plugins = [PoolEnvironment(devices), *options.pop("plugins", [])]
-    return Trainer(accelerator="cpu", devices=devices, strategy=strategy, plugins=plugins, **{**quiet, **options})
+    return Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        plugins=plugins,
+        **{**quiet, **options},
+    )
 
 
 def full_weights(module: LightningModule) -> dict[str, torch.Tensor]:
@@ -119,9 +129,13 @@ def full_weights(module: LightningModule) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
+def assert_same_weights(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol: float = 1e-5
+) -> None:
     """Every tensor of both within ``rtol`` of the other, relative to its norm."""
     assert list(found) == list(expected)
     for name, tensor in expected.items():
         difference = (found[name].double() - tensor.double()).norm()
-        assert difference <= rtol * tensor.double().norm(), f"{name} differs by {difference:.3g} of {tensor.norm():.3g}"
+        assert difference <= rtol * tensor.double().norm(), (
+            f"{name} differs by {difference:.3g} of {tensor.norm():.3g}"
+        )

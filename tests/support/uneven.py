@@ -82,5 +82,7 @@ def trainer_of(strategy: str, **options: Any) -> Any:
     """A Trainer in the world of a test."""
     chosen = {name: options.pop(name) for name in ("uneven_batches",) if name in options}
     return make_trainer(
-        ShardedDP(strategy, auto_wrap_policy={Block}, **chosen), use_distributed_sampler=False, **options
+        ShardedDP(strategy, auto_wrap_policy={Block}, **chosen),
+        use_distributed_sampler=False,
+        **options,
     )

@@ -35,8 +35,12 @@ def test_gradients_are_those_of_the_ranks_own_loss_and_leave_nothing_behind() ->
     for strategy in STRATEGIES:
         trial = make_trial(strategy)
         found = torch.autograd.grad(trial.forward(square), list(trial.model.parameters()))
-        expected = torch.autograd.grad(square(trial.reference, dist.get_rank(), 0), list(trial.reference.parameters()))
-        for (name, p), mine, plain in zip(trial.model.named_parameters(), found, expected, strict=True):
+        expected = torch.autograd.grad(
+            square(trial.reference, dist.get_rank(), 0), list(trial.reference.parameters())
+        )
+        for (name, p), mine, plain in zip(
+            trial.model.named_parameters(), found, expected, strict=True
+        ):
             assert type(mine) is torch.Tensor and p.grad is None
             close(mine, plain, name)
         trial.check_rest()
@@ -44,16 +48,25 @@ def test_gradients_are_those_of_the_ranks_own_loss_and_leave_nothing_behind() ->
 
 
 def penalize_gradients(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    loss = square(model, rank, step) + sum((p**3).sum() for p in model.parameters())  # in units and outside of them
+    loss = square(model, rank, step) + sum(
+        (p**3).sum() for p in model.parameters()
+    )  # in units and outside of them
     gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     return loss + sum(gradient.square().sum() for gradient in gradients)
 
 
 def learn_to_learn(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad(square(model, rank, step), list(parameters.values()), create_graph=True)
-    fast = {name: p - 0.1 * gradient for (name, p), gradient in zip(parameters.items(), gradients, strict=True)}
-    return torch.func.functional_call(model, fast, (batch(rank, step + 9, 4, WIDTH),)).square().mean()
+    gradients = torch.autograd.grad(
+        square(model, rank, step), list(parameters.values()), create_graph=True
+    )
+    fast = {
+        name: p - 0.1 * gradient
+        for (name, p), gradient in zip(parameters.items(), gradients, strict=True)
+    }
+    return (
+        torch.func.functional_call(model, fast, (batch(rank, step + 9, 4, WIDTH),)).square().mean()
+    )
 
 
 @pytest.mark.slow
@@ -72,9 +85,13 @@ def test_what_was_not_used_is_none_zero_or_an_error_as_it_was_asked_for() -> Non
     output = trial.model[0](batch(0, 0, 4, WIDTH)).sum()
     used, unused = torch.autograd.grad(output, [first, last], allow_unused=True, retain_graph=True)
     assert used.shape == first.shape and unused is None
-    used, unused = torch.autograd.grad(output, [first, last], materialize_grads=True, retain_graph=True)
+    used, unused = torch.autograd.grad(
+        output, [first, last], materialize_grads=True, retain_graph=True
+    )
     assert unused.shape == last.shape and not unused.any()
-    with pytest.raises(RuntimeError, match=r"\(2\.0\.weight\) appears to not have been used in the graph"):
+    with pytest.raises(
+        RuntimeError, match=r"\(2\.0\.weight\) appears to not have been used in the graph"
+    ):
         torch.autograd.grad(output, [first, last])
 
 

@@ -73,7 +73,9 @@ GATHERED: dict[str, Case] = {
     "full operand": lambda p, x: p + x,
     "full operand on the left": lambda p, x: x - p,
     "full operand of a wider dtype": lambda p, x: p * x.double(),
-    "full operand that is not contiguous": lambda p, x: p + x.mT.contiguous().mT if x.ndim > 1 else -p,
+    "full operand that is not contiguous": lambda p, x: (
+        p + x.mT.contiguous().mT if x.ndim > 1 else -p
+    ),
     "operand of one element": lambda p, x: p * torch.full((1,), 3.0) if p.ndim else -p,
     "operand that is broadcast": lambda p, x: p + x[..., :1] if p.ndim else -p,
     "sum of a dim": lambda p, x: p.sum(0),
@@ -129,7 +131,9 @@ def compare_elementwise() -> None:
 
 @pytest.mark.slow
 @on_all_sizes
-def test_elementwise_operations_equal_plain_ones_and_talk_to_nobody(world: Worlds, size: int) -> None:
+def test_elementwise_operations_equal_plain_ones_and_talk_to_nobody(
+    world: Worlds, size: int
+) -> None:
     world(size).run(compare_elementwise)
 
 
@@ -139,7 +143,9 @@ def compare_in_place() -> None:
 
 @pytest.mark.slow
 @on_all_sizes
-def test_elementwise_operations_in_place_equal_plain_ones_and_talk_to_nobody(world: Worlds, size: int) -> None:
+def test_elementwise_operations_in_place_equal_plain_ones_and_talk_to_nobody(
+    world: Worlds, size: int
+) -> None:
     world(size).run(compare_in_place)
 
 
@@ -184,9 +190,19 @@ def run_mixed_specs() -> None:
     cube, bias, matrix, scalar = (pairs[name] for name in ("cube", "bias", "matrix", "scalar"))
     twin = make_pairs(mesh)["matrix"]
     with torch.no_grad():
-        check_same(matrix.sharded + bias.sharded, matrix.plain + bias.plain, "broadcast of a sharded tensor")
-        check_same(matrix.sharded * scalar.sharded, matrix.plain * scalar.plain, "sharded 0-dim operand")
-        check_same(matrix.sharded - twin.sharded, matrix.plain - twin.plain, "equal shapes, different specs")
+        check_same(
+            matrix.sharded + bias.sharded,
+            matrix.plain + bias.plain,
+            "broadcast of a sharded tensor",
+        )
+        check_same(
+            matrix.sharded * scalar.sharded, matrix.plain * scalar.plain, "sharded 0-dim operand"
+        )
+        check_same(
+            matrix.sharded - twin.sharded,
+            matrix.plain - twin.plain,
+            "equal shapes, different specs",
+        )
         wide = scalar.sharded.double() * scalar.sharded
         check_same(wide, scalar.plain.double() * scalar.plain, "0-dim operands of two dtypes")
         for target, twin_ in ((matrix.sharded, matrix.plain),):
@@ -200,7 +216,11 @@ def run_mixed_specs() -> None:
         matrix.sharded.fill_(scalar.sharded), matrix.plain.fill_(scalar.plain)
         check_same(matrix.sharded, matrix.plain, "fill with a sharded 0-dim tensor")
         found = torch.einsum("ij,klm,j->ikm", matrix.sharded, cube.sharded, bias.sharded)
-        check_same(found, torch.einsum("ij,klm,j->ikm", matrix.plain, cube.plain, bias.plain), "three of them")
+        check_same(
+            found,
+            torch.einsum("ij,klm,j->ikm", matrix.plain, cube.plain, bias.plain),
+            "three of them",
+        )
         with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
             bias.sharded.add_(matrix.sharded)
         check_same(bias.sharded, bias.plain, "target of an operation that failed")
@@ -269,7 +289,10 @@ def test_a_result_of_another_shape_is_not_written() -> None:
     pairs = make_pairs(make_mesh())
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="An output with one or more elements was resized")
-        with pytest.raises(RuntimeError, match=r"expected a result of shape \(3, 5\) to write to matrix, found \(\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"expected a result of shape \(3, 5\) to write to matrix, found \(\)",
+        ):
             torch.mul(torch.tensor(2.0), torch.tensor(3.0), out=pairs["matrix"].sharded)
     check_same(pairs["matrix"].sharded, pairs["matrix"].plain, "after the error")
 
@@ -278,8 +301,15 @@ def test_a_result_of_another_shape_is_not_written() -> None:
 def test_reshaping_in_place_is_refused_with_a_way_out() -> None:
     pairs = make_pairs(make_mesh())
     p = pairs["matrix"].sharded.detach()
-    for change in (p.t_, lambda: p.unsqueeze_(0), lambda: p.resize_(2), lambda: p.set_(torch.zeros(15))):
-        with pytest.raises(NotImplementedError, match="shape or the memory of matrix, which is sharded"):
+    for change in (
+        p.t_,
+        lambda: p.unsqueeze_(0),
+        lambda: p.resize_(2),
+        lambda: p.set_(torch.zeros(15)),
+    ):
+        with pytest.raises(
+            NotImplementedError, match="shape or the memory of matrix, which is sharded"
+        ):
             change()
     assert p.shape == (3, 5)
     check_same(p, pairs["matrix"].plain, "after all")

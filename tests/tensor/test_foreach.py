@@ -24,12 +24,16 @@ FOREACH: dict[str, ForeachCase] = {
     "mul by plain tensors": lambda ps, xs: torch._foreach_mul(ps, xs),
     "mul of plain tensors": lambda ps, xs: torch._foreach_mul(xs, ps),
     "mul by 0-dim tensors": lambda ps, xs: torch._foreach_mul(ps, [torch.tensor(2.0)] * len(ps)),
-    "mul by what is broadcast": lambda ps, xs: torch._foreach_mul(ps, [x[..., :1] if x.ndim else x for x in xs]),
+    "mul by what is broadcast": lambda ps, xs: torch._foreach_mul(
+        ps, [x[..., :1] if x.ndim else x for x in xs]
+    ),
     "mul by tensors of more dims": lambda ps, xs: torch._foreach_mul(ps, [x[None] for x in xs]),
     "mul by a sharded tensor": lambda ps, xs: torch._foreach_mul(xs, ps[SCALAR]),
     "power of a number": lambda ps, xs: torch._foreach_pow(2.0, ps),
     "addcmul": lambda ps, xs: torch._foreach_addcmul(ps, ps, xs, 0.5),
-    "addcdiv": lambda ps, xs: torch._foreach_addcdiv(ps, xs, torch._foreach_add(torch._foreach_abs(ps), 1.0), 0.5),
+    "addcdiv": lambda ps, xs: torch._foreach_addcdiv(
+        ps, xs, torch._foreach_add(torch._foreach_abs(ps), 1.0), 0.5
+    ),
     "lerp": lambda ps, xs: torch._foreach_lerp(ps, xs, 0.25),
     "sqrt of abs": lambda ps, xs: torch._foreach_sqrt(torch._foreach_abs(ps)),
     "sharded and plain": lambda ps, xs: torch._foreach_add([ps[0], xs[1]], [xs[0], ps[1]]),
@@ -48,7 +52,9 @@ FOREACH_IN_PLACE: dict[str, ForeachCase] = {
     "copy": lambda ps, xs: torch._foreach_copy_(ps, xs),
     "zero": lambda ps, xs: torch._foreach_zero_(ps),
     "lerp": lambda ps, xs: torch._foreach_lerp_(ps, xs, [0.1] * len(ps)),
-    "addcdiv": lambda ps, xs: torch._foreach_addcdiv_(ps, xs, [x.abs() + 1 for x in xs], [0.5] * len(ps)),
+    "addcdiv": lambda ps, xs: torch._foreach_addcdiv_(
+        ps, xs, [x.abs() + 1 for x in xs], [0.5] * len(ps)
+    ),
     "clamp": lambda ps, xs: torch._foreach_clamp_min_(ps, 0.0),
 }
 SCALAR = 2  # the place of the scalar in both lists
@@ -63,7 +69,9 @@ def compare_foreach() -> None:
         found = function([pair.sharded for pair in pairs], mine)
         expected = function([pair.plain for pair in pairs], twins)
         check_same(list(found or ()), list(expected or ()), case)
-        check_same([pair.sharded for pair in pairs], [pair.plain for pair in pairs], f"targets of {case}")
+        check_same(
+            [pair.sharded for pair in pairs], [pair.plain for pair in pairs], f"targets of {case}"
+        )
         check_same(mine, twins, f"plain tensors of {case}")
 
 
@@ -82,14 +90,20 @@ def set_gradients(pairs: Sequence[Pair], scale: float = 1.0) -> None:
     for pair in pairs:
         gradient = plain_operand(pair) * scale
         pair.plain.grad = gradient.clone()
-        pair.sharded.grad = ShardTensor(pair.sharded.spec.localize(gradient).clone(), pair.sharded.spec)
+        pair.sharded.grad = ShardTensor(
+            pair.sharded.spec.localize(gradient).clone(), pair.sharded.spec
+        )
 
 
 def clip_by_norm(foreach: bool | None) -> None:
     mesh = make_mesh()
     for order in NORM_ORDERS:
         for max_norm in (0.1, 1e3):
-            pairs = [pair for pair in make_pairs(mesh).values() if pair.plain.numel() or order < float("inf")]
+            pairs = [
+                pair
+                for pair in make_pairs(mesh).values()
+                if pair.plain.numel() or order < float("inf")
+            ]
             set_gradients(pairs)
             found, expected = (
                 nn.utils.clip_grad_norm_(parameters, max_norm, order, foreach=foreach)
@@ -97,13 +111,17 @@ def clip_by_norm(foreach: bool | None) -> None:
             )
             check_same(found, expected, f"norm of order {order}")
             for pair in pairs:
-                check_same(pair.sharded.grad, pair.plain.grad, f"gradient of {pair.name} for order {order}")
+                check_same(
+                    pair.sharded.grad, pair.plain.grad, f"gradient of {pair.name} for order {order}"
+                )
 
 
 @pytest.mark.slow
 @on_all_sizes
 @pytest.mark.parametrize("foreach", [None, True, False])
-def test_torchs_clipping_by_norm_equals_one_process(world: Worlds, size: int, foreach: bool | None) -> None:
+def test_torchs_clipping_by_norm_equals_one_process(
+    world: Worlds, size: int, foreach: bool | None
+) -> None:
     world(size).run(clip_by_norm, foreach)
 
 
@@ -131,7 +149,9 @@ def clip_what_is_not_finite(foreach: bool | None, order: float, bad: float) -> N
         before = [whole(pair.sharded.grad) for pair in pairs]
         with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
             parameters = [pair.sharded for pair in pairs]
-            nn.utils.clip_grad_norm_(parameters, 1.0, order, error_if_nonfinite=True, foreach=foreach)
+            nn.utils.clip_grad_norm_(
+                parameters, 1.0, order, error_if_nonfinite=True, foreach=foreach
+            )
         check_same([pair.sharded.grad for pair in pairs], before, "gradients after the error")
 
 

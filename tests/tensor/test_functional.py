@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
-from torch.nn.utils import parameters_to_vector, parametrize, spectral_norm, vector_to_parameters, weight_norm
+from torch.nn.utils import (
+    parameters_to_vector,
+    parametrize,
+    spectral_norm,
+    vector_to_parameters,
+    weight_norm,
+)
 from torch.nn.utils import parametrizations as new
 
 from training import WIDTH, Sharding, Trial, batch, close, full, linears, sgd, square
@@ -44,7 +50,10 @@ def test_a_model_runs_with_other_tensors_in_the_place_of_its_parameters() -> Non
         for strategy in STRATEGIES:
             trial = Trial(linears(), Sharding(strategy=strategy, units=UNITS))
             trial.train(scaled_beside_plain, steps=2)
-            copies = [copy.deepcopy(model).requires_grad_(False) for model in (trial.model, trial.reference)]
+            copies = [
+                copy.deepcopy(model).requires_grad_(False)
+                for model in (trial.model, trial.reference)
+            ]
             with torch.no_grad():
                 for copied in copies:
                     copied[0].weight.mul_(2)
@@ -64,7 +73,10 @@ def test_transforms_of_functions_work_on_parameters_and_through_units() -> None:
         for index, (mine, plain) in enumerate(zip(found, expected, strict=True)):
             close(full(mine), plain, f"result {index}")
         with quietly("unit .* runs inside of a transform"):
-            trial.train(lambda model, rank, step: vmap(model)(batch(rank, step, 4, WIDTH)).square().mean(), steps=2)
+            trial.train(
+                lambda model, rank, step: vmap(model)(batch(rank, step, 4, WIDTH)).square().mean(),
+                steps=2,
+            )
             trial.train(square, steps=1)
 
 
@@ -114,7 +126,11 @@ def _train_beside(name: str, norm: Callable[[nn.Linear], nn.Module], strategy: s
     models: list[nn.Module] = []
     for _ in range(2):  # not copied: a weight that the old norms have computed cannot be
         torch.manual_seed(0)
-        models.append(nn.Sequential(*(norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)), nn.Linear(WIDTH, WIDTH)))
+        models.append(
+            nn.Sequential(
+                *(norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)), nn.Linear(WIDTH, WIDTH)
+            )
+        )
     runtime = Sharding(strategy=strategy, units=UNITS).apply(models[0])
     optimizers = [sgd(model.parameters()) for model in models]
     for step in range(2):
@@ -123,7 +139,9 @@ def _train_beside(name: str, norm: Callable[[nn.Linear], nn.Module], strategy: s
             outputs.append(square(models[0], 0, step))
         outputs[0].backward()
         square(models[1], 0, step).backward()
-        for (key, mine), plain in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        for (key, mine), plain in zip(
+            models[0].named_parameters(), models[1].parameters(), strict=True
+        ):
             close(full(mine.grad), plain.grad, f"gradient of {key} under {name}")
         for optimizer in optimizers:
             optimizer.step()

@@ -18,7 +18,9 @@ STRATEGIES = ("full_shard", "no_shard")
 
 
 def make_trial(strategy: str, model: nn.Module | None = None) -> Trial:
-    return Trial(linears() if model is None else model, Sharding(strategy=strategy, units=("0", "1")))
+    return Trial(
+        linears() if model is None else model, Sharding(strategy=strategy, units=("0", "1"))
+    )
 
 
 def square_and_decay(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -36,7 +38,11 @@ def test_hooks_set_after_sharding_change_gradients_until_they_are_removed() -> N
         trial = make_trial(strategy)
         for loss in (square, square_and_decay):
             models = (trial.model, trial.reference)
-            handles = [p.register_hook(lambda gradient: gradient * 2) for model in models for p in model.parameters()]
+            handles = [
+                p.register_hook(lambda gradient: gradient * 2)
+                for model in models
+                for p in model.parameters()
+            ]
             trial.train(loss, steps=2)
             for handle in handles:
                 handle.remove()
@@ -53,7 +59,9 @@ def test_a_hook_may_mix_the_gradient_with_its_sharded_parameter() -> None:
 
 
 @on_ranks(2)
-def test_hooks_of_completion_see_the_whole_gradient_once_per_backward_wherever_the_parameter_was_used() -> None:
+def test_hooks_of_completion_see_the_whole_gradient_once_per_backward_wherever_the_parameter_was_used() -> (
+    None
+):
     for strategy in STRATEGIES:
         for loss in (square, square_and_decay):
             trial = make_trial(strategy)
@@ -61,7 +69,9 @@ def test_hooks_of_completion_see_the_whole_gradient_once_per_backward_wherever_t
             for model in (trial.model, trial.reference):
                 seen.append({name: [] for name, _ in model.named_parameters()})
                 for name, p in model.named_parameters():
-                    p.register_post_accumulate_grad_hook(lambda p, to=seen[-1][name]: to.append(full(p.grad).clone()))
+                    p.register_post_accumulate_grad_hook(
+                        lambda p, to=seen[-1][name]: to.append(full(p.grad).clone())
+                    )
             for step in range(2):
                 trial.backward(loss, step)
             for name, expected in seen[1].items():
@@ -114,7 +124,9 @@ def test_hooks_set_before_sharding_are_taken_over_with_their_handles() -> None:
     model = linears()
     weight, seen = model[0].weight, []
     doubling = weight.register_hook(lambda gradient: gradient * 2)
-    completing = weight.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p is weight, type(p.grad))))
+    completing = weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append((type(p), p is weight, type(p.grad)))
+    )
     trial = make_trial("full_shard", model)
     handle = trial.reference[0].weight.register_hook(lambda gradient: gradient * 2)
     trial.backward(square)
@@ -131,7 +143,10 @@ def test_hooks_set_before_sharding_are_taken_over_with_their_handles() -> None:
 def test_hooks_need_a_parameter_that_is_trained_and_are_not_copied() -> None:
     frozen = linears().requires_grad_(False)
     trial = make_trial("full_shard", frozen)
-    for register in (trial.model[0].weight.register_hook, trial.model[0].weight.register_post_accumulate_grad_hook):
+    for register in (
+        trial.model[0].weight.register_hook,
+        trial.model[0].weight.register_post_accumulate_grad_hook,
+    ):
         with pytest.raises(RuntimeError, match="doesn't require gradient"):
             register(print)
 

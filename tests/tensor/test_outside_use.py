@@ -25,19 +25,31 @@ def rank_input(rank: int) -> torch.Tensor:
 
 
 LOSSES: dict[str, Loss] = {
-    "functional": lambda p, rank: F.linear(rank_input(rank), p["matrix"].t(), p["bias"]).square().mean(),
+    "functional": lambda p, rank: (
+        F.linear(rank_input(rank), p["matrix"].t(), p["bias"]).square().mean()
+    ),
     "matrix product": lambda p, rank: (rank_input(rank) @ p["matrix"]).tanh().sum(),
     "transposed": lambda p, rank: (p["matrix"].T @ rank_input(rank).T).exp().mean(),
-    "indexed": lambda p, rank: p["cube"][rank % 2, 1:].sum() * p["matrix"][torch.tensor([0, 2])].prod(),
-    "viewed": lambda p, rank: p["cube"].view(-1)[::2].mul(rank + 1).sum() + p["matrix"].flatten().unbind()[3],
+    "indexed": lambda p, rank: (
+        p["cube"][rank % 2, 1:].sum() * p["matrix"][torch.tensor([0, 2])].prod()
+    ),
+    "viewed": lambda p, rank: (
+        p["cube"].view(-1)[::2].mul(rank + 1).sum() + p["matrix"].flatten().unbind()[3]
+    ),
     "norms": lambda p, rank: p["cube"].norm() + p["matrix"].norm(1) * rank + p["bias"].abs().max(),
     "decay": lambda p, rank: sum((q**2).sum() for q in p.values()) * 0.1,  # type: ignore[return-value]
     "scalar": lambda p, rank: (rank_input(rank) * p["scalar"]).sum() + p["single"].squeeze() ** 3,
-    "twice": lambda p, rank: (p["matrix"] * p["matrix"]).sum() + (p["matrix"].t() @ p["matrix"]).trace(),
+    "twice": lambda p, rank: (
+        (p["matrix"] * p["matrix"]).sum() + (p["matrix"].t() @ p["matrix"]).trace()
+    ),
     "some": lambda p, rank: (p["matrix"] * (rank == 0)).sum(),
     "in place on a copy": lambda p, rank: p["matrix"].clone().mul_(rank + 2).sum(),
-    "stacked": lambda p, rank: torch.stack([p["bias"], p["matrix"][1]]).var() + torch.cat([*p["cube"]]).mean(),
-    "with what is frozen": lambda p, rank: (p["matrix"] @ p["bias"].detach()).sum() * p["cube"].detach().sum(),
+    "stacked": lambda p, rank: (
+        torch.stack([p["bias"], p["matrix"][1]]).var() + torch.cat([*p["cube"]]).mean()
+    ),
+    "with what is frozen": lambda p, rank: (
+        (p["matrix"] @ p["bias"].detach()).sum() * p["cube"].detach().sum()
+    ),
     "empty": lambda p, rank: p["empty"].sum() + p["single"].sum(),
 }
 
@@ -55,7 +67,13 @@ def compare_gradients(shard_size: int | None) -> None:
         check_same(mine, losses[dist.get_rank()], name)
         for key, pair in pairs.items():
             assert pair.sharded.grad is None or isinstance(pair.sharded.grad, ShardTensor)
-            check_same(pair.sharded.grad, pair.plain.grad, f"gradient of {key} after {name}", rtol=1e-5, atol=1e-6)
+            check_same(
+                pair.sharded.grad,
+                pair.plain.grad,
+                f"gradient of {key} after {name}",
+                rtol=1e-5,
+                atol=1e-6,
+            )
 
 
 @pytest.mark.slow
@@ -84,9 +102,13 @@ def test_functional_call_computes_with_sharded_parameters() -> None:
     pairs = shard(mesh, values)
     x = torch.ones(2, 5)
     with warned(times=2):
-        found = torch.func.functional_call(linear, {name: pair.sharded for name, pair in pairs.items()}, (x,))
+        found = torch.func.functional_call(
+            linear, {name: pair.sharded for name, pair in pairs.items()}, (x,)
+        )
         found.square().sum().backward()
-    expected = torch.func.functional_call(linear, {name: pair.plain for name, pair in pairs.items()}, (x,))
+    expected = torch.func.functional_call(
+        linear, {name: pair.plain for name, pair in pairs.items()}, (x,)
+    )
     expected.square().sum().backward()
     check_same(found, expected, "result")
     for name, pair in pairs.items():
@@ -103,7 +125,9 @@ def test_a_use_is_warned_about_once_per_parameter_and_where_it_is() -> None:
             matrix * 2
         line = sys._getframe().f_lineno - 1
         torch.sum(cube)
-    assert "parameter matrix is used outside" in str(caught[0].message) and "60 bytes" in str(caught[0].message)
+    assert "parameter matrix is used outside" in str(caught[0].message) and "60 bytes" in str(
+        caught[0].message
+    )
     assert "parameter cube" in str(caught[1].message)
     assert (caught[0].filename, caught[0].lineno) == (__file__, line)
     assert caught[1].filename == __file__
@@ -142,12 +166,16 @@ def test_second_derivatives_are_the_mean_over_all_ranks() -> None:
     for p, factor in ((pair.sharded, 1.0 + dist.get_rank()), (pair.plain, 1.5)):
         p.grad = None
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Using backward.. with create_graph|.* is used outside")
+            warnings.filterwarnings(
+                "ignore", message="Using backward.. with create_graph|.* is used outside"
+            )
             (p.pow(3).sum() * factor).backward(create_graph=True)
             (averaged,) = (p.grad,)
             p.grad = None
             averaged.square().sum().backward()
-    check_same(pair.sharded.grad, pair.plain.grad, "derivative of a function of the averaged gradient")
+    check_same(
+        pair.sharded.grad, pair.plain.grad, "derivative of a function of the averaged gradient"
+    )
 
 
 @on_ranks(2)
@@ -173,7 +201,12 @@ def test_writing_while_gradients_are_recorded_is_an_error_as_it_is_for_plain_par
     for name, write in writes.items():
         with pytest.raises(RuntimeError):
             write(pairs["matrix"].plain)
-        with warned(), pytest.raises(RuntimeError, match=r"matrix is sharded and cannot be written to|out=... arg"):
+        with (
+            warned(),
+            pytest.raises(
+                RuntimeError, match=r"matrix is sharded and cannot be written to|out=... arg"
+            ),
+        ):
             write(pairs["matrix"].sharded)
         check_same(pairs["matrix"].sharded, pairs["matrix"].plain, f"after {name}")
 
@@ -188,10 +221,20 @@ def test_truths_about_parameters_have_no_gradient_and_no_warning() -> None:
         others = [other.sharded for other in first.values() if other.plain.shape != plain.shape]
         assert not any(torch.equal(mine, other) for other in others)
         assert not mesh.traffic.calls, "shapes say enough"
-        assert torch.equal(mine, mine) and torch.equal(mine, second[name].sharded) and torch.equal(plain, mine), name
+        assert (
+            torch.equal(mine, mine)
+            and torch.equal(mine, second[name].sharded)
+            and torch.equal(plain, mine)
+        ), name
         with torch.no_grad():
             last = torch.arange(plain.numel()).view(plain.shape) == plain.numel() - 1
             second[name].sharded.add_(last)
-        assert torch.equal(mine, second[name].sharded) == (plain.numel() == 0), "one element of one rank"
-        assert not torch.isnan(mine).any() and torch.isfinite(mine).all() and torch.allclose(mine, plain)
+        assert torch.equal(mine, second[name].sharded) == (plain.numel() == 0), (
+            "one element of one rank"
+        )
+        assert (
+            not torch.isnan(mine).any()
+            and torch.isfinite(mine).all()
+            and torch.allclose(mine, plain)
+        )
         check_same((mine > 0).full_tensor(), plain > 0, name)

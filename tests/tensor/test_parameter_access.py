@@ -68,9 +68,13 @@ def test_parameters_used_outside_their_unit_get_right_gradients_and_one_warning_
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trial.train(penalize_first if before else reconstruct)
-    assert all("is used outside the forward of the unit" in str(warning.message) for warning in caught)
+    assert all(
+        "is used outside the forward of the unit" in str(warning.message) for warning in caught
+    )
     names = sorted(str(warning.message).split()[1] for warning in caught)
-    if before or strategy != "shard_grad_op":  # which keeps units unsharded from the forward to the backward
+    if (
+        before or strategy != "shard_grad_op"
+    ):  # which keeps units unsharded from the forward to the backward
         assert names == ["0.linear.bias", "0.linear.weight", "1.linear.bias", "1.linear.weight"]
     else:
         assert names == []
@@ -97,7 +101,9 @@ def test_a_parameter_that_is_replaced_after_setup_is_refused(strategy: str) -> N
     trial.train(square, steps=1)
     kept = trial.model[1].weight
     trial.model[1].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    with pytest.raises(ConfigurationError, match=r"parameter 1.weight \(Linear.weight of unit 1\) was replaced"):
+    with pytest.raises(
+        ConfigurationError, match=r"parameter 1.weight \(Linear.weight of unit 1\) was replaced"
+    ):
         trial.forward(square)
     trial.model[1].weight = kept
     trial.train(square, steps=2)
@@ -105,7 +111,9 @@ def test_a_parameter_that_is_replaced_after_setup_is_refused(strategy: str) -> N
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(2)
-def test_an_unsharded_parameter_that_was_kept_is_the_sharded_one_after_its_release(strategy: str) -> None:
+def test_an_unsharded_parameter_that_was_kept_is_the_sharded_one_after_its_release(
+    strategy: str,
+) -> None:
     kept: list[torch.Tensor] = []
 
     class Keeper(nn.Linear):
@@ -141,14 +149,18 @@ def test_an_unsharded_parameter_that_was_kept_is_the_sharded_one_after_its_relea
 @every_strategy
 @pytest.mark.parametrize("name", ["1.weight", "2.weight"])
 @on_ranks(2)
-def test_a_parameter_must_not_change_between_forward_and_a_backward_that_needs_it(strategy: str, name: str) -> None:
+def test_a_parameter_must_not_change_between_forward_and_a_backward_that_needs_it(
+    strategy: str, name: str
+) -> None:
     trial = Trial(linears(), Sharding(strategy=strategy, units=("0", "1")))
     trial.train(square, steps=1)
     loss = trial.forward(square)
     with torch.no_grad():
         trial.model.get_parameter(name).mul_(2)
         trial.reference.get_parameter(name).mul_(2)
-    with pytest.raises(RuntimeError, match=rf"parameter {name} was (changed|written to) between its forward and"):
+    with pytest.raises(
+        RuntimeError, match=rf"parameter {name} was (changed|written to) between its forward and"
+    ):
         loss.backward()
     trial.runtime.reset()
     trial.optimizer.zero_grad()
@@ -158,7 +170,9 @@ def test_a_parameter_must_not_change_between_forward_and_a_backward_that_needs_i
 @every_strategy
 @pytest.mark.parametrize("name", ["0.weight", "2.bias"])
 @on_ranks(2)
-def test_a_parameter_may_change_before_a_backward_that_does_not_need_it(strategy: str, name: str) -> None:
+def test_a_parameter_may_change_before_a_backward_that_does_not_need_it(
+    strategy: str, name: str
+) -> None:
     trial = Trial(linears(), Sharding(strategy=strategy, units=("0", "1")))
     losses = [trial.forward(square), trial.reference_loss(square)]
     with torch.no_grad():
@@ -236,13 +250,17 @@ class Writing(nn.Module):
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 @pytest.mark.parametrize("write", WRITES)
 @on_ranks(2)
-def test_values_that_a_forward_writes_are_kept(strategy: str, write: Callable[[torch.Tensor], None]) -> None:
+def test_values_that_a_forward_writes_are_kept(
+    strategy: str, write: Callable[[torch.Tensor], None]
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Writing(write), Writing(write), nn.Linear(WIDTH, 2))
     trial = Trial(model, Sharding(strategy=strategy, units=("0",)))
 
     def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        model.train(rank == 0 or model is trial.model)  # the reference writes once, as each rank does
+        model.train(
+            rank == 0 or model is trial.model
+        )  # the reference writes once, as each rank does
         return square(model, rank, step)
 
     trial.train(loss)
@@ -262,7 +280,9 @@ class Student(nn.Module):
 
     @torch.no_grad()
     def follow(self) -> None:
-        for average, parameter in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+        for average, parameter in zip(
+            self.teacher.parameters(), self.student.parameters(), strict=True
+        ):
             if self.write_data:
                 average.data = average.data * 0.5 + parameter.data * 0.5
             else:

@@ -55,7 +55,15 @@ def test_extremes_are_global_where_some_rank_has_no_element(world: Worlds, size:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64],
+    [
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
     ids=str,
 )
 @on_ranks(3)
@@ -66,7 +74,11 @@ def test_other_dtypes_give_the_dtypes_and_values_of_plain_tensors(dtype: torch.d
         for name, pair in pairs.items():
             check_same(pair.sharded, pair.plain, f"{name} as {dtype}")
             check_same(pair.sharded.sum(), pair.plain.sum(), f"sum of {name} as {dtype}")
-            check_same(pair.sharded == pair.plain, pair.plain == pair.plain, f"comparison of {name} as {dtype}")
+            check_same(
+                pair.sharded == pair.plain,
+                pair.plain == pair.plain,
+                f"comparison of {name} as {dtype}",
+            )
             check_same(pair.sharded.any(), pair.plain.any(), f"any of {name} as {dtype}")
             if dtype.is_floating_point or dtype.is_complex:
                 check_same(pair.sharded.mean(), pair.plain.mean(), f"mean of {name} as {dtype}")
@@ -95,11 +107,15 @@ def test_nan_infinity_and_values_with_huge_squares_are_reduced_as_in_plain_tenso
         for name, value in values.items():
             pair = shard(mesh, {name: value})[name]
             for reduction in ("max", "min", "sum"):
-                found, expected = (getattr(tensor, reduction)() for tensor in (pair.sharded, pair.plain))
+                found, expected = (
+                    getattr(tensor, reduction)() for tensor in (pair.sharded, pair.plain)
+                )
                 check_same(found, expected, f"{reduction} of {name}")
             for order in (2.0, inf, -inf, 0.0):
                 expected = torch.linalg.vector_norm(pair.plain.double(), order).float()
-                check_same(norms([pair.sharded], order)[0], expected, f"norm of order {order} of {name}")
+                check_same(
+                    norms([pair.sharded], order)[0], expected, f"norm of order {order} of {name}"
+                )
         half = shard(mesh, {"half": torch.full((8,), 300.0, dtype=torch.float16)})["half"]
         check_same(half.sharded.norm(), half.plain.norm(), "norm whose square does not fit")
         half.sharded.fill_(60000.0), half.plain.fill_(60000.0)

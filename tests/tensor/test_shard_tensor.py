@@ -32,7 +32,11 @@ QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "device": lambda p: (p.device, p.is_cuda, p.is_cpu, p.is_meta, p.get_device()),
     "layout": lambda p: (p.layout, p.is_sparse, p.stride(), p.is_contiguous(), p.storage_offset()),
     "gradients": lambda p: (p.requires_grad, p.is_leaf, p.grad, p.grad_fn, p.retains_grad),
-    "class": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor), torch.is_tensor(p)),
+    "class": lambda p: (
+        isinstance(p, nn.Parameter),
+        isinstance(p, torch.Tensor),
+        torch.is_tensor(p),
+    ),
     "hashable": lambda p: (p in {p}, hash(p) == id(p)),
 }
 
@@ -49,13 +53,19 @@ def check_answers() -> None:
                 for question, ask in QUESTIONS.items():
                     assert ask(pair.sharded) == ask(pair.plain), f"{question} of {name}"
         assert not calls
-    bounds = [(interval.start, interval.stop) for interval in pairs["cube"].sharded.spec.intervals if interval.numel]
+    bounds = [
+        (interval.start, interval.stop)
+        for interval in pairs["cube"].sharded.spec.intervals
+        if interval.numel
+    ]
     assert bounds[0][0] == 0 and bounds[-1][1] == 24
     assert all(before[1] == after[0] for before, after in pairwise(bounds))
 
 
 @on_all_sizes
-def test_it_answers_as_the_whole_parameter_without_asking_other_ranks(world: Worlds, size: int) -> None:
+def test_it_answers_as_the_whole_parameter_without_asking_other_ranks(
+    world: Worlds, size: int
+) -> None:
     world(size).run(check_answers)
 
 
@@ -63,7 +73,9 @@ def check_elements() -> None:
     for name, pair in make_pairs(make_mesh()).items():
         local, interval = pair.sharded.to_local(), pair.sharded.spec.interval
         assert local.shape == (interval.numel,)
-        assert torch.equal(local, pair.plain.detach().view(-1)[interval.start : interval.stop]), name
+        assert torch.equal(local, pair.plain.detach().view(-1)[interval.start : interval.stop]), (
+            name
+        )
         assert torch.equal(pair.sharded.full_tensor(), pair.plain.detach()), name
         full = pair.sharded.full_tensor()
         assert type(full) is torch.Tensor and not full.requires_grad
@@ -90,7 +102,10 @@ def test_its_text_names_the_parameter_the_shape_and_the_rank_s_elements() -> Non
     assert str(nn.ParameterList([cube])) and not calls
     plain = cube.full_tensor()
     with torch.no_grad():
-        assert f"{cube.detach()[0, 0, 0]:.2f} {cube.norm():.3f}" == f"{plain[0, 0, 0]:.2f} {plain.norm():.3f}"
+        assert (
+            f"{cube.detach()[0, 0, 0]:.2f} {cube.norm():.3f}"
+            == f"{plain[0, 0, 0]:.2f} {plain.norm():.3f}"
+        )
 
 
 @on_ranks(2)
@@ -136,7 +151,11 @@ def test_what_all_ranks_pickle_is_the_whole_parameter() -> None:
     file.seek(0)
     parameter = pickle.loads(pickle.dumps(pair.sharded))
     module = pickle.loads(pickle.dumps(nn.ParameterList([pair.sharded, pair.sharded])))
-    assert type(parameter) is type(module[0]) is nn.Parameter and module[0] is module[1] and parameter.requires_grad
+    assert (
+        type(parameter) is type(module[0]) is nn.Parameter
+        and module[0] is module[1]
+        and parameter.requires_grad
+    )
     for found in (parameter, module[0], torch.load(file, weights_only=True)["state"]):
         assert torch.equal(found, pair.plain)
 
@@ -161,10 +180,17 @@ def test_detached_cloned_and_converted_tensors_are_shards_of_the_same_elements()
             moved = pair.sharded.to("meta")
         assert not calls
         for tensor in (detached, cloned, halves, moved):
-            assert isinstance(tensor, ShardTensor) and tensor.shape == pair.plain.shape and not tensor.requires_grad
+            assert (
+                isinstance(tensor, ShardTensor)
+                and tensor.shape == pair.plain.shape
+                and not tensor.requires_grad
+            )
         assert halves.dtype == halves.to_local().dtype == torch.float16 and moved.is_meta
         with warned():
-            assert pair.sharded.to(torch.float32) is pair.sharded and pair.sharded.contiguous() is pair.sharded
+            assert (
+                pair.sharded.to(torch.float32) is pair.sharded
+                and pair.sharded.contiguous() is pair.sharded
+            )
         detached.mul_(2)
         cloned.zero_()
         check_same(pair.sharded, pair.plain.detach() * 2, name)
@@ -174,7 +200,10 @@ def test_detached_cloned_and_converted_tensors_are_shards_of_the_same_elements()
 @on_ranks(2)
 def test_requires_grad_is_set_on_the_unsharded_parameter_as_well() -> None:
     matrix = make_pairs(make_mesh())["matrix"].sharded
-    for change in (lambda: matrix.requires_grad_(False), lambda: setattr(matrix, "requires_grad", False)):
+    for change in (
+        lambda: matrix.requires_grad_(False),
+        lambda: setattr(matrix, "requires_grad", False),
+    ):
         for wanted, set_it in ((True, matrix.requires_grad_), (False, change)):
             set_it()
             with torch._C.DisableTorchFunctionSubclass():  # to look at it while it is released
@@ -196,7 +225,9 @@ def test_data_is_the_shard_without_history_and_takes_values_but_no_other_memory(
     assert not calls
     matrix.data = matrix.data  # which changes nothing
     for other in (torch.zeros(5, 3), matrix.data.half(), matrix.data.to("meta")):
-        with pytest.raises(RuntimeError, match="matrix is sharded and cannot be given other memory"):
+        with pytest.raises(
+            RuntimeError, match="matrix is sharded and cannot be given other memory"
+        ):
             matrix.data = other
     check_same(matrix, plain, "after all")
     for p in (matrix, plain):
@@ -214,7 +245,9 @@ def test_a_module_cannot_be_converted_once_it_is_sharded() -> None:
     module.to("cpu").to(torch.float32).float()  # nothing to do
     assert module[0] is pairs["matrix"].sharded
     for convert in (module.half, module.double, lambda: module.to(torch.bfloat16)):
-        with pytest.raises(RuntimeError, match=r"matrix is sharded .* expected it to stay .*torch.float32 on cpu"):
+        with pytest.raises(
+            RuntimeError, match=r"matrix is sharded .* expected it to stay .*torch.float32 on cpu"
+        ):
             convert()
     check_same(module[0], pairs["matrix"].plain, "after all")
 
@@ -224,7 +257,10 @@ def test_a_module_that_was_moved_elsewhere_is_noticed_in_its_next_forward() -> N
     model = nn.Sequential(nn.Linear(3, 2))
     runtime = Sharding().apply(model)
     model.to("meta")
-    with pytest.raises(ConfigurationError, match=r"Linear.weight .* was replaced after sharding"), runtime.step("step"):
+    with (
+        pytest.raises(ConfigurationError, match=r"Linear.weight .* was replaced after sharding"),
+        runtime.step("step"),
+    ):
         model(torch.ones(1, 3))
 
 

@@ -106,7 +106,9 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_written_to_a_view_reaches_the_parameter_on_every_rank(world: Worlds, size: int) -> None:
+def test_what_is_written_to_a_view_reaches_the_parameter_on_every_rank(
+    world: Worlds, size: int
+) -> None:
     world(size).run(run_writes)
 
 
@@ -120,7 +122,9 @@ def test_a_view_follows_its_parameter() -> None:
         for pair in pairs.values():
             pair.sharded.mul_(3), pair.plain.mul_(3)
         for name in pairs:
-            check_same(views[name] * 1, twins[name], f"view of {name} after a write to the parameter")
+            check_same(
+                views[name] * 1, twins[name], f"view of {name} after a write to the parameter"
+            )
         for name in pairs:
             views[name][:1] += 1
             twins[name][:1] += 1
@@ -155,7 +159,11 @@ def test_a_view_that_autograd_recorded_computes_and_is_written_through_without_g
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="parameter matrix is used outside")
         views = [p.view(-1) for p in (pair.sharded, pair.plain)]
-    assert isinstance(views[0], GatheredView) and views[0].requires_grad and views[0].grad_fn is not None
+    assert (
+        isinstance(views[0], GatheredView)
+        and views[0].requires_grad
+        and views[0].grad_fn is not None
+    )
     with torch.no_grad():
         for view in views:
             view[3] = 17.0
@@ -191,7 +199,12 @@ def test_other_forms_of_a_view_are_copies_that_say_so() -> None:
         saved = io.BytesIO()
         torch.save({"row": row}, saved)
         saved.seek(0)
-        arrays = [row.numpy(), numpy.asarray(row), matrix.detach().numpy()[1], matrix.numpy(force=True)[1]]
+        arrays = [
+            row.numpy(),
+            numpy.asarray(row),
+            matrix.detach().numpy()[1],
+            matrix.numpy(force=True)[1],
+        ]
         assert repr(row) == repr(expected)
     for copy_ in (copied, loaded, torch.load(saved, weights_only=True)["row"]):
         assert type(copy_) is torch.Tensor and torch.equal(copy_, expected)
@@ -217,7 +230,10 @@ def test_a_view_cannot_be_given_another_shape_or_other_memory_in_place() -> None
 @on_ranks(2)
 def test_views_that_were_taken_one_by_one_cannot_be_written_to_at_once() -> None:
     pair = make_pairs(make_mesh())["matrix"]
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="several views of matrix at once"):
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match="several views of matrix at once"),
+    ):
         torch._foreach_add_([pair.sharded[0], pair.sharded.data[1]], 1.0)
     check_same(pair.sharded, pair.plain, "after the error")
 

@@ -139,7 +139,9 @@ def uneven(x: Tensor) -> Tensor:
 
 
 def compare_right(size: int) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # names of collectives that torch is about to change
+    warnings.simplefilter(
+        "ignore", FutureWarning
+    )  # names of collectives that torch is about to change
     for name, function in RIGHT.items():
         pair = both(size)
         found, expected = function(pair.sharded), function(pair.plain)
@@ -151,7 +153,9 @@ def compare_right(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
-def test_what_operations_write_without_saying_so_reaches_the_shards(world: Worlds, ranks: int, size: int) -> None:
+def test_what_operations_write_without_saying_so_reaches_the_shards(
+    world: Worlds, ranks: int, size: int
+) -> None:
     world(ranks).run(compare_right, size)
 
 
@@ -162,12 +166,20 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda p: dist.scatter(p.data, [torch.ones(3, 5), torch.zeros(3, 5)] if alone() else None),
         "different val",
     ),
-    "exchange": (lambda p: dist.all_to_all_single(p.data.view(-1)[:2], torch.arange(2.0)), "different values"),
-    "reduce and scatter": (lambda p: dist.reduce_scatter_tensor(p.data.view(-1)[:2], torch.arange(4.0)), "different"),
+    "exchange": (
+        lambda p: dist.all_to_all_single(p.data.view(-1)[:2], torch.arange(2.0)),
+        "different values",
+    ),
+    "reduce and scatter": (
+        lambda p: dist.reduce_scatter_tensor(p.data.view(-1)[:2], torch.arange(4.0)),
+        "different",
+    ),
     "receive": (lambda p: dist.recv(p.data, 1 - dist.get_rank()), "would receive into"),
     "receive later": (lambda p: dist.irecv(p.data[0], 1 - dist.get_rank()), "would receive into"),
     "statistics of each rank": (
-        lambda p: F.batch_norm(ranked(4, 5) * torch.arange(20).view(4, 5), p.data[0], torch.ones(5), training=True),
+        lambda p: F.batch_norm(
+            ranked(4, 5) * torch.arange(20).view(4, 5), p.data[0], torch.ones(5), training=True
+        ),
         "different values",
     ),
     "undeclared write of each rank": (lambda p: uneven(p.data), "different values"),
@@ -182,7 +194,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "exported": (lambda p: torch.from_dlpack(p.data), "no memory holds"),
     "exported row": (lambda p: torch.from_dlpack(p.data[0]), "no memory holds"),
     "function of each element": (lambda p: p.data.apply_(lambda x: x + 1), "no memory holds"),
-    "function of each element of a row": (lambda p: p.data[0].apply_(lambda x: x + 1), "no memory holds"),
+    "function of each element of a row": (
+        lambda p: p.data[0].apply_(lambda x: x + 1),
+        "no memory holds",
+    ),
     "capsule": (lambda p: torch.utils.dlpack.to_dlpack(p.data), "Cannot access data pointer"),
 }
 
@@ -190,7 +205,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 @on_ranks(2)
-def test_what_cannot_be_the_same_on_all_ranks_is_refused_by_name_and_changes_nothing(size: int) -> None:
+def test_what_cannot_be_the_same_on_all_ranks_is_refused_by_name_and_changes_nothing(
+    size: int,
+) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     warnings.filterwarnings("ignore", "parameter weight is used outside")
     for name, (function, text) in REFUSED.items():
@@ -303,7 +320,9 @@ WRITES = [*((write, True) for write in INSIDE), *((write, False) for write in OU
 
 @pytest.mark.parametrize(("write", "inside"), WRITES)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
-def test_ranks_that_write_different_values_are_told(world: Worlds, strategy: str, write: Write, inside: bool) -> None:
+def test_ranks_that_write_different_values_are_told(
+    world: Worlds, strategy: str, write: Write, inside: bool
+) -> None:
     if strategy == "shard_optimizer" and write is on_one_rank:
         pytest.skip("the next gather takes all ranks: tests/lightning/test_desync.py")
     name = r"rows\.0\.weight" if write is look_up else "codes"
@@ -311,13 +330,17 @@ def test_ranks_that_write_different_values_are_told(world: Worlds, strategy: str
 
 
 def check_told(strategy: str, write: Write, inside: bool, name: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"parameter {name}: ranks have written different values to it"):
+    with pytest.raises(
+        RuntimeError, match=rf"parameter {name}: ranks have written different values to it"
+    ):
         train(strategy, write, inside, ranked(2, 4))
 
 
 @pytest.mark.parametrize(("write", "inside"), WRITES)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
-def test_ranks_that_write_the_same_are_not(world: Worlds, strategy: str, write: Write, inside: bool) -> None:
+def test_ranks_that_write_the_same_are_not(
+    world: Worlds, strategy: str, write: Write, inside: bool
+) -> None:
     world(2).run(check_not_told, strategy, write, inside)
 
 
@@ -351,13 +374,18 @@ def test_what_is_set_is_copied(strategy: str, inside: bool) -> None:
         else:
             model.codes.set_(wanted)
         assert torch.equal(model.codes.full_tensor(), wanted)  # type: ignore[operator]
-        with runtime.step("training_step"), pytest.raises(RuntimeError, match=r"codes is sharded.*other memory"):
+        with (
+            runtime.step("training_step"),
+            pytest.raises(RuntimeError, match=r"codes is sharded.*other memory"),
+        ):
             model.codes.set_(wanted.untyped_storage())
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @on_ranks(2)
-def test_a_write_to_a_view_of_an_earlier_step_is_refused_by_name_on_all_ranks(strategy: str) -> None:
+def test_a_write_to_a_view_of_an_earlier_step_is_refused_by_name_on_all_ranks(
+    strategy: str,
+) -> None:
     model = Codebook()
     runtime = Sharding(strategy=strategy, units=("layer", "rows")).apply(model)
 
@@ -371,7 +399,9 @@ def test_a_write_to_a_view_of_an_earlier_step_is_refused_by_name_on_all_ranks(st
     kept: list[Tensor] = []
     step(lambda: kept.append(model.codes.data[0]))
     step(lambda: kept[0].sum())
-    with pytest.raises(RuntimeError, match=r"codes: written to through a view that was made in an earlier step"):
+    with pytest.raises(
+        RuntimeError, match=r"codes: written to through a view that was made in an earlier step"
+    ):
         step(lambda: kept[0].mul_(2))
 
 
@@ -399,7 +429,9 @@ def test_a_backward_names_what_was_written_to_between_it_and_its_forward(strateg
         model.codes.requires_grad_()
         outputs.append((model(torch.ones(2, 4)).sum() * model.codes.square()).sum())
         model.codes.data.mul_(2)
-    with pytest.raises(RuntimeError, match=r"parameter codes was written to between its forward and its backward"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter codes was written to between its forward and its backward"
+    ):
         outputs.pop().backward()
 
 

@@ -20,7 +20,9 @@ def units(build: Callable[[], nn.Module], policy: AutoPolicy | None = None) -> l
 
 @pytest.mark.parametrize("depth", [2, 4, 16])
 def test_mixture_of_experts_gives_its_blocks_and_not_the_experts(depth: int) -> None:
-    assert units(lambda: Gpt(128, (Block(128, Experts(128, 8)) for _ in range(depth)))) == numbered("layers", depth)
+    assert units(lambda: Gpt(128, (Block(128, Experts(128, 8)) for _ in range(depth)))) == numbered(
+        "layers", depth
+    )
 
 
 def test_dense_and_expert_blocks_of_one_class_are_all_units() -> None:
@@ -40,12 +42,18 @@ def test_a_block_that_holds_most_of_the_model_gives_its_experts_and_its_other_ch
 
 def test_max_fraction_opens_blocks_into_their_children() -> None:
     names = units(lambda: Gpt(256, (Block(256) for _ in range(4))), AutoPolicy(max_fraction=0.2))
-    assert names == [f"layers.{index}.{part}" for index in range(4) for part in ("attention", "mlp")]
+    assert names == [
+        f"layers.{index}.{part}" for index in range(4) for part in ("attention", "mlp")
+    ]
 
 
 def test_a_child_that_is_too_large_as_well_is_opened_again() -> None:
     names = units(lambda: Gpt(256, (Block(256) for _ in range(4))), AutoPolicy(max_fraction=0.1))
-    assert names == [f"layers.{index}.{part}" for index in range(4) for part in ("attention", "mlp.up", "mlp.down")]
+    assert names == [
+        f"layers.{index}.{part}"
+        for index in range(4)
+        for part in ("attention", "mlp.up", "mlp.down")
+    ]
 
 
 def test_heads_in_lists_inside_a_block_are_not_units() -> None:
@@ -59,10 +67,16 @@ def test_heads_in_lists_inside_a_block_are_not_units() -> None:
 def test_swin_gives_its_blocks_and_not_its_stages(depths: tuple[int, ...]) -> None:
     def build() -> nn.Module:
         model = nn.Module()
-        model.layers = nn.ModuleList(Stage(96 * 2**index, depth) for index, depth in enumerate(depths))
+        model.layers = nn.ModuleList(
+            Stage(96 * 2**index, depth) for index, depth in enumerate(depths)
+        )
         return model
 
-    expected = [f"layers.{stage}.blocks.{block}" for stage, depth in enumerate(depths) for block in range(depth)]
+    expected = [
+        f"layers.{stage}.blocks.{block}"
+        for stage, depth in enumerate(depths)
+        for block in range(depth)
+    ]
     # The first blocks (110,592 weights and some) are below 1/256 of the larger models.
     assert units(build, AutoPolicy(min_numel=50_000)) == expected
 
@@ -73,13 +87,15 @@ def test_mirrored_stages_of_a_few_sizes_give_their_blocks() -> None:
         model.layers = nn.ModuleList(Stage(dim, 2) for dim in (128, 192, 256, 256, 192, 128))
         return model
 
-    assert units(build) == [f"layers.{stage}.blocks.{block}" for stage in range(6) for block in range(2)]
+    assert units(build) == [
+        f"layers.{stage}.blocks.{block}" for stage in range(6) for block in range(2)
+    ]
 
 
 def test_two_stages_of_two_sizes_give_their_blocks() -> None:
-    assert units(lambda: nn.Sequential(Stage(128, 6), Stage(192, 3))) == numbered("0.blocks", 6) + numbered(
-        "1.blocks", 3
-    )
+    assert units(lambda: nn.Sequential(Stage(128, 6), Stage(192, 3))) == numbered(
+        "0.blocks", 6
+    ) + numbered("1.blocks", 3)
 
 
 def test_stages_of_one_size_cannot_be_told_from_blocks_with_experts() -> None:
@@ -96,7 +112,9 @@ def test_blocks_of_many_sizes_stay_whole_where_lists_are_a_small_part_of_them() 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    build: Callable[[], nn.Module] = lambda: nn.ModuleList(WithHeads(dim) for dim in (192, 256, 320))  # noqa: E731
+    def build() -> nn.Module:
+        return nn.ModuleList(WithHeads(dim) for dim in (192, 256, 320))
+
     assert units(build, AutoPolicy(min_numel=20_000)) == ["0", "1", "2"]
 
 
@@ -110,7 +128,9 @@ def test_equal_plain_sequentials_of_unequal_parts_are_blocks() -> None:
             return x + self.inner(x)
 
     def build() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(Residual(Attention(128)), Residual(Mlp(128))) for _ in range(6)))
+        return nn.Sequential(
+            *(nn.Sequential(Residual(Attention(128)), Residual(Mlp(128))) for _ in range(6))
+        )
 
     assert units(build) == [str(index) for index in range(6)]
 

@@ -30,7 +30,9 @@ RESNET_BLOCKS = [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in 
 # --- transformers ---
 
 
-@pytest.mark.parametrize(("dim", "depth"), [(64, 4), (128, 4), (256, 6), (768, 12), (4096, 32), (16384, 126)])
+@pytest.mark.parametrize(
+    ("dim", "depth"), [(64, 4), (128, 4), (256, 6), (768, 12), (4096, 32), (16384, 126)]
+)
 def test_a_gpt_of_any_size_gives_its_blocks(dim: int, depth: int) -> None:
     assert units(lambda: Gpt(dim, (Block(dim) for _ in range(depth)))) == numbered("layers", depth)
 
@@ -44,7 +46,9 @@ def test_two_blocks_that_are_half_of_the_model_each_are_not_opened() -> None:
 
 
 def test_a_huge_embedding_stays_with_the_root_and_the_blocks_are_units() -> None:
-    assert units(lambda: Gpt(256, (Block(256) for _ in range(4)), vocabulary=200_000)) == numbered("layers", 4)
+    assert units(lambda: Gpt(256, (Block(256) for _ in range(4)), vocabulary=200_000)) == numbered(
+        "layers", 4
+    )
 
 
 def test_embeddings_in_a_module_dict_stay_with_the_root() -> None:
@@ -89,7 +93,9 @@ def test_functional_blocks_of_plain_sequentials_are_units_as_a_whole() -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.LayerNorm(128), Attention(128), nn.LayerNorm(128), Mlp(128))
 
-    assert units(lambda: nn.Sequential(*(block() for _ in range(6)))) == [str(index) for index in range(6)]
+    assert units(lambda: nn.Sequential(*(block() for _ in range(6)))) == [
+        str(index) for index in range(6)
+    ]
 
 
 # --- vision and plain sequences ---
@@ -106,11 +112,15 @@ def test_a_resnet_rebuilt_as_one_sequential_gives_its_blocks_too() -> None:
 
 def test_a_unet_of_double_convolutions_gives_them_whole() -> None:
     def double(cin: int, cout: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(cin, cout, 3), nn.BatchNorm2d(cout), nn.ReLU(), nn.Conv2d(cout, cout, 3))
+        return nn.Sequential(
+            nn.Conv2d(cin, cout, 3), nn.BatchNorm2d(cout), nn.ReLU(), nn.Conv2d(cout, cout, 3)
+        )
 
     def build() -> nn.Module:
         model = nn.Module()
-        model.down = nn.ModuleList([double(64, 128), double(128, 256), double(256, 512), double(512, 512)])
+        model.down = nn.ModuleList(
+            [double(64, 128), double(128, 256), double(256, 512), double(512, 512)]
+        )
         model.up = nn.ModuleList([double(512, 256), double(256, 128), double(128, 64)])
         return model
 
@@ -119,13 +129,17 @@ def test_a_unet_of_double_convolutions_gives_them_whole() -> None:
 
 def test_a_plain_sequential_gives_its_layers() -> None:
     def build() -> nn.Module:
-        return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.ReLU())))
+        return nn.Sequential(
+            *(layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.ReLU()))
+        )
 
     assert units(build) == ["0", "2", "4", "6", "8"]
 
 
 def test_a_single_layer_with_most_of_the_model_is_a_unit_because_there_is_nothing_to_open() -> None:
-    assert units(lambda: nn.Sequential(nn.Linear(25_088, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU())) == [
+    assert units(
+        lambda: nn.Sequential(nn.Linear(25_088, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU())
+    ) == [
         "0",
         "2",
     ]
@@ -148,17 +162,22 @@ def test_layers_with_weight_norm_are_still_of_one_class() -> None:
     [
         pytest.param(lambda: nn.Linear(32, 2), id="one layer"),
         pytest.param(lambda: nn.LSTM(512, 512, num_layers=4), id="an LSTM"),
-        pytest.param(lambda: nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10)), id="a demo MLP"),
+        pytest.param(
+            lambda: nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10)), id="a demo MLP"
+        ),
         pytest.param(lambda: Gpt(16, (Block(16) for _ in range(4))), id="a tiny GPT"),
         pytest.param(lambda: Gpt(256, []), id="an empty list"),
         pytest.param(lambda: Mlp(2048), id="layers without a list"),
         pytest.param(
-            lambda: nn.Sequential(nn.Embedding(50_000, 256), nn.LSTM(256, 256), nn.Linear(256, 9)), id="no repetition"
+            lambda: nn.Sequential(nn.Embedding(50_000, 256), nn.LSTM(256, 256), nn.Linear(256, 9)),
+            id="no repetition",
         ),
         pytest.param(lambda: nn.MultiheadAttention(512, 8), id="attention"),
     ],
 )
-def test_models_without_repeated_blocks_of_some_size_are_one_unit(build: Callable[[], nn.Module]) -> None:
+def test_models_without_repeated_blocks_of_some_size_are_one_unit(
+    build: Callable[[], nn.Module],
+) -> None:
     assert units(build) == []
 
 
@@ -211,7 +230,13 @@ def test_the_parts_of_attention_and_of_parametrizations_are_never_units() -> Non
 
 @pytest.mark.parametrize(
     ("numel", "floor"),
-    [(0, 16_384), (1_000_000, 16_384), (4_194_304, 16_384), (25_600_000, 100_000), (256_000_000, 1_000_000)],
+    [
+        (0, 16_384),
+        (1_000_000, 16_384),
+        (4_194_304, 16_384),
+        (25_600_000, 100_000),
+        (256_000_000, 1_000_000),
+    ],
 )
 def test_the_floor_follows_the_model_between_two_ends(numel: int, floor: int) -> None:
     assert default_floor(numel) == floor

@@ -103,9 +103,13 @@ def test_every_parameter_is_in_exactly_one_unit_under_every_policy(policy: Polic
     model = Toy()
     units = build_units(model, policy)
     specs = [spec for unit in units for spec in unit.parameters]
-    assert sorted(spec.fqn for spec in specs) == sorted(name for name, _ in model.named_parameters())
+    assert sorted(spec.fqn for spec in specs) == sorted(
+        name for name, _ in model.named_parameters()
+    )
     assert all(spec.parameter is model.get_parameter(spec.fqn) for spec in specs)
-    assert sum(unit.numel for unit in units) == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(unit.numel for unit in units) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 def test_the_root_comes_first_and_the_others_in_module_order_whatever_the_policy_returned() -> None:
@@ -127,7 +131,12 @@ def test_frozen_scalar_and_empty_parameters_are_kept() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_parameter("nothing", nn.Parameter(torch.empty(0)))
     model[0].register_parameter("scalar", nn.Parameter(torch.tensor(1.0), requires_grad=False))
-    assert contents(build_units(model, NamePolicy(["0"])))["0"] == ["0.weight", "0.bias", "0.nothing", "0.scalar"]
+    assert contents(build_units(model, NamePolicy(["0"])))["0"] == [
+        "0.weight",
+        "0.bias",
+        "0.nothing",
+        "0.scalar",
+    ]
 
 
 def test_members_of_parameter_lists_belong_to_the_nearest_unit_with_a_forward() -> None:
@@ -140,12 +149,19 @@ def test_members_of_parameter_lists_belong_to_the_nearest_unit_with_a_forward() 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    units = build_units(nn.Sequential(Holder(), nn.Linear(2, 2)), Chosen("0", "0.weights", "0.named"))
-    assert contents(units) == {"": ["1.weight", "1.bias"], "0": ["0.weights.0", "0.weights.1", "0.named.a"]}
+    units = build_units(
+        nn.Sequential(Holder(), nn.Linear(2, 2)), Chosen("0", "0.weights", "0.named")
+    )
+    assert contents(units) == {
+        "": ["1.weight", "1.bias"],
+        "0": ["0.weights.0", "0.weights.1", "0.named.a"],
+    }
 
 
 def test_parametrized_parameters_belong_to_the_unit_around_the_parametrized_module() -> None:
-    units = build_units(nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.ReLU()), ClassPolicy(["Linear"]))
+    units = build_units(
+        nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.ReLU()), ClassPolicy(["Linear"])
+    )
     assert contents(units)["0"] == [
         "0.bias",
         "0.parametrizations.weight.original0",
@@ -190,7 +206,10 @@ def test_a_weight_tied_inside_one_unit_stays_there_with_both_owners() -> None:
     block.second.weight = block.first.weight
     units = build_units(model, NamePolicy(["layers.*"]))
     assert contents(units)["layers.1"] == ["layers.1.first.weight", "layers.1.first.bias"]
-    assert spec_of(units, "layers.1.first.weight").owners == ((block.first, "weight"), (block.second, "weight"))
+    assert spec_of(units, "layers.1.first.weight").owners == (
+        (block.first, "weight"),
+        (block.second, "weight"),
+    )
 
 
 def test_a_weight_tied_between_two_units_belongs_to_the_innermost_unit_around_both() -> None:
@@ -277,8 +296,12 @@ def test_a_name_that_does_not_exist_is_refused_with_the_policy_and_the_nearest_n
     assert "'layer.0'; did you mean 'layers.0'" in text
 
 
-@pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(), nn.ModuleList([nn.Dropout(), nn.Identity()])])
-def test_a_model_without_parameters_is_one_empty_unit_that_cannot_be_trained(model: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "model", [nn.ReLU(), nn.Sequential(), nn.ModuleList([nn.Dropout(), nn.Identity()])]
+)
+def test_a_model_without_parameters_is_one_empty_unit_that_cannot_be_trained(
+    model: nn.Module,
+) -> None:
     (unit,) = build_units(model, SingleUnitPolicy())
     assert (unit.module, unit.parameters) == (model, ())
     with pytest.raises(ConfigurationError, match=f"found none in {type(model).__name__}"):

@@ -7,7 +7,15 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, Policy, PredicatePolicy, SizePolicy, build_units
+from shardeddp.wrap import (
+    AutoPolicy,
+    ClassPolicy,
+    NamePolicy,
+    Policy,
+    PredicatePolicy,
+    SizePolicy,
+    build_units,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,8 +65,12 @@ POLICIES: dict[str, Policy] = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_compiled_block_is_a_block_and_its_unit_is_the_compiled_module(policy: str) -> None:
     model = Toy(once)
-    units = [unit for unit in build_units(model, POLICIES[policy]) if unit.name.startswith("blocks")]
-    if policy == "size":  # it takes the smallest modules that are large enough: of a block, the layer inside
+    units = [
+        unit for unit in build_units(model, POLICIES[policy]) if unit.name.startswith("blocks")
+    ]
+    if (
+        policy == "size"
+    ):  # it takes the smallest modules that are large enough: of a block, the layer inside
         assert [unit.name for unit in units] == [
             "blocks.0._orig_mod.linear",
             "blocks.1._orig_mod.linear",

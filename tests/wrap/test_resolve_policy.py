@@ -8,7 +8,11 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.wrap import (
@@ -70,7 +74,9 @@ def test_every_kind_of_value_has_its_policy(value: object, kind: type[Policy]) -
     assert type(resolve_policy(value)) is kind
 
 
-@pytest.mark.parametrize("value", [Block, "Block", f"{__name__}.Block", {Block}, is_block, f"{__name__}.is_block"])
+@pytest.mark.parametrize(
+    "value", [Block, "Block", f"{__name__}.Block", {Block}, is_block, f"{__name__}.is_block"]
+)
 def test_all_ways_to_say_the_same_choose_the_same(value: object) -> None:
     assert resolve_policy(value).select(MODEL) == ["0", "2"]
 

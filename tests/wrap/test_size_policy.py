@@ -47,8 +47,16 @@ LAYERS = ["layers.0", "layers.1", "layers.2"]
 @pytest.mark.parametrize(
     ("min_numel", "expected"),
     [
-        (1, [name for layer in LAYERS for name in (f"{layer}.attention.qkv", f"{layer}.mlp")] + ["head"]),
-        (20, [name for layer in LAYERS for name in (f"{layer}.attention.qkv", f"{layer}.mlp")] + ["head"]),
+        (
+            1,
+            [name for layer in LAYERS for name in (f"{layer}.attention.qkv", f"{layer}.mlp")]
+            + ["head"],
+        ),
+        (
+            20,
+            [name for layer in LAYERS for name in (f"{layer}.attention.qkv", f"{layer}.mlp")]
+            + ["head"],
+        ),
         (21, [f"{layer}.attention.qkv" for layer in LAYERS]),
         (61, LAYERS),
         (80, LAYERS),
@@ -56,14 +64,21 @@ LAYERS = ["layers.0", "layers.1", "layers.2"]
         (10**9, []),
     ],
 )
-def test_units_are_collected_from_the_leaves_until_they_are_large_enough(min_numel: int, expected: list[str]) -> None:
+def test_units_are_collected_from_the_leaves_until_they_are_large_enough(
+    min_numel: int, expected: list[str]
+) -> None:
     assert SizePolicy(min_numel).select(Toy()) == expected
 
 
 def test_what_inner_units_took_does_not_count_for_the_outer_ones() -> None:
     # Each inner block takes 60 of its 80; the 3 * 20 that are left make one unit of the sequence around them.
     model = nn.Sequential(nn.Sequential(Block(), Block(), Block()), nn.Linear(4, 4))
-    assert SizePolicy(60).select(model) == ["0.0.attention.qkv", "0.1.attention.qkv", "0.2.attention.qkv", "0"]
+    assert SizePolicy(60).select(model) == [
+        "0.0.attention.qkv",
+        "0.1.attention.qkv",
+        "0.2.attention.qkv",
+        "0",
+    ]
 
 
 def test_parameters_of_a_module_itself_count_and_tied_ones_count_once() -> None:

@@ -9,7 +9,14 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.wrap import ClassPolicy, NamePolicy, Policy, PredicatePolicy, SingleUnitPolicy, SizePolicy
+from shardeddp.wrap import (
+    ClassPolicy,
+    NamePolicy,
+    Policy,
+    PredicatePolicy,
+    SingleUnitPolicy,
+    SizePolicy,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -71,7 +78,16 @@ def test_the_single_unit_policy_chooses_nothing_below_the_root() -> None:
 
 @pytest.mark.parametrize(
     "classes",
-    [[Block], {Block}, (Block,), Block, "Block", ["Block"], [f"{__name__}.Block"], {f"{__name__}.Block", "Block"}],
+    [
+        [Block],
+        {Block},
+        (Block,),
+        Block,
+        "Block",
+        ["Block"],
+        [f"{__name__}.Block"],
+        {f"{__name__}.Block", "Block"},
+    ],
 )
 def test_a_class_chooses_its_modules_and_those_of_its_subclasses(classes: object) -> None:
     assert ClassPolicy(classes).select(Toy()) == LAYERS  # type: ignore[arg-type]
@@ -117,7 +133,9 @@ def test_a_class_object_that_matches_nothing_is_named_with_its_import_path() -> 
     assert "there are 'Attention', 'Block', 'LastBlock', 'Linear'." in text
 
 
-@pytest.mark.parametrize("name", ["no.such.module.Blok", "torch.nn.Blok", "math.pi", "torch.nn.functional", "Blok"])
+@pytest.mark.parametrize(
+    "name", ["no.such.module.Blok", "torch.nn.Blok", "math.pi", "torch.nn.functional", "Blok"]
+)
 def test_a_name_that_leads_to_no_module_class_is_refused_with_the_nearest(name: str) -> None:
     assert repr(name) in refused(ClassPolicy([name]))
 
@@ -127,7 +145,9 @@ def test_the_nearest_name_ignores_the_module_and_the_case() -> None:
 
 
 def test_a_bare_name_of_two_classes_is_refused_with_both_paths() -> None:
-    other = type("Attention", (nn.Module,), {"forward": lambda self, x: x, "__module__": "other.model"})
+    other = type(
+        "Attention", (nn.Module,), {"forward": lambda self, x: x, "__module__": "other.model"}
+    )
     text = refused(ClassPolicy(["Attention"]), nn.Sequential(Toy(), other()))
     assert f"{__name__}.Attention" in text
     assert "other.model.Attention" in text
@@ -135,7 +155,9 @@ def test_a_bare_name_of_two_classes_is_refused_with_both_paths() -> None:
 
 
 def test_an_import_path_settles_which_of_two_classes_is_meant() -> None:
-    other = type("Attention", (nn.Module,), {"forward": lambda self, x: x, "__module__": "other.model"})
+    other = type(
+        "Attention", (nn.Module,), {"forward": lambda self, x: x, "__module__": "other.model"}
+    )
     assert ClassPolicy(["other.model.Attention"]).select(nn.Sequential(Toy(), other())) == ["1"]
 
 
@@ -171,7 +193,9 @@ def test_containers_have_no_forward_and_cannot_be_chosen_by_class() -> None:
 def test_the_parts_of_attention_are_not_called_and_cannot_be_chosen_by_class() -> None:
     model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
     assert ClassPolicy([nn.Linear]).select(model) == ["1"]
-    assert "'0.out_proj'" in refused(ClassPolicy([nn.Linear]), nn.Sequential(nn.MultiheadAttention(4, 2)))
+    assert "'0.out_proj'" in refused(
+        ClassPolicy([nn.Linear]), nn.Sequential(nn.MultiheadAttention(4, 2))
+    )
 
 
 @pytest.mark.parametrize("classes", [[], set(), ()])
@@ -201,7 +225,9 @@ def test_what_is_no_module_class_is_refused_when_the_policy_is_made(entry: objec
         ({"layers.*", "layers.0.mlp"}, [*LAYERS, "layers.0.mlp"]),
     ],
 )
-def test_names_and_patterns_are_matched_segment_by_segment(names: object, expected: list[str]) -> None:
+def test_names_and_patterns_are_matched_segment_by_segment(
+    names: object, expected: list[str]
+) -> None:
     assert sorted(NamePolicy(names).select(Toy())) == sorted(expected)  # type: ignore[arg-type]
 
 
@@ -256,7 +282,9 @@ def test_a_predicate_sees_every_module_that_can_be_a_unit_with_its_name() -> Non
         return name.endswith("mlp")
 
     assert PredicatePolicy(predicate).select(model) == [f"{layer}.mlp" for layer in LAYERS]
-    assert seen == {name: module for name, module in model.named_modules() if name not in ("", "layers")}
+    assert seen == {
+        name: module for name, module in model.named_modules() if name not in ("", "layers")
+    }
 
 
 def test_a_predicate_that_accepts_nothing_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Cleaning: deletion of checkpoints, and of leftovers of processes that were killed; nothing else is touched."""
+"""Cleaning: deletion of checkpoints and of leftovers of killed processes, and of nothing else."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from shardeddp.checkpoint.manifest import MANIFEST
 
 
 def remove(target: StrPath, root: StrPath | None = None, durability: Durability = "disk") -> bool:
-    """Delete a checkpoint: a directory with our manifest, a plain file, or a link (never what it points to).
+    """Delete a checkpoint: a directory with our manifest, a plain file, or a link (not its target).
 
-    Anything else is left, with a warning that says why: the path may come from a file that somebody else wrote.
+    Anything else is left, with a warning that says why: the path may come from a file that somebody
+    else wrote.
 
     Args:
         target: The checkpoint; nothing happens if it does not exist.
-        root: It has to lie in this directory, links resolved. Without, a plain file has to be named ``*.ckpt``.
+        root: It has to lie in this directory, links resolved. Without, a plain file has to be named
+            ``*.ckpt``.
         durability: ``process`` flushes nothing.
 
     Returns:
@@ -73,7 +75,7 @@ class Swept:
 
 
 def sweep(directory: StrPath, durability: Durability = "disk") -> Swept:
-    """Clean up after processes that were killed in this directory; what a living one writes is left to it.
+    """Remove leftovers of killed processes from a directory; what a living one writes stays.
 
     Only one process sweeps a directory at a time, the others return at once.
 
@@ -98,7 +100,11 @@ def _sweep(directory: Path, durability: Durability) -> Swept:
         for name in sorted(os.listdir(here)):
             if match := WORKING_NAME.fullmatch(name):
                 sweeper.clean(name, match["name"] if match["kind"] == "old" else None)
-        return Swept(removed=tuple(sweeper.removed), restored=tuple(sweeper.restored), left=tuple(sweeper.left))
+        return Swept(
+            removed=tuple(sweeper.removed),
+            restored=tuple(sweeper.restored),
+            left=tuple(sweeper.left),
+        )
 
 
 class _Sweeper:
@@ -113,7 +119,7 @@ class _Sweeper:
         self.left: list[str] = []
 
     def clean(self, name: str, replaced: str | None) -> None:
-        """Take one entry away, or give it the name of the checkpoint that it was before it was replaced."""
+        """Delete an entry, or rename it to the checkpoint that it was before it was replaced."""
         path = self._directory / name
         try:
             with held(path) as abandoned:

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint as the dictionary that Lightning saved; large tensors stay on the disk."""
+"""Checkpoint contents as the dictionary that Lightning saved; large tensors stay on the disk."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.state_codec import Codec, Opaque, decode, dict_codec, opaque_paths
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 
-# -- The contents of a checkpoint as the dictionary that Lightning has in a ``.ckpt`` file, tensors unread
+# -- The contents of a checkpoint as the dictionary that Lightning has in a ``.ckpt`` file, tensors
+#    unread
 #
-# For tools, which have neither a model nor a process group; the directory may be one of another tool.
+# For tools, which have neither a model nor a process group; the directory may be one of another
+# tool.
 
 WEIGHTS = "state_dict"
 OPTIMIZERS = "optimizer_states"
@@ -68,8 +70,8 @@ def read_contents(
     Args:
         path: Its directory.
         keys: The entries that are wanted, of those that are there; None: all.
-        trust_pickle: Unpickle what only pickle could save; that runs the code of whoever wrote it. Else it is left
-            out of hyper-parameters and refused anywhere else.
+        trust_pickle: Unpickle what only pickle could save; that runs the code of whoever wrote it.
+            Else it is left out of hyper-parameters and refused anywhere else.
         how_to_trust: What to tell the user to do for that.
         codecs: For values of further types in it.
 
@@ -79,13 +81,17 @@ def read_contents(
     reader = CheckpointReader(path)
     tree = reader.tree()
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} holds a {type(tree).__name__}, expected the entries of a Lightning checkpoint")
+        raise CheckpointError(
+            f"{path} holds a {type(tree).__name__}, expected the entries of a Lightning checkpoint"
+        )
     wanted = {key: value for key, value in tree.items() if keys is None or key in keys}
     checkpoint: dict[str, Any] = decode(wanted, partial(_lazy, reader), codecs)
     opaque = {key: places for key, value in checkpoint.items() if (places := opaque_paths(value))}
     notes: list[str] = []
     if opaque and trust_pickle:
-        meta = torch.load(io.BytesIO(reader.file(LIGHTNING_META)), map_location="cpu", weights_only=False)
+        meta = torch.load(
+            io.BytesIO(reader.file(LIGHTNING_META)), map_location="cpu", weights_only=False
+        )
         checkpoint |= {key: _filled(checkpoint[key], meta.get(key)) for key in opaque}
     elif opaque:
         notes.append(_without_opaque(checkpoint, opaque, how_to_trust))
@@ -105,12 +111,20 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: expected a plain .ckpt")
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} is not what torch.save writes since torch 1.6: expected a zip archive")
+        raise CheckpointError(
+            f"{path} is not what torch.save writes since torch 1.6: expected a zip archive"
+        )
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
     except Exception as error:  # torch has no class for what is wrong with a file
-        hint = "" if trust_pickle else ". --trust-pickle unpickles anything, which runs the code of whoever wrote it"
-        raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}{hint}") from error
+        hint = (
+            ""
+            if trust_pickle
+            else ". --trust-pickle unpickles anything, which runs the code of whoever wrote it"
+        )
+        raise CheckpointError(
+            f"{path} cannot be loaded: {str(error).splitlines()[0]}{hint}"
+        ) from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(WEIGHTS), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: there is no {WEIGHTS} in it")
     return Contents(checkpoint=cast("dict[str, Any]", checkpoint), memory=_memory)
@@ -119,7 +133,10 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
 def _memory(tensor: torch.Tensor) -> Hashable:
     if tensor.layout is not torch.strided:
         return id(tensor)
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size(), tensor.stride()
+    return (
+        tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size(),
+        tensor.stride(),
+    )
 
 
 def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
@@ -148,7 +165,9 @@ def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
     lightning = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": lightning_version()}
     checkpoint: dict[str, Any] = lightning | dict(foreign.meta) | {WEIGHTS: model}
     if optimizers:
-        checkpoint[OPTIMIZERS] = [_by_index(path, optimizers[number]) for number in sorted(optimizers)]
+        checkpoint[OPTIMIZERS] = [
+            _by_index(path, optimizers[number]) for number in sorted(optimizers)
+        ]
     return Contents(checkpoint=checkpoint)
 
 
@@ -164,7 +183,9 @@ def _lazy(reader: CheckpointReader | ForeignCheckpoint, name: str) -> torch.Tens
     try:
         tensor = reader.tensors[name]
     except KeyError:
-        raise CheckpointError(f"{reader.path} refers to {name!r} and holds no such tensor") from None
+        raise CheckpointError(
+            f"{reader.path} refers to {name!r} and holds no such tensor"
+        ) from None
     return LazyTensor(tensor.path, tensor.shape, tensor.dtype, partial(reader.read, name))
 
 
@@ -176,14 +197,16 @@ def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
     return tuple((piece.item.file, piece.payload) for piece in pieces) or tensor.path
 
 
-def _without_opaque(checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[str]], how_to_trust: str) -> str:
+def _without_opaque(
+    checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[str]], how_to_trust: str
+) -> str:
     """Drop what could not be saved from hyper-parameters; says what that was."""
     places = [f"{key}.{place}".rstrip(".") for key, found in opaque.items() for place in found]
     what = f"objects that only pickle can save, at {', '.join(places)}"
     if not opaque.keys() <= set(HYPER_PARAMETERS):
         raise CheckpointError(
-            f"it holds {what}. {how_to_trust} unpickles them, which can run any code: use it only if you trust whoever "
-            f"wrote them"
+            f"it holds {what}. {how_to_trust} unpickles them, which can run any code: use it only "
+            f"if you trust whoever wrote them"
         )
     for key in opaque:
         checkpoint[key] = _pruned(checkpoint[key])
@@ -191,12 +214,19 @@ def _without_opaque(checkpoint: dict[str, Any], opaque: Mapping[str, Sequence[st
 
 
 def _filled(value: Any, pickled: Any) -> Any:
-    """A value with what was unpickled in place of what could not be encoded; sharded tensors are in ours alone."""
+    """A value with unpickled objects in place of those that could not be encoded.
+
+    Sharded tensors are in ours alone.
+    """
     if isinstance(value, Opaque):
         return pickled
     if isinstance(value, dict) and isinstance(pickled, Mapping):
         return {key: _filled(item, pickled.get(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and isinstance(pickled, (list, tuple)) and len(value) == len(pickled):
+    if (
+        isinstance(value, (list, tuple))
+        and isinstance(pickled, (list, tuple))
+        and len(value) == len(pickled)
+    ):
         return type(value)(_filled(*pair) for pair in zip(value, pickled, strict=True))
     return value if not opaque_paths(value) else pickled
 
@@ -204,7 +234,9 @@ def _filled(value: Any, pickled: Any) -> Any:
 def _pruned(value: Any) -> Any:
     if isinstance(value, dict):
         kept = {
-            key: item for key, item in value.items() if not isinstance(item, Opaque) and not isinstance(key, Opaque)
+            key: item
+            for key, item in value.items()
+            if not isinstance(item, Opaque) and not isinstance(key, Opaque)
         }
         return {key: _pruned(item) for key, item in kept.items()}
     if isinstance(value, (list, tuple)):
@@ -219,34 +251,44 @@ def _put(tree: dict[Any, Any], path: Sequence[str | int], value: Any) -> None:
 
 
 def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
-    """The state of an optimizer as torch has it, which numbers parameters; other tools name them."""
+    """An optimizer's state as torch has it, with numbered parameters; other tools name them."""
     found = optimizer.get("param_groups", [])
-    groups: list[Any] = [found[index] for index in sorted(found)] if isinstance(found, dict) else list(found)
+    groups: list[Any] = (
+        [found[index] for index in sorted(found)] if isinstance(found, dict) else list(found)
+    )
     numbers: dict[Any, int] = {}
     numbered: list[dict[str, Any]] = []
     for group in groups:
         names = group.get("params", [])
         names = [names[index] for index in sorted(names)] if isinstance(names, dict) else names
-        numbered.append({**group, "params": [numbers.setdefault(name, len(numbers)) for name in names]})
+        numbered.append(
+            {**group, "params": [numbers.setdefault(name, len(numbers)) for name in names]}
+        )
     unknown = [name for name in optimizer.get("state", {}) if name not in numbers]
     if unknown:
-        raise CheckpointError(f"{path}: an optimizer has states of {unknown[0]!r}, which is in none of its groups")
+        raise CheckpointError(
+            f"{path}: an optimizer has states of {unknown[0]!r}, which is in none of its groups"
+        )
     return {
         "state": {numbers[name]: state for name, state in optimizer.get("state", {}).items()},
         "param_groups": numbered,
     }
 
 
-# -- Opening: a checkpoint as the dictionary that Lightning saved, for a run; large tensors stay on the disk
+# -- Opening: a checkpoint as the dictionary that Lightning saved, for a run; large tensors stay on
+#    the disk
 
 
-def open_checkpoint(path: Path, weights_only: bool | None, codecs: Sequence[Codec] = ()) -> dict[str, Any]:
-    """Read everything of a checkpoint but the tensors of model and optimizers, and those that will be sharded.
+def open_checkpoint(
+    path: Path, weights_only: bool | None, codecs: Sequence[Codec] = ()
+) -> dict[str, Any]:
+    """Read a checkpoint except tensors of model and optimizers and those that will be sharded.
 
     Args:
         path: The directory.
-        weights_only: False: objects that only pickle could save are unpickled, which runs the code of whoever wrote
-            them. Else they are refused, or left out of hyper-parameters with a warning.
+        weights_only: False: objects that only pickle could save are unpickled, which runs the code
+            of whoever wrote them. Else they are refused, or left out of hyper-parameters with a
+            warning.
         codecs: For values of further types in it.
 
     Raises:
@@ -254,7 +296,9 @@ def open_checkpoint(path: Path, weights_only: bool | None, codecs: Sequence[Code
     """
     trust = "loading it with weights_only=False"
     try:
-        contents = read_contents(path, trust_pickle=weights_only is False, how_to_trust=trust, codecs=codecs)
+        contents = read_contents(
+            path, trust_pickle=weights_only is False, how_to_trust=trust, codecs=codecs
+        )
     except CheckpointError as error:
         raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from error
     for note in contents.notes:
@@ -264,12 +308,13 @@ def open_checkpoint(path: Path, weights_only: bool | None, codecs: Sequence[Code
 
 
 def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
-    """Read a plain checkpoint, mapped, so that a rank reads no more of it than it puts into its shards.
+    """Read a plain checkpoint, mapped: a rank reads no more of it than it puts into its shards.
 
     Args:
         path: The file, of this package, of Lightning or of torch.
         weights_only: As ``torch.load`` takes it.
-        part: Which part of a file of this package is compared with its checksums here: ``(rank, ranks)``.
+        part: Which part of a file of this package is compared with its checksums here: ``(rank,
+            ranks)``.
 
     Raises:
         DamagedCheckpointError: That part is not what was written.
@@ -281,7 +326,10 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
 
 
 def _with_small_tensors(value: Any, kept: KeptShards) -> Any:
-    """What callbacks keep is theirs to look at and to change: read at once, if no shards are going to be made of it."""
+    """Read the callbacks' tensors at once, unless shards will be made of them.
+
+    What callbacks keep is theirs to look at and to change.
+    """
     if isinstance(value, LazyTensor):
         lazy = value in kept or value.path[: len(PLAIN_EXTRA)] not in (PLAIN_EXTRA, SHARDED_EXTRA)
         return value if lazy else value.whole()

@@ -1,4 +1,7 @@
-"""Checkpoint directories and files that appear whole or not at all: staged beside their place, flushed, renamed."""
+"""Checkpoint directories and files that appear whole or not at all.
+
+They are staged beside their place, flushed, and renamed.
+"""
 
 from __future__ import annotations
 
@@ -37,27 +40,29 @@ from shardeddp.checkpoint.find import PLAIN_SUFFIX, WORKING_NAME, carries_manife
 from shardeddp.checkpoint.manifest import DATA_FILE, DCP_METADATA, LIGHTNING_META, MANIFEST, STATE
 from shardeddp.errors import CheckpointError
 
-# -- A checkpoint's directory appears whole or not at all: it is written beside its place and committed in one step
+# -- A checkpoint's directory appears whole or not at all: it is written beside its place and
+#    committed in one step
 #
-# [Note: how a checkpoint is committed]
-# It is written into ``.tmp-checkpoint-<uuid>`` beside its target, flushed, and takes the target's place in one step:
-# by a rename where there is nothing, else by an exchange of the two names. What was there before is then called
-# ``.del-<uuid>`` and deleted, manifest first. Where the system cannot exchange names, the old one is called
-# ``.old-<name>-<uuid>`` between two renames. A process that dies anywhere leaves the old checkpoint or the new one,
-# and entries with names of these three forms. Sweeping gives ``.old`` its name back if that is free, and deletes the
-# rest.
+# [Note: how a checkpoint is committed] It is written into ``.tmp-checkpoint-<uuid>`` beside its
+# target, flushed, and takes the target's place in one step: by a rename where there is nothing,
+# else by an exchange of the two names. What was there before is then called ``.del-<uuid>`` and
+# deleted, manifest first. Where the system cannot exchange names, the old one is called
+# ``.old-<name>-<uuid>`` between two renames. A process that dies anywhere leaves the old checkpoint
+# or the new one, and entries with names of these three forms. Sweeping gives ``.old`` its name back
+# if that is free, and deletes the rest.
 #
-# The process that writes a staging directory holds a lock on it (on the directory itself, nothing is left behind).
-# The kernel frees it however that process ends, so a staging directory that can be locked is abandoned; a process
-# number would be no such proof (they are used again, and differ between containers). Locks are those of one host: do
-# not let two hosts save into one directory at the same time.
+# The process that writes a staging directory holds a lock on it (on the directory itself, nothing
+# is left behind). The kernel frees it however that process ends, so a staging directory that can be
+# locked is abandoned; a process number would be no such proof (they are used again, and differ
+# between containers). Locks are those of one host: do not let two hosts save into one directory at
+# the same time.
 
 MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
 """What makes somebody take a directory for a checkpoint; deleted before the rest."""
 
 
 class Staging:
-    """A checkpoint that is being written; made by :func:`stage`, ended by :func:`commit` or :func:`discard`.
+    """Checkpoint being written; made by :func:`stage`, ended by :func:`commit` or :func:`discard`.
 
     Args:
         target: What it becomes; absolute, in a directory whose own path has no links.
@@ -68,7 +73,12 @@ class Staging:
     """
 
     def __init__(
-        self, target: Path, path: Path, descriptor: int, permissions: Permissions, durability: Durability
+        self,
+        target: Path,
+        path: Path,
+        descriptor: int,
+        permissions: Permissions,
+        durability: Durability,
     ) -> None:
         self.target = target
         self.path = path
@@ -84,7 +94,10 @@ class Staging:
             RuntimeError: It was committed or discarded.
         """
         if self._descriptor is None:
-            raise RuntimeError(f"the staging directory of {self.target} was committed or discarded before; stage anew")
+            raise RuntimeError(
+                f"the staging directory of {self.target} was committed or discarded before; stage "
+                f"anew"
+            )
         return self._descriptor
 
     def close(self) -> None:
@@ -94,11 +107,14 @@ class Staging:
             close_directory(descriptor)
 
 
-def stage(target: StrPath, permissions: Permissions = "private", durability: Durability = "disk") -> Staging:
+def stage(
+    target: StrPath, permissions: Permissions = "private", durability: Durability = "disk"
+) -> Staging:
     """Make the directory in which a checkpoint is written; directories above it are made as needed.
 
     Args:
-        target: What it becomes; a checkpoint, a plain ``.ckpt`` file or a link that is there will be replaced.
+        target: What it becomes; a checkpoint, a plain ``.ckpt`` file or a link that is there will
+            be replaced.
         permissions: Of all directories that are made.
         durability: ``process`` flushes nothing.
 
@@ -109,11 +125,15 @@ def stage(target: StrPath, permissions: Permissions = "private", durability: Dur
     with disk_errors("making a temporary directory for", target):
         parent, name = resolve(target)
         if not name or WORKING_NAME.fullmatch(name):
-            raise ValueError(f"expected the path of a new checkpoint, found {os.fspath(target)!r}: name it otherwise")
+            raise ValueError(
+                f"expected the path of a new checkpoint, found {os.fspath(target)!r}: name it "
+                f"otherwise"
+            )
         require_replaceable(parent / name)
         make_directories(parent, permissions, durability)
         while True:
-            # Not the target's name: Lightning looks for numbers in whatever contains the name of its own checkpoints.
+            # Not the target's name: Lightning looks for numbers in whatever contains the name of
+            # its own checkpoints.
             path = parent / f".tmp-checkpoint-{uuid.uuid4().hex}"
             descriptor = _make_locked(path, permissions)
             if descriptor is not None:
@@ -125,7 +145,8 @@ def create_file(folder: StrPath, name: str, permissions: Permissions = "private"
 
     Args:
         folder: The staging directory.
-        name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it yet.
+        name: One that a checkpoint has, see :mod:`shardeddp.checkpoint.manifest`; no file has it
+            yet.
         permissions: Of the file.
 
     Returns:
@@ -135,9 +156,13 @@ def create_file(folder: StrPath, name: str, permissions: Permissions = "private"
         CheckpointError: There is such a file, or the file system refuses.
         ValueError: No checkpoint has a file of that name.
     """
-    if name not in (MANIFEST, STATE, DCP_METADATA, LIGHTNING_META) and DATA_FILE.fullmatch(name) is None:
+    if (
+        name not in (MANIFEST, STATE, DCP_METADATA, LIGHTNING_META)
+        and DATA_FILE.fullmatch(name) is None
+    ):
         raise ValueError(
-            f"expected {MANIFEST}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or __N_M.distcp, got {name!r}"
+            f"expected {MANIFEST}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or __N_M.distcp, got "
+            f"{name!r}"
         )
     path = os.path.join(folder, name)
     with disk_errors("making", path):
@@ -163,7 +188,11 @@ def finish(descriptor: int, path: StrPath, durability: Durability = "disk") -> N
 
 
 def write_file(
-    folder: StrPath, name: str, data: bytes, permissions: Permissions = "private", durability: Durability = "disk"
+    folder: StrPath,
+    name: str,
+    data: bytes,
+    permissions: Permissions = "private",
+    durability: Durability = "disk",
 ) -> None:
     """Make a file of a checkpoint with this content; as :func:`create_file` and :func:`finish`."""
     path = os.path.join(folder, name)
@@ -180,21 +209,25 @@ def write_file(
 def commit(staging: Staging) -> tuple[str, ...]:
     """Put a written checkpoint in its place, in one step, then delete what was there.
 
-    The staging is closed if that succeeds. If it does not, what was at the target is there again unless the file system
-    refuses that as well, and the staging waits to be discarded.
+    The staging is closed if that succeeds. If it does not, what was at the target is there again
+    unless the file system refuses that as well, and the staging waits to be discarded.
 
     Returns:
-        What the file system could not do without the checkpoint being in danger, in sentences to be logged once.
+        What the file system could not do without the checkpoint being in danger, in sentences to be
+        logged once.
 
     Raises:
-        CheckpointError: The target is something that must not be replaced, or the file system refuses.
+        CheckpointError: The target is something that must not be replaced, or the file system
+            refuses.
         RuntimeError: The manifest is not written yet, or the staging is closed.
     """
     target, path, durability = staging.target, staging.path, staging.durability
     notes: list[str] = []
     with disk_errors("committing", target), opened_directory(target.parent) as parent, held(target):
         if not exists(path / MANIFEST):
-            raise RuntimeError(f"{path} has no {MANIFEST}; write it, as the last file, before the commit")
+            raise RuntimeError(
+                f"{path} has no {MANIFEST}; write it, as the last file, before the commit"
+            )
         require_replaceable(target)
         can_sync = sync_directory(staging.descriptor, durability)
         replaced = put_in_place(path, target)
@@ -206,10 +239,16 @@ def commit(staging: Staging) -> tuple[str, ...]:
             raise
         staging.close()
         if not can_sync:
-            notes.append("This file system cannot flush directories: a loss of power may undo the newest saves.")
+            notes.append(
+                "This file system cannot flush directories: a loss of power may undo the newest "
+                "saves."
+            )
         if replaced is not None:
             if replaced != path:
-                notes.append("This file system cannot exchange two names: replacing a checkpoint takes two renames.")
+                notes.append(
+                    "This file system cannot exchange two names: replacing a checkpoint takes two "
+                    "renames."
+                )
             notes += bury(replaced, parent, durability)
     return tuple(notes)
 
@@ -230,7 +269,7 @@ def discard(staging: Staging) -> tuple[str, ...]:
 
 
 def _make_locked(path: Path, permissions: Permissions) -> int | None:
-    """Make a directory and lock it; None if a sweep has come in between, which has the lock or has deleted it."""
+    """Make a directory and lock it; None if a sweep has locked or deleted it in between."""
     make_directory(path, permissions)
     try:
         descriptor = os.open(path, OPEN_DIRECTORY | os.O_NOFOLLOW)
@@ -257,8 +296,9 @@ def require_replaceable(target: Path) -> None:
     if stat.S_ISDIR(mode) and (is_sharded(target) or not os.listdir(target)):
         return
     raise CheckpointError(
-        f"{target} is {kind_of(mode)} that is no checkpoint, expected nothing there, a sharded checkpoint (a directory "
-        f"with {MANIFEST} or {LIGHTNING_META}), or a file named *{PLAIN_SUFFIX}. Move it, or save elsewhere."
+        f"{target} is {kind_of(mode)} that is no checkpoint, expected nothing there, a sharded "
+        f"checkpoint (a directory with {MANIFEST} or {LIGHTNING_META}), or a file named "
+        f"*{PLAIN_SUFFIX}. Move it, or save elsewhere."
     )
 
 
@@ -327,21 +367,26 @@ def left_text(path: Path, error: OSError) -> str:
     return f"{path} could not be deleted ({error.strerror or error}); the next start tries again."
 
 
-# -- New files that appear whole or not at all: written beside their places under other names, flushed, then renamed
+# -- New files that appear whole or not at all: written beside their places under other names,
+#    flushed, then renamed
 
 log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def new_files(
-    paths: Sequence[Path], force: bool = False, permissions: Permissions = "umask", durability: Durability = "disk"
+    paths: Sequence[Path],
+    force: bool = False,
+    permissions: Permissions = "umask",
+    durability: Durability = "disk",
 ) -> Generator[list[BinaryIO]]:
-    """Write files; they get their names, one after the other, when the block ends, and are gone if it fails.
+    """Write files that get their names, one by one, when the block ends, and are gone if it fails.
 
     Args:
         paths: Where they shall be, in existing directories.
         force: Replace what is there: a file, a link, or a sharded checkpoint.
-        permissions: Of the files. They are results that their users ask for, so the umask says who may read them.
+        permissions: Of the files. They are results that their users ask for, so the umask says who
+            may read them.
         durability: ``process`` flushes nothing.
 
     Yields:
@@ -375,7 +420,9 @@ def new_files(
             with contextlib.suppress(OSError):  # what matters was flushed before
                 file.close()
         for working in hidden:
-            with contextlib.suppress(IsADirectoryError, PermissionError):  # a replaced checkpoint that is left
+            with contextlib.suppress(
+                IsADirectoryError, PermissionError
+            ):  # a replaced checkpoint that is left
                 working.unlink(missing_ok=True)
 
 
@@ -410,7 +457,8 @@ def _refuse_taken(paths: Sequence[Path], force: bool) -> None:
     folder = next((path for path in folders if not is_sharded(path)), None)
     if folder is not None:
         raise CheckpointError(
-            f"{folder} is a directory, expected the path of a new file, or a sharded checkpoint to replace"
+            f"{folder} is a directory, expected the path of a new file, or a sharded checkpoint to "
+            f"replace"
         )
     if taken and not force:
         raise CheckpointError(f"{', '.join(map(str, taken))} exists already; --force replaces it")

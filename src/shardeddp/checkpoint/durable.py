@@ -1,4 +1,7 @@
-"""File operations that a crash cannot tear: exclusive creation, flushing, exchanging names, locks, deletion; paths."""
+"""Crash-safe file operations, and paths.
+
+The operations are exclusive creation, flushing, exchanging names, locks, and deletion.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,35 @@ _LOCAL = ("file://", "file:", "local://", "local:")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an address (``s3://bucket/name``), which only a library of such addresses can open."""
+    """Whether a path is a URL (``s3://bucket/name``), which only a library for URLs can open."""
     return "://" in local_path(path)
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A path as the system has it: ``file://`` before it is dropped, as fsspec does; others are as they were."""
+    """A path as the system has it: a leading ``file://`` is dropped, as fsspec does.
+
+    Other paths stay as they are.
+    """
     text = os.fspath(path)
     return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
 
 
-# -- File operations that a crash cannot tear: exclusive creation, flushing, exchanging two names, locks, deletion
+# -- File operations that a crash cannot tear: exclusive creation, flushing, exchanging two names,
+#    locks, deletion
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 
 Durability: TypeAlias = Literal["disk", "process"]
-"""What a finished write survives: ``disk`` a loss of power (everything is flushed), ``process`` the end of it."""
+"""What a finished write survives: ``disk`` a loss of power, ``process`` the end of the process.
+
+``disk`` flushes everything.
+"""
 
 Permissions: TypeAlias = Literal["private", "umask"]
-"""Who may read new files and directories: the owner alone (0600, 0700), or whom the process's umask lets."""
+"""Who may read new files and directories.
+
+``private``: the owner alone (0600, 0700). ``umask``: whom the process's umask lets.
+"""
 
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -48,13 +61,17 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-_NO_LOCK = frozenset({errno.ENOLCK, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
+_NO_LOCK = frozenset(
+    {errno.ENOLCK, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
+)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextlib.contextmanager
-def disk_errors(doing: str, path: StrPath, nbytes: int | None = None) -> Generator[None, None, None]:
-    """Turn what the system refuses inside into a :class:`CheckpointError` with the path and what to do.
+def disk_errors(
+    doing: str, path: StrPath, nbytes: int | None = None
+) -> Generator[None, None, None]:
+    """Turn system errors inside into a :class:`CheckpointError` with the path and what to do.
 
     Args:
         doing: What was tried, as a noun phrase that the path completes: ``writing``.
@@ -85,7 +102,8 @@ def preflight(parent: StrPath, nbytes: int) -> None:
 
     Args:
         parent: Where the checkpoint will lie; it need not exist yet.
-        nbytes: What the save will write. What it replaces goes only after that, so it makes no room.
+        nbytes: What the save will write. What it replaces goes only after that, so it makes no
+            room.
 
     Raises:
         CheckpointError: There is less space; names the path, the needed and the free bytes.
@@ -94,20 +112,24 @@ def preflight(parent: StrPath, nbytes: int) -> None:
         free = free_nbytes(_existing(parent))
     if free is not None and free < nbytes:
         raise CheckpointError(
-            f"not enough space for a checkpoint in {os.fspath(parent)}: {nbytes:,} bytes are needed, {free:,} are free "
-            "(a checkpoint is replaced only when the new one is whole, so both need room). Make room there, keep fewer "
-            "checkpoints, or save to another file system."
+            f"not enough space for a checkpoint in {os.fspath(parent)}: {nbytes:,} bytes are "
+            f"needed, {free:,} are free (a checkpoint is replaced only when the new one is whole, "
+            f"so both need room). Make room there, keep fewer checkpoints, or save to another file "
+            f"system."
         )
 
 
 def free_nbytes(path: StrPath) -> int | None:
-    """Bytes that this user can still write to a file system; None where it does not say (some network ones)."""
+    """Bytes that this user can still write to a file system; None where it does not report them.
+
+    Some network file systems do not.
+    """
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
 def make_directories(path: StrPath, permissions: Permissions, durability: Durability) -> None:
-    """Make a directory and those above it that do not exist; each is flushed into the one that holds it."""
+    """Make a directory and its missing parents; each is flushed into the one that holds it."""
     path = os.path.abspath(path)
     if not os.path.isdir(path):
         above = os.path.dirname(path)
@@ -148,19 +170,24 @@ def open_regular(path: StrPath, directory: int | None = None) -> tuple[int, int]
         CheckpointError: It is something else.
         OSError: It cannot be opened.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe without a writer would block
+    flags = (
+        os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    )  # a pipe without a writer would block
     try:
         descriptor = os.open(path, flags, dir_fd=directory)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CheckpointError(
-                f"{os.fspath(path)} is a symbolic link, expected an ordinary file. Copy the file itself to its place."
+                f"{os.fspath(path)} is a symbolic link, expected an ordinary file. Copy the file "
+                f"itself to its place."
             ) from None
         raise
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{os.fspath(path)} is {kind_of(found.st_mode)}, expected an ordinary file.")
+        raise CheckpointError(
+            f"{os.fspath(path)} is {kind_of(found.st_mode)}, expected an ordinary file."
+        )
     return descriptor, found.st_size
 
 
@@ -208,18 +235,25 @@ def opened_directory(path: StrPath) -> Generator[int, None, None]:
 
 
 def close_directory(descriptor: int) -> None:
-    """Close what was opened to name, flush or lock a directory: nothing was written, so an error means nothing."""
+    """Close the descriptor with which a directory was named, flushed or locked.
+
+    Nothing was written, so an error means nothing.
+    """
     with contextlib.suppress(OSError):
         os.close(descriptor)
 
 
 def lock(descriptor: int) -> bool | None:
-    """Take a file or directory for this process without waiting; freed when the descriptor is closed, also by a kill.
+    """Lock a file or directory for this process without waiting.
 
-    It holds between the processes of one host, and of several where the file system carries such locks.
+    The lock is freed when the descriptor is closed, also by a kill.
+
+    It holds between the processes of one host, and of several where the file system carries such
+    locks.
 
     Returns:
-        True if it is ours now, False if somebody else has it, None if this file system has no locks.
+        True if it is ours now, False if somebody else has it, None if this file system has no
+        locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +268,7 @@ def lock(descriptor: int) -> bool | None:
 
 @contextlib.contextmanager
 def held(path: Path) -> Generator[bool, None, None]:
-    """Hold the lock of what is at a path while the block runs, if that is a directory or an ordinary file.
+    """Hold the lock of a path while the block runs, if it is a directory or an ordinary file.
 
     Yields:
         Whether nobody else holds it.
@@ -254,14 +288,19 @@ def held(path: Path) -> Generator[bool, None, None]:
 
 
 def exchange(first: StrPath, second: StrPath) -> bool:
-    """Let two names of one file system change places in one step; both must exist, and may be of different kinds.
+    """Exchange two names of one file system in one step.
+
+    Both must exist, and may be of different kinds.
 
     Returns:
         False if this system or file system cannot do that; nothing has changed then.
     """
     if _RENAMEAT2 is None:
         return False
-    if _RENAMEAT2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+    if (
+        _RENAMEAT2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+        == 0
+    ):
         return True
     number = ctypes.get_errno()
     if number in _NO_EXCHANGE:
@@ -274,7 +313,8 @@ def delete_tree(path: StrPath, first: Iterable[str]) -> None:
 
     Args:
         path: What to delete; nothing happens if it does not exist.
-        first: Names in the directory that go before the others: those by which it would be taken for something whole.
+        first: Names in the directory that go before the others: those by which it would be taken
+            for something whole.
     """
     try:
         mode = os.lstat(path).st_mode
@@ -290,13 +330,19 @@ def delete_tree(path: StrPath, first: Iterable[str]) -> None:
 
 
 def resolve(target: StrPath) -> tuple[Path, str]:
-    """The directory of a target, links resolved, and its name; "" if it has none of its own. It is not followed."""
+    """The directory of a target, with links resolved, and the target's name.
+
+    The name is "" if the target has none of its own. The target itself is not followed.
+    """
     folder, name = os.path.split(os.fspath(target).rstrip("/"))
-    return Path(os.path.realpath(folder or ("." if name else "/"))), "" if name in (".", "..") else name
+    return Path(os.path.realpath(folder or ("." if name else "/"))), "" if name in (
+        ".",
+        "..",
+    ) else name
 
 
 def exists(path: StrPath) -> bool:
-    """Whether a name is taken, by a link to nothing as well; raises where the system does not tell."""
+    """Whether a name is taken, also by a dangling link; raises where the system does not tell."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -340,7 +386,13 @@ def _find_renameat2() -> Callable[..., int] | None:
         function = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return None
-    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    function.argtypes = [
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_uint,
+    ]
     function.restype = ctypes.c_int
     return function
 

@@ -29,10 +29,11 @@ from shardeddp.checkpoint.read import Progress, chunks, silent
 from shardeddp.checkpoint.snapshot import tensors_of
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 
-# -- Writes safetensors files (https://github.com/huggingface/safetensors), tensor by tensor, and the index over several
+# -- Writes safetensors files (https://github.com/huggingface/safetensors), tensor by tensor, and
+#    the index over several
 #
-# A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and place of each tensor),
-# and the elements of one tensor behind the other.
+# A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
+# place of each tensor), and the elements of one tensor behind the other.
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -72,7 +73,10 @@ class Entry:
 
 
 def write_safetensors(
-    file: BinaryIO, entries: Sequence[Entry], metadata: Mapping[str, str], progress: Progress = silent
+    file: BinaryIO,
+    entries: Sequence[Entry],
+    metadata: Mapping[str, str],
+    progress: Progress = silent,
 ) -> None:
     """Write one file.
 
@@ -96,18 +100,24 @@ def write_safetensors(
             )
         start, end = end, end + entry.nbytes
         offsets = {"data_offsets": [start, end]}
-        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.tensor.shape), **offsets}
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": list(entry.tensor.shape),
+            **offsets,
+        }
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % _ALIGNMENT)
     file.write(struct.pack("<Q", len(content)) + content)
     for entry in entries:
-        for chunk in chunks(entry.tensor, None if entry.dtype == entry.tensor.dtype else entry.dtype):
+        for chunk in chunks(
+            entry.tensor, None if entry.dtype == entry.tensor.dtype else entry.dtype
+        ):
             file.write(chunk)
             progress(len(chunk))
 
 
 def split(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
-    """Spread tensors over files in their order; a tensor larger than a file may be gets one of its own."""
+    """Spread tensors over files in order; a tensor larger than the limit gets its own file."""
     files: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -120,10 +130,13 @@ def split(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
 
 
 def file_paths(path: Path, count: int) -> list[Path]:
-    """Where that many files go: ``model-00001-of-00003.safetensors`` and so on; one keeps its name."""
+    """Paths of that many files, like ``model-00001-of-00003.safetensors``; one keeps its name."""
     if count == 1:
         return [path]
-    return [path.with_name(f"{path.stem}-{number:05}-of-{count:05}{path.suffix}") for number in range(1, count + 1)]
+    return [
+        path.with_name(f"{path.stem}-{number:05}-of-{count:05}{path.suffix}")
+        for number in range(1, count + 1)
+    ]
 
 
 def index_path(path: Path) -> Path:
@@ -140,16 +153,28 @@ def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str
     """
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
     places = {entry.name: name for name, entries in files.items() for entry in entries}
-    return (json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": places}, indent=2) + "\n").encode()
+    return (
+        json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": places}, indent=2)
+        + "\n"
+    ).encode()
 
 
 # -- Export: a checkpoint as one or several safetensors files, or as one plain ``.ckpt`` file
 #
-# Everything is streamed: a part of one tensor is in memory at a time, and it is checked before it is written.
+# Everything is streamed: a part of one tensor is in memory at a time, and it is checked before it
+# is written.
 
 GB = 10**9
 
-_OF_A_MODEL = ("epoch", "global_step", "pytorch-lightning_version", "loops", "hparams_name", "hparams_type", WEIGHTS)
+_OF_A_MODEL = (
+    "epoch",
+    "global_step",
+    "pytorch-lightning_version",
+    "loops",
+    "hparams_name",
+    "hparams_type",
+    WEIGHTS,
+)
 """What Lightning keeps in a checkpoint of weights alone, beside hyper-parameters."""
 
 
@@ -199,12 +224,13 @@ def to_safetensors(
 ) -> Exported:
     """Write the weights of a checkpoint as safetensors.
 
-    Tensors that share memory are written once, under the first name; the metadata has the others, as
-    ``{"head.weight": "embedding.weight"}``.
+    Tensors that share memory are written once, under the first name; the metadata has the others,
+    as ``{"head.weight": "embedding.weight"}``.
 
     Args:
         source: The checkpoint's directory, or a plain file.
-        target: The file. If the weights are more than ``max_nbytes``, it is several and an index, named after it.
+        target: The file. If the weights are more than ``max_nbytes``, it is several and an index,
+            named after it.
         selection: Which weights.
         max_nbytes: Of one file, unless a single tensor is larger.
         force: Replace what is there.
@@ -212,7 +238,8 @@ def to_safetensors(
         progress: Told of each chunk.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or has no such weights, or the files cannot be written.
+        CheckpointError: The checkpoint is damaged or has no such weights, or the files cannot be
+            written.
         NotImplementedError: A dtype is none of safetensors'.
     """
     contents = _open(source, selection, (WEIGHTS, TRAINED))
@@ -248,22 +275,30 @@ def to_ckpt(
 ) -> Exported:
     """Write a checkpoint as the one file that Lightning writes without sharding.
 
-    Arguments and errors are those of :func:`to_safetensors`. Optimizer states are numbered as torch numbers them. With
-    ``weights_only`` the file has the weights and what ``LightningModule.load_from_checkpoint`` needs; without, a run
-    can be resumed from it under any strategy.
+    Arguments and errors are those of :func:`to_safetensors`. Optimizer states are numbered as torch
+    numbers them. With ``weights_only`` the file has the weights and what
+    ``LightningModule.load_from_checkpoint`` needs; without, a run can be resumed from it under any
+    strategy.
     """
     if selection.dtype is not None:
-        raise NotImplementedError("a .ckpt file keeps the dtypes of the training; a safetensors file may have others")
+        raise NotImplementedError(
+            "a .ckpt file keeps the dtypes of the training; a safetensors file may have others"
+        )
     if not selection.weights_only and (selection.ema or selection.strip_prefix):
         raise NotImplementedError(
-            "a whole .ckpt file is as the training saved it: averaged weights and other names go with weights_only"
+            "a whole .ckpt file is as the training saved it: averaged weights and other names go "
+            "with weights_only"
         )
     kept = (*_OF_A_MODEL, *HYPER_PARAMETERS, TRAINED) if selection.weights_only else None
     contents = _open(source, selection, kept)
     checkpoint, notes = dict(contents.checkpoint), list(contents.notes)
     if selection.weights_only:
         weights = _weights(checkpoint, selection, notes)
-        checkpoint = {key: value for key, value in checkpoint.items() if kept and key in kept and key != TRAINED}
+        checkpoint = {
+            key: value
+            for key, value in checkpoint.items()
+            if kept and key in kept and key != TRAINED
+        }
         checkpoint[WEIGHTS] = _names(weights, selection.strip_prefix)
     if WEIGHTS not in checkpoint:
         raise CheckpointError(f"{source} has no weights: there is no {WEIGHTS} in it")
@@ -276,7 +311,10 @@ def to_ckpt(
         file.seek(0)
         unsafe = sorted(get_unsafe_globals_in_checkpoint(file))
         if unsafe:
-            notes.append(f"torch.load reads it with weights_only=False only, because it holds {', '.join(unsafe)}")
+            notes.append(
+                f"torch.load reads it with weights_only=False only, because it holds "
+                f"{', '.join(unsafe)}"
+            )
     return Exported(paths=[target], nbytes=nbytes, num_tensors=len(tensors), notes=notes)
 
 
@@ -293,19 +331,25 @@ def _open_file(source: Path, selection: Selection, keys: Sequence[str] | None) -
     if damaged:
         raise DamagedCheckpointError(f"{source} is damaged: " + "; ".join(map(str, damaged)))
     contents = read_file_contents(source, selection.trust_pickle)
-    wanted = {key: value for key, value in contents.checkpoint.items() if keys is None or key in keys}
+    wanted = {
+        key: value for key, value in contents.checkpoint.items() if keys is None or key in keys
+    }
     return replace(contents, checkpoint=wanted)
 
 
-def _weights(checkpoint: Mapping[str, Any], selection: Selection, notes: list[str]) -> Mapping[str, Any]:
+def _weights(
+    checkpoint: Mapping[str, Any], selection: Selection, notes: list[str]
+) -> Mapping[str, Any]:
     """The weights that were asked for."""
     if selection.ema and TRAINED not in checkpoint:
         raise CheckpointError(
-            f"there are no averaged weights: no {TRAINED} in it, which Lightning's WeightAveraging and "
-            f"EMAWeightAveraging save. Leave --ema out for the trained weights"
+            f"there are no averaged weights: no {TRAINED} in it, which Lightning's WeightAveraging "
+            f"and EMAWeightAveraging save. Leave --ema out for the trained weights"
         )
     if not selection.ema and TRAINED in checkpoint:
-        notes.append("these are the weights as trained; the checkpoint has averaged ones too (--ema)")
+        notes.append(
+            "these are the weights as trained; the checkpoint has averaged ones too (--ema)"
+        )
         return checkpoint[TRAINED]
     if not checkpoint.get(WEIGHTS):
         raise CheckpointError(f"there are no weights: nothing in {WEIGHTS}")
@@ -315,9 +359,13 @@ def _weights(checkpoint: Mapping[str, Any], selection: Selection, notes: list[st
 def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     renamed = {name.removeprefix(prefix): value for name, value in weights.items()}
     if prefix and renamed.keys() == weights.keys():
-        raise CheckpointError(f"no name starts with {prefix!r}; the first is {next(iter(weights))!r}")
+        raise CheckpointError(
+            f"no name starts with {prefix!r}; the first is {next(iter(weights))!r}"
+        )
     if len(renamed) < len(weights):
-        raise CheckpointError(f"without {prefix!r} some names are the same: leave --strip-prefix out")
+        raise CheckpointError(
+            f"without {prefix!r} some names are the same: leave --strip-prefix out"
+        )
     return renamed
 
 
@@ -326,9 +374,11 @@ def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _once(
-    weights: Mapping[str, Any], memory: Callable[[torch.Tensor], Hashable], dtype: torch.dtype | None
+    weights: Mapping[str, Any],
+    memory: Callable[[torch.Tensor], Hashable],
+    dtype: torch.dtype | None,
 ) -> tuple[list[Entry], dict[str, str]]:
-    """The tensors to write, and under which of their names those stand that share memory with one."""
+    """Tensors to write, and for names that share memory with one of them, its name."""
     entries: dict[Hashable, Entry] = {}
     aliases: dict[str, str] = {}
     for name, tensor in weights.items():

@@ -1,4 +1,4 @@
-"""Finding checkpoints: directories by their manifest, plain files, and the last one of some folders."""
+"""Finding checkpoints: directories by manifest, plain files, and the last one of some folders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,28 @@ from pathlib import Path
 
 import torch
 
-from shardeddp.checkpoint.durable import StrPath, disk_errors, kind_of, open_regular, opened_directory
+from shardeddp.checkpoint.durable import (
+    StrPath,
+    disk_errors,
+    kind_of,
+    open_regular,
+    opened_directory,
+)
 from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
-from shardeddp.checkpoint.manifest import FORMAT, INDEX, MANIFEST, Item, Manifest, index_from_bytes, manifest_from_bytes
+from shardeddp.checkpoint.manifest import (
+    FORMAT,
+    INDEX,
+    MANIFEST,
+    Item,
+    Manifest,
+    index_from_bytes,
+    manifest_from_bytes,
+)
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 
-# -- Plain checkpoints, one file each: what this package has written into one, and whether its bytes are still those
+# -- Plain checkpoints, one file each: what this package has written into one, and whether its bytes
+#    are still those
 
 _MAX_INDEX_NBYTES = 64 * 2**20
 _ELEMENTS = re.compile(r"(?:.*/)?data/(\d{1,9})")
@@ -69,7 +84,9 @@ def carries_index(path: StrPath) -> bool:
 
 
 def damaged_records(
-    path: StrPath, part: tuple[int, int] = (0, 1), progress: Callable[[int], None] = lambda nbytes: None
+    path: StrPath,
+    part: tuple[int, int] = (0, 1),
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[DamagedRecord]:
     """Compare the records of a plain checkpoint of this package with their CRCs.
 
@@ -85,13 +102,20 @@ def damaged_records(
     with _opened(path) as (descriptor, item):
         records = records_of(descriptor, item)
         tensors = _index(descriptor, item, records).tensors.values()
-        names = {piece.payload: tensor.name for tensor in tensors for piece in tensor.pieces if tensor.numel}
+        names = {
+            piece.payload: tensor.name
+            for tensor in tensors
+            for piece in tensor.pieces
+            if tensor.numel
+        }
         for record in records[part[0] :: part[1]]:
             found = crc_of(descriptor, item, record)
             if found != record.crc:
                 name, expected = names.get(record.offset, record.name), f"{record.crc:08x}"
                 where = Interval(record.offset, record.offset + record.nbytes)
-                damaged.append(DamagedRecord(where=where, name=name, expected=expected, found=f"{found:08x}"))
+                damaged.append(
+                    DamagedRecord(where=where, name=name, expected=expected, found=f"{found:08x}")
+                )
             progress(record.nbytes)
     return damaged
 
@@ -99,12 +123,18 @@ def damaged_records(
 def _index(descriptor: int, item: Item, records: list[Record]) -> Manifest:
     record = next(filter(_is_index, records), None)
     if record is None:
-        raise CheckpointError(f"there is no {INDEX} in it: another tool wrote it, or an older release")
+        raise CheckpointError(
+            f"there is no {INDEX} in it: another tool wrote it, or an older release"
+        )
     if record.nbytes > _MAX_INDEX_NBYTES:
-        raise CheckpointError(f"{INDEX} has {record.nbytes:,} bytes, expected at most {_MAX_INDEX_NBYTES:,}")
+        raise CheckpointError(
+            f"{INDEX} has {record.nbytes:,} bytes, expected at most {_MAX_INDEX_NBYTES:,}"
+        )
     found = ((_ELEMENTS.fullmatch(each.name), each) for each in records)
     elements = {
-        int(match[1]): Interval(each.offset, each.offset + each.nbytes) for match, each in found if match is not None
+        int(match[1]): Interval(each.offset, each.offset + each.nbytes)
+        for match, each in found
+        if match is not None
     }
     return index_from_bytes(read_record(descriptor, item, record), item.file, item.nbytes, elements)
 
@@ -121,12 +151,15 @@ def _opened(path: StrPath) -> Generator[tuple[int, Item]]:
     try:
         yield descriptor, Item(file=os.path.basename(real), offset=0, nbytes=nbytes)
     except CheckpointError as error:
-        raise error if str(path) in str(error) else type(error)(f"{os.fspath(path)}: {error}") from error
+        raise (
+            error if str(path) in str(error) else type(error)(f"{os.fspath(path)}: {error}")
+        ) from error
     finally:
         os.close(descriptor)
 
 
-# -- Which checkpoints are whole: directories and plain files of this package, found in a directory, ordered by step
+# -- Which checkpoints are whole: directories and plain files of this package, found in a directory,
+#    ordered by step
 
 PLAIN_SUFFIX = ".ckpt"
 """How names of checkpoints end, of those that are one file as well."""
@@ -139,12 +172,17 @@ WORKING_NAME = re.compile(
 )
 """What is being written, replaced or deleted; never a checkpoint, whatever is in it."""
 
-_BEGINNING = re.compile(rb'\{"sha256":"[0-9a-f]{64}",\n"manifest":\{"format":"%s",' % FORMAT.encode())
+_BEGINNING = re.compile(
+    rb'\{"sha256":"[0-9a-f]{64}",\n"manifest":\{"format":"%s",' % FORMAT.encode()
+)
 _VERSION = re.compile(r"-v(\d{1,9})(?=\.|$)")
 
 
 def carries_manifest(path: StrPath) -> bool:
-    """Whether a directory is a checkpoint of this package, maybe a damaged one: its manifest begins as ours do."""
+    """Whether a directory is a checkpoint of this package, even a damaged one.
+
+    That is so if its manifest begins as those of this package do.
+    """
     try:
         descriptor, _ = open_regular(os.path.join(path, MANIFEST))
     except (OSError, CheckpointError):
@@ -154,7 +192,7 @@ def carries_manifest(path: StrPath) -> bool:
 
 
 def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manifest:
-    """Read the manifest of a checkpoint, and hold the files against it: that they are there, ordinary, of their size.
+    """Read the manifest of a checkpoint; check that its files are there, ordinary, of their size.
 
     What is in them is not read. Of a plain file it is the index that stands in it.
 
@@ -174,7 +212,9 @@ def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manif
             for name, file in manifest.files.items():
                 _check_file(directory, name, file.nbytes)
         except CheckpointError as error:
-            raise CheckpointError(f"{os.fspath(path)} is not a whole checkpoint: {error}") from error
+            raise CheckpointError(
+                f"{os.fspath(path)} is not a whole checkpoint: {error}"
+            ) from error
     return manifest
 
 
@@ -182,8 +222,9 @@ def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manif
 class Candidate:
     """A whole checkpoint of a directory; the greater one is the later one.
 
-    At one step the later epoch is later, then the higher ``-v2`` that Lightning puts into the names of later runs, then
-    the name in the order of its characters (``last.ckpt`` after ``epoch=3.ckpt``). A clock is never asked.
+    At one step the later epoch is later, then the higher ``-v2`` that Lightning puts into the names
+    of later runs, then the name in the order of its characters (``last.ckpt`` after
+    ``epoch=3.ckpt``). A clock is never asked.
     """
 
     step: int
@@ -205,7 +246,7 @@ class Found:
 
 
 def find_checkpoints(directory: StrPath) -> Found:
-    """The checkpoints of this package in a directory, not below it, by the step at which they were saved.
+    """Checkpoints of this package directly in a directory, by the step at which they were saved.
 
     Args:
         directory: It need not exist.
@@ -229,7 +270,9 @@ def find_checkpoints(directory: StrPath) -> Found:
             skipped[name] = str(error)
             continue
         version = max(map(int, _VERSION.findall(name)), default=0)
-        candidates.append(Candidate(step=run.step, epoch=run.epoch, version=version, name=name, path=path))
+        candidates.append(
+            Candidate(step=run.step, epoch=run.epoch, version=version, name=name, path=path)
+        )
     return Found(checkpoints=tuple(sorted(candidates)), skipped=skipped)
 
 
@@ -246,19 +289,27 @@ def _read_bounded(directory: int, max_nbytes: int) -> bytes:
         descriptor, nbytes = open_regular(MANIFEST, directory)
     except FileNotFoundError:
         raise CheckpointError(
-            f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load it as a foreign one)"
+            f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load "
+            f"it as a foreign one)"
         ) from None
     with os.fdopen(descriptor, "rb") as file:
         if nbytes > max_nbytes:
-            raise CheckpointError(f"{MANIFEST} has {nbytes:,} bytes, expected at most {max_nbytes:,}")
+            raise CheckpointError(
+                f"{MANIFEST} has {nbytes:,} bytes, expected at most {max_nbytes:,}"
+            )
         data = file.read(nbytes + 1)
     if len(data) != nbytes:
-        raise CheckpointError(f"{MANIFEST} changed while it was read: {nbytes:,} bytes were expected")
+        raise CheckpointError(
+            f"{MANIFEST} changed while it was read: {nbytes:,} bytes were expected"
+        )
     return data
 
 
 def _allocated_nbytes(directory: int) -> int:
-    """What the files of a directory take on the disk: whoever has much to index may have a large index."""
+    """Disk space that a directory's files take.
+
+    Whoever has much to index may have a large index.
+    """
     with os.scandir(directory) as entries:
         return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
 
@@ -274,7 +325,8 @@ def _check_file(directory: int, name: str, nbytes: int) -> None:
         raise CheckpointError(f"{name} has {found.st_size:,} bytes, expected {nbytes:,}")
 
 
-# -- The last checkpoint of some directories: the one of the highest step that can be used, whatever clocks say
+# -- The last checkpoint of some directories: the one of the highest step that can be used, whatever
+#    clocks say
 
 
 @dataclass(frozen=True, order=True)
@@ -286,12 +338,12 @@ class _Candidate:
 
 
 def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]:
-    """Checkpoints to go on from, the best first; one warning names what looks like one and cannot be used.
+    """Checkpoints to resume from, the best first; one warning names those that cannot be used.
 
     Args:
         named: Paths of checkpoints that are called "last", of either kind.
-        folders: Directories whose checkpoints of this package count as well: a run that was killed between two saves of
-            one step has only the first of them.
+        folders: Directories whose checkpoints of this package count as well: a run that was killed
+            between two saves of one step has only the first of them.
 
     Raises:
         CheckpointError: There are some, and none can be used.
@@ -313,7 +365,8 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]
         warnings.warn("not whole, left aside: " + "; ".join(skipped.values()), stacklevel=2)
     if skipped and not candidates:
         raise CheckpointError(
-            f"no checkpoint is whole among {', '.join(skipped)}. Leave ckpt_path out to train from the beginning"
+            f"no checkpoint is whole among {', '.join(skipped)}. Leave ckpt_path out to train from "
+            f"the beginning"
         )
     return [Path(candidate.path) for candidate in sorted(candidates.values(), reverse=True)]
 
@@ -321,13 +374,19 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]
 def _candidate(path: str, called_last: bool = True) -> _Candidate:
     if os.path.isdir(path) or carries_index(path):
         manifest = read_manifest(path)
-        trained = any(str(entry.path[0]).startswith("optimizer_") for entry in manifest.objects.values())
+        trained = any(
+            str(entry.path[0]).startswith("optimizer_") for entry in manifest.objects.values()
+        )
         return _Candidate(trained, manifest.run.step, called_last, path)
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path} is neither a sharded checkpoint nor a file that torch.save wrote")
+        raise CheckpointError(
+            f"{path} is neither a sharded checkpoint nor a file that torch.save wrote"
+        )
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
-        return _Candidate(True, -1, called_last, path)  # it holds objects of others: its step is not to be known yet
+        return _Candidate(
+            True, -1, called_last, path
+        )  # it holds objects of others: its step is not to be known yet
     step = content.get("global_step", -1)  # files that others have put together may leave it out
     return _Candidate("optimizer_states" in content, step, called_last, path)

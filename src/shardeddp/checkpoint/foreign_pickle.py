@@ -15,13 +15,15 @@ import torch
 
 from shardeddp.errors import CheckpointError
 
-# -- Reads data out of a pickle without running it: known globals become plain values, everything else is refused
+# -- Reads data out of a pickle without running it: known globals become plain values, everything
+#    else is refused
 #
-# A pickle is a program, and Python's reader executes it. This reader is a machine for the subset that data needs: it
-# imports nothing, calls nothing that the file names, and sets no attribute of any class. A global is looked up in a
-# table of the caller; what the table holds is an inert value, or a :class:`Maker` that turns the arguments in the
-# file into one. What it builds is at most a constant times as large as the file: a reference to the memo costs no
-# copy, and lengths are checked against the bytes that are left before anything is allocated.
+# A pickle is a program, and Python's reader executes it. This reader is a machine for the subset
+# that data needs: it imports nothing, calls nothing that the file names, and sets no attribute of
+# any class. A global is looked up in a table of the caller; what the table holds is an inert value,
+# or a :class:`Maker` that turns the arguments in the file into one. What it builds is at most a
+# constant times as large as the file: a reference to the memo costs no copy, and lengths are
+# checked against the bytes that are left before anything is allocated.
 
 MAX_STACK = 1_000_000
 """Values under construction; a pickler writes containers in batches of 1000, tuples whole."""
@@ -29,7 +31,10 @@ MAX_STACK = 1_000_000
 MAX_DIMS = 64
 MAX_DEPTH = 64
 MAX_VISITS = 250_000
-"""Values of a tree, counted where they are met: shared lists in shared lists are small here and endless to a reader."""
+"""Values of a tree, counted at each visit.
+
+Shared lists in shared lists are small here and endless to a reader.
+"""
 
 MAX_NAME = 300
 _PROTOCOLS = range(2, 6)
@@ -38,7 +43,7 @@ _SCALARS = (str, int, float, bool, bytes, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What stands for a class or function: ``make`` raises ValueError or TypeError for arguments that do not fit.
+    """Stands for a class or function; ``make`` raises ValueError or TypeError for unfit arguments.
 
     And :class:`CodeAskedForError` for those with which it would be a program.
     """
@@ -51,7 +56,7 @@ class CodeAskedForError(Exception):
 
 
 class Record:
-    """An object of a class called ``kind``, as the file describes it: nothing of the class itself is involved."""
+    """An object of a class called ``kind``, as the file describes it; the class is not involved."""
 
     __slots__ = ("kind", "state")
 
@@ -67,7 +72,9 @@ class Record:
             CheckpointError: There is no such mapping.
         """
         if not isinstance(self.state, dict):
-            raise CheckpointError(f"expected a {self.kind} with named attributes, found {type(self.state).__name__}")
+            raise CheckpointError(
+                f"expected a {self.kind} with named attributes, found {type(self.state).__name__}"
+            )
         return self.state
 
 
@@ -103,8 +110,15 @@ def _make_frozenset(items: list[Any]) -> frozenset[Any]:
 
 
 def _key(value: Any) -> Any:
-    """A value that may be hashed: the hash of tuples in tuples has no limit of depth in CPython, and kills it."""
-    flat = type(value) is tuple and len(value) <= MAX_DIMS and all(type(item) in _SCALARS for item in value)
+    """A value that may be hashed.
+
+    The hash of tuples in tuples has no depth limit in CPython, and deep ones crash it.
+    """
+    flat = (
+        type(value) is tuple
+        and len(value) <= MAX_DIMS
+        and all(type(item) in _SCALARS for item in value)
+    )
     if not flat and type(value) not in _SCALARS and not isinstance(value, (Record, torch.dtype)):
         raise ValueError(f"expected a key of plain values, found {type(value).__name__}")
     return value
@@ -122,12 +136,21 @@ BUILTINS: Mapping[str, Any] = {
     "torch.Size": Maker(make_size),
     "collections.OrderedDict": Maker(lambda: OrderedDict[Any, Any]()),
     "_codecs.encode": Maker(_make_latin1),
-    **{f"{home}.{name}": make for home in ("builtins", "__builtin__") for name, make in _BUILTIN.items()},
+    **{
+        f"{home}.{name}": make
+        for home in ("builtins", "__builtin__")
+        for name, make in _BUILTIN.items()
+    },
 }
 """Globals of plain data, under the names of protocol 2 and of the later ones."""
 
 
-def unpickle(data: bytes, where: str, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None) -> Any:
+def unpickle(
+    data: bytes,
+    where: str,
+    known: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
     """Read a pickle of data.
 
     Args:
@@ -142,14 +165,22 @@ def unpickle(data: bytes, where: str, known: Mapping[str, Any], persistent: Call
     machine = _Machine(data, where, known, persistent)
     try:
         return machine.run()
-    except (LookupError, ValueError, TypeError, ArithmeticError, AttributeError, struct.error) as error:
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        AttributeError,
+        struct.error,
+    ) as error:
         raise CheckpointError(
-            f"{where} is damaged, or no pickle of plain data: at byte {machine.at:,} of {len(data):,}: {error}"
+            f"{where} is damaged, or no pickle of plain data: at byte {machine.at:,} of "
+            f"{len(data):,}: {error}"
         ) from error
 
 
 def check_tree(value: Any, where: str) -> None:
-    """Refuse a value that is too deep or too large to walk through, shared parts counted as often as they are met.
+    """Refuse a value too deep or too large to walk; shared parts count at each visit.
 
     Raises:
         CheckpointError: It is.
@@ -165,8 +196,8 @@ def check_tree(value: Any, where: str) -> None:
         visits += 1 + len(parts)
         if depth > MAX_DEPTH or visits > MAX_VISITS:
             raise CheckpointError(
-                f"{where} holds values in values, expected at most {MAX_DEPTH} levels and {MAX_VISITS:,} values: it is"
-                " refused as too expensive to read"
+                f"{where} holds values in values, expected at most {MAX_DEPTH} levels and "
+                f"{MAX_VISITS:,} values: it is refused as too expensive to read"
             )
         open_values.extend((part, depth + 1) for part in parts if type(part) not in _SCALARS)
 
@@ -175,7 +206,11 @@ class _Machine:
     """The stack machine of a pickle, for data; its arguments are those of :func:`unpickle`."""
 
     def __init__(
-        self, data: bytes, where: str, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None
+        self,
+        data: bytes,
+        where: str,
+        known: Mapping[str, Any],
+        persistent: Callable[[Any], Any] | None,
     ) -> None:
         self.data = data
         self.where = where
@@ -228,8 +263,9 @@ class _Machine:
     def refuse_global(self, dotted: str) -> NoReturn:
         """Say what the file asked for."""
         raise CheckpointError(
-            f"{self.where} asks for the global {dotted[:MAX_NAME]!r}, which may run code: expected plain data and"
-            " tensors only. Nothing was run. If you trust whoever wrote the file, pass trust_pickle=True, which runs it"
+            f"{self.where} asks for the global {dotted[:MAX_NAME]!r}, which may run code: expected "
+            f"plain data and tensors only. Nothing was run. If you trust whoever wrote the file, "
+            f"pass trust_pickle=True, which runs it"
         )
 
     def make(self) -> None:
@@ -247,7 +283,9 @@ class _Machine:
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Record) and target.state is None and state is not None:
             target.state = state
-        elif not isinstance(target, OrderedDict):  # a state dict carries versions of modules, which nobody reads
+        elif not isinstance(
+            target, OrderedDict
+        ):  # a state dict carries versions of modules, which nobody reads
             raise ValueError(f"the state of a {type(target).__name__} was to be set")
 
     def set_items(self, items: list[Any]) -> None:
@@ -285,7 +323,9 @@ class _Machine:
     def memoize(self, index: int) -> None:
         """Keep the last value for later use; places are taken in their order."""
         if index > len(self.memo):
-            raise ValueError(f"expected place {len(self.memo):,} of the memo to be taken, found {index:,}")
+            raise ValueError(
+                f"expected place {len(self.memo):,} of the memo to be taken, found {index:,}"
+            )
         self.memo[index] = self.stack[-1]
 
     def mark(self) -> None:
@@ -302,7 +342,9 @@ class _Machine:
     def check_protocol(self) -> None:
         """The first instruction."""
         if (found := self.number("<B")) not in _PROTOCOLS:
-            raise ValueError(f"expected protocol {_PROTOCOLS.start} to {_PROTOCOLS.stop - 1}, found {found}")
+            raise ValueError(
+                f"expected protocol {_PROTOCOLS.start} to {_PROTOCOLS.stop - 1}, found {found}"
+            )
 
     def line(self) -> str:
         """The text up to the next line break: a part of a global's name."""
@@ -360,14 +402,18 @@ _CODES: Mapping[int, Callable[[_Machine], Any]] = {
     ord("b"): _Machine.build,
     ord("Q"): _Machine.push_persistent,
 }
-"""What each instruction does. Not here: INST, OBJ, EXT, NEWOBJ_EX, text numbers, POP, DUP, and buffers outside."""
+"""What each instruction does.
+
+Not here: INST, OBJ, EXT, NEWOBJ_EX, text numbers, POP, DUP, and buffers outside.
+"""
 
 
-# -- Reads what ``torch.save`` wrote: a zip archive of stored records, anywhere in a file, checked by its own CRCs
+# -- Reads what ``torch.save`` wrote: a zip archive of stored records, anywhere in a file, checked
+#    by its own CRCs
 #
-# ``torch.load`` does not compare the CRCs that ``torch.save`` writes; this reader does. It takes nothing on trust: a
-# record lies inside of the archive, is neither compressed nor encrypted, and is as long as its tensor says, before it
-# is read.
+# ``torch.load`` does not compare the CRCs that ``torch.save`` writes; this reader does. It takes
+# nothing on trust: a record lies inside of the archive, is neither compressed nor encrypted, and is
+# as long as its tensor says, before it is read.
 
 READ_NBYTES = 4 * 2**20
 MAX_PICKLE_NBYTES = 64 * 2**20
@@ -402,14 +448,17 @@ class Span:
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise CheckpointError(
-                f"{self.where} is damaged: it points to bytes {offset:,} to {offset + nbytes:,} of its {self.nbytes:,}"
+                f"{self.where} is damaged: it points to bytes {offset:,} to {offset + nbytes:,} of "
+                f"its {self.nbytes:,}"
             )
         data = bytearray(nbytes)
         view, done = memoryview(data), 0
         while done < nbytes:
             part = os.pread(self.fd, min(nbytes - done, READ_NBYTES), self.offset + offset + done)
             if not part:
-                raise CheckpointError(f"{self.where}: the file ends {nbytes - done:,} bytes too early")
+                raise CheckpointError(
+                    f"{self.where}: the file ends {nbytes - done:,} bytes too early"
+                )
             view[done : done + len(part)] = part
             done += len(part)
         return data
@@ -452,7 +501,9 @@ class TensorView:
         """Elements from the first to behind the last; 0 without elements."""
         if 0 in self.shape:
             return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return 1 + sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
+        )
 
 
 class Archive:
@@ -473,7 +524,9 @@ class Archive:
         if sum(record.nbytes for record in self._records.values()) > span.nbytes:
             raise CheckpointError(f"{span.where} is damaged: its records overlap")
         if bytes(self._read("byteorder") if "byteorder" in self._records else b"") not in _LITTLE:
-            raise CheckpointError(f"{span.where} was written on a big-endian machine, which is not supported")
+            raise CheckpointError(
+                f"{span.where} was written on a big-endian machine, which is not supported"
+            )
 
     def payload(self, record: str, nbytes: int) -> Span:
         """Where the bytes of a record are; its CRC has been compared.
@@ -483,7 +536,9 @@ class Archive:
         """
         where = f"record {record} of {self.span.where}"
         if (stored := self._records.get(record)) is None:
-            raise CheckpointError(f"{self.span.where} is damaged: it has no record {record[:100]!r}")
+            raise CheckpointError(
+                f"{self.span.where} is damaged: it has no record {record[:100]!r}"
+            )
         if stored.nbytes != nbytes:
             raise CheckpointError(f"{where}: expected {nbytes:,} bytes, found {stored.nbytes:,}")
         header = _LOCAL.unpack(self.span.read(stored.header, _LOCAL.size))
@@ -497,7 +552,9 @@ class Archive:
 
     def check(self) -> int:
         """Compare the CRC of every record; returns how many bytes that were."""
-        return sum(self.payload(name, record.nbytes).nbytes for name, record in self._records.items())
+        return sum(
+            self.payload(name, record.nbytes).nbytes for name, record in self._records.items()
+        )
 
     def load_view(self) -> TensorView:
         """The description of the one tensor that the archive is.
@@ -508,7 +565,9 @@ class Archive:
         known = _known(lambda view: view)
         view = unpickle(self._pickle(), self.span.where, known, _storage)
         if not isinstance(view, TensorView):
-            raise CheckpointError(f"{self.span.where}: expected a tensor, found {type(view).__name__}")
+            raise CheckpointError(
+                f"{self.span.where}: expected a tensor, found {type(view).__name__}"
+            )
         return view
 
     def load(self) -> Any:
@@ -528,15 +587,25 @@ class Archive:
         nbytes = view.record_nbytes
         if view.record not in storages:
             data = self.payload(view.record, nbytes).read(0, nbytes)
-            storages[view.record] = torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0)
+            storages[view.record] = (
+                torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0)
+            )
         if 0 in view.shape:
             return torch.empty(view.shape, dtype=view.dtype)
         elements = nbytes // view.dtype.itemsize * view.dtype.itemsize
-        return storages[view.record][:elements].view(view.dtype).as_strided(view.shape, view.strides, view.offset)
+        return (
+            storages[view.record][:elements]
+            .view(view.dtype)
+            .as_strided(view.shape, view.strides, view.offset)
+        )
 
     def _pickle(self) -> bytes:
-        if (record := self._records.get("data.pkl")) is not None and record.nbytes > MAX_PICKLE_NBYTES:
-            raise CheckpointError(f"{self.span.where}: a pickle of {record.nbytes:,} bytes is too large to be data")
+        if (
+            record := self._records.get("data.pkl")
+        ) is not None and record.nbytes > MAX_PICKLE_NBYTES:
+            raise CheckpointError(
+                f"{self.span.where}: a pickle of {record.nbytes:,} bytes is too large to be data"
+            )
         return bytes(self._read("data.pkl"))
 
     def _read(self, record: str) -> bytearray:
@@ -550,8 +619,8 @@ def _compare_crc(payload: Span, expected: int) -> None:
         crc = zlib.crc32(payload.read(start, min(READ_NBYTES, payload.nbytes - start)), crc)
     if crc != expected:
         raise CheckpointError(
-            f"{payload.where} is damaged: expected CRC {expected:08x} over its {payload.nbytes:,} bytes at byte"
-            f" {payload.offset:,} of the file, found {crc:08x}. Use another checkpoint"
+            f"{payload.where} is damaged: expected CRC {expected:08x} over its {payload.nbytes:,} "
+            f"bytes at byte {payload.offset:,} of the file, found {crc:08x}. Use another checkpoint"
         )
 
 
@@ -573,12 +642,21 @@ def _entries(span: Span) -> Iterator[tuple[str, Stored]]:
         extra = bytes(data[at + name_nbytes : at + name_nbytes + extra_nbytes])
         at += name_nbytes + extra_nbytes + comment_nbytes
         unpacked, packed, header = _wide((unpacked, packed, fields[16]), extra)
-        if fields[0] != b"PK\x01\x02" or method or flags & _ENCRYPTED or packed != unpacked or name in seen:
+        if (
+            fields[0] != b"PK\x01\x02"
+            or method
+            or flags & _ENCRYPTED
+            or packed != unpacked
+            or name in seen
+        ):
             raise CheckpointError(
-                f"{span.where}: expected records that are stored as they are, each once; record {name[:100]!r} is not"
+                f"{span.where}: expected records that are stored as they are, each once; record "
+                f"{name[:100]!r} is not"
             )
         if header + _LOCAL.size + unpacked > start:
-            raise CheckpointError(f"{span.where}: record {name[:100]!r} does not lie in the archive")
+            raise CheckpointError(
+                f"{span.where}: record {name[:100]!r} does not lie in the archive"
+            )
         seen.add(name)
         yield name, Stored(header=header, nbytes=unpacked, crc=crc)
 
@@ -601,12 +679,17 @@ def _directory(span: Span) -> tuple[int, int, int]:
         if found != b"PK\x06\x06":
             raise CheckpointError(problem)
     if start + nbytes > end or nbytes > MAX_DIRECTORY_NBYTES:
-        raise CheckpointError(f"{span.where}: its directory of {nbytes:,} bytes at {start:,} cannot be")
+        raise CheckpointError(
+            f"{span.where}: its directory of {nbytes:,} bytes at {start:,} cannot be"
+        )
     return start, nbytes, count
 
 
 def _wide(values: Sequence[int], extra: bytes) -> list[int]:
-    """Sizes and offset of an entry; those that do not fit into 32 bits stand in its extra field, in this order."""
+    """Sizes and offset of an entry.
+
+    Those that do not fit into 32 bits stand in its extra field, in this order.
+    """
     wide, at = b"", 0
     while at + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, at)
@@ -631,7 +714,11 @@ def _known(tensor: Callable[[TensorView], Any]) -> Mapping[str, Any]:
         metadata: Any = None,
     ) -> Any:
         # Version 2 has its metadata (bits of conjugation) where version 3 has the dtype.
-        if not isinstance(storage, _Storage) or metadata or (dtype and not isinstance(dtype, torch.dtype)):
+        if (
+            not isinstance(storage, _Storage)
+            or metadata
+            or (dtype and not isinstance(dtype, torch.dtype))
+        ):
             raise ValueError("expected a plain tensor of a storage")
         dtype = dtype or storage.dtype
         (start,), sizes, steps = make_size((offset,)), make_size(shape), make_size(strides)
@@ -643,7 +730,9 @@ def _known(tensor: Callable[[TensorView], Any]) -> Mapping[str, Any]:
             strides=steps,
             record_nbytes=storage.nbytes,
         )
-        if len(sizes) != len(steps) or (view.span and (start + view.span) * dtype.itemsize > storage.nbytes):
+        if len(sizes) != len(steps) or (
+            view.span and (start + view.span) * dtype.itemsize > storage.nbytes
+        ):
             raise ValueError("a tensor reaches beyond its storage")
         return tensor(view)
 
@@ -672,7 +761,9 @@ class _Storage:
 
 
 def _storage(reference: Any) -> _Storage:
-    tag, kind, key, _, numel = reference  # where the storage was does not matter: it comes to the host
+    tag, kind, key, _, numel = (
+        reference  # where the storage was does not matter: it comes to the host
+    )
     if tag != "storage" or not isinstance(kind, StorageType) or not isinstance(key, str):
         raise ValueError("expected a reference to a storage")
     (count,) = make_size((numel,))

@@ -20,17 +20,27 @@ from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.durable import make_directories, preflight
 from shardeddp.checkpoint.manifest import INDEX, Run, index_to_bytes
 from shardeddp.checkpoint.read import LazyTensor, Progress, chunks, silent
-from shardeddp.checkpoint.snapshot import ParameterNames, Share, compare_shares, describe, memory_of_shards
+from shardeddp.checkpoint.snapshot import (
+    ParameterNames,
+    Share,
+    compare_shares,
+    describe,
+    memory_of_shards,
+)
 from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.config import CheckpointOptions
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import rebuild_tensor
 
-# -- Full state: every sharded tensor of a nested state gathered, one at a time, to ordinary tensors on the host
+# -- Full state: every sharded tensor of a nested state gathered, one at a time, to ordinary tensors
+#    on the host
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of one that may be sharded; a collective of all ranks if it is. No gradient flows through it."""
+    """The full tensor of one that may be sharded; a collective of all ranks if it is.
+
+    No gradient flows through it.
+    """
     return tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor
 
 
@@ -41,7 +51,8 @@ def gather_full(state: Any, keep: bool) -> Any:
 
     Args:
         state: Mappings, lists and tuples of anything; all ranks pass the same structure.
-        keep: Whether this rank wants the result. The others take part and get an empty tensor in each place.
+        keep: Whether this rank wants the result. The others take part and get an empty tensor in
+            each place.
 
     Returns:
         The state in plain containers, sharded tensors as CPU tensors.
@@ -67,7 +78,8 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
         state: As for :func:`gather_full`.
         name: Of what is written, for the message.
         write: Called on rank 0 with the full state.
-        mesh: All ranks; None in the process that spawned the ranks, which holds full states and writes by itself.
+        mesh: All ranks; None in the process that spawned the ranks, which holds full states and
+            writes by itself.
     """
     keep = mesh is None or mesh.rank == 0
     full = gather_full(state, keep)
@@ -78,15 +90,21 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
 
 
 def stream_full(
-    checkpoint: Mapping[str, Any], path: Path, mesh: Mesh, names: ParameterNames, run: Run, options: CheckpointOptions
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    mesh: Mesh,
+    names: ParameterNames,
+    run: Run,
+    options: CheckpointOptions,
 ) -> None:
     """Write a checkpoint as one file that ``torch.load`` reads; a collective of all ranks.
 
-    One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under its name when all
-    of it is on the disk.
+    One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under
+    its name when all of it is on the disk.
 
     Args:
-        checkpoint: Nested dicts, lists and tuples; the same sharded tensors in the same order on every rank.
+        checkpoint: Nested dicts, lists and tuples; the same sharded tensors in the same order on
+            every rank.
         path: Of the file, as rank 0 has it.
         mesh: All ranks.
         names: Of the parameters of each optimizer in the checkpoint.
@@ -102,12 +120,17 @@ def stream_full(
         file = TorchFile(checkpoint, memory_of_shards)
         found, objects, shares = describe(checkpoint, names, mesh)
         strided = [(tensor, at) for tensor, at in found if tensor.layout == torch.strided]
-        tensors = [(at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor)) for tensor, at in strided]
+        tensors = [
+            (at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor))
+            for tensor, at in strided
+        ]
         return file, index_to_bytes(run, tensors, objects), shares
 
     file, index, shares = run_on_all_ranks(f"pickling {path}", prepare, mesh.saving)
     compare_shares(shares, mesh)
-    gathered = (it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor))
+    gathered = (
+        it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor)
+    )
 
     def read(tensor: torch.Tensor) -> Iterator[memoryview]:
         if isinstance(tensor, ShardTensor):
@@ -123,14 +146,18 @@ def stream_full(
                 with new_files([path], True, permissions, options.durability) as (opened,):
                     file.write(opened, read, more={INDEX: index})
         finally:
-            deque(gathered, maxlen=0)  # the others gather all of it, whatever has become of the file
+            deque(
+                gathered, maxlen=0
+            )  # the others gather all of it, whatever has become of the file
 
     run_on_all_ranks(f"writing {path}", write, mesh.saving)
 
 
 def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """The items in the original's own type where nothing in it had to be gathered, else in a plain dict."""
-    unchanged = len(original) == len(items) and all(items[key] is value for key, value in original.items())
+    """The original where nothing in it had to be gathered, else its items in a plain dict."""
+    unchanged = len(original) == len(items) and all(
+        items[key] is value for key, value in original.items()
+    )
     return original if unchanged else items
 
 
@@ -138,10 +165,12 @@ def _is_namedtuple(value: tuple[Any, ...]) -> bool:
     return "_fields" in vars(type(value))
 
 
-# -- Writes what ``torch.save`` writes, without holding it in memory: the pickle first, then one storage after the other
+# -- Writes what ``torch.save`` writes, without holding it in memory: the pickle first, then one
+#    storage after the other
 #
-# ``torch.save`` needs every tensor in memory at once. The pickle only says what the tensors are; their elements are
-# records of their own in the zip archive, so they can be read, checked and written a chunk at a time.
+# ``torch.save`` needs every tensor in memory at once. The pickle only says what the tensors are;
+# their elements are records of their own in the zip archive, so they can be read, checked and
+# written a chunk at a time.
 
 ROOT = "archive"
 """The folder of all records."""
@@ -159,7 +188,8 @@ class TorchFile:
     """A tree on its way into a file that ``torch.load`` reads.
 
     Args:
-        tree: Nested dicts, lists and tuples of plain values and of tensors, which may be lazy or sharded ones.
+        tree: Nested dicts, lists and tuples of plain values and of tensors, which may be lazy or
+            sharded ones.
         memory: Equal for tensors that share their elements; they are stored once.
     """
 
@@ -184,7 +214,8 @@ class TorchFile:
 
         Args:
             file: Open for writing, empty, seekable.
-            read: Called for each of :attr:`tensors`, in order; gives its elements as bytes, in parts.
+            read: Called for each of :attr:`tensors`, in order; gives its elements as bytes, in
+                parts.
             progress: Told of each part.
             more: Records by name that ``torch.load`` does not look at.
         """
@@ -204,14 +235,24 @@ class TorchFile:
 
 
 def _info(name: str) -> zipfile.ZipInfo:
-    return zipfile.ZipInfo(f"{ROOT}/{name}")  # at a fixed date, so that equal trees make equal files
+    return zipfile.ZipInfo(
+        f"{ROOT}/{name}"
+    )  # at a fixed date, so that equal trees make equal files
 
 
 def _aligned(file: BinaryIO, name: str, nbytes: int) -> zipfile.ZipInfo:
-    """A record whose data starts on a multiple of ``_ALIGNMENT``, by a private extra field as ``torch.save`` has it."""
+    """A record whose data starts on a multiple of ``_ALIGNMENT``.
+
+    A private extra field pads it, as in ``torch.save``.
+    """
     info = _info(name)
     info.file_size = nbytes
-    header = _LOCAL_HEADER_NBYTES + len(info.filename) + 4 + (_ZIP64_EXTRA_NBYTES if nbytes >= _ZIP64_NBYTES else 0)
+    header = (
+        _LOCAL_HEADER_NBYTES
+        + len(info.filename)
+        + 4
+        + (_ZIP64_EXTRA_NBYTES if nbytes >= _ZIP64_NBYTES else 0)
+    )
     padding = -(file.tell() + header) % _ALIGNMENT
     info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     return info
@@ -243,7 +284,7 @@ class _Pickler(pickle.Pickler):
         self._memory = memory
         self.keys: dict[Hashable, int] = {}
         self.storages: list[torch.Tensor] = []
-        """Whose elements are the records, in order; kept, so that no other tensor gets their identity."""
+        """Tensors whose elements are the records, in order; kept so that no identity is reused."""
 
     def pickled(self, tree: Any) -> bytes:
         """The pickle of a tree."""
@@ -265,7 +306,9 @@ class _Pickler(pickle.Pickler):
         shape, key = tuple(obj.shape), self.keys.setdefault(self.identity(obj), len(self.storages))
         if key == len(self.storages):
             self.storages.append(obj)
-        strides = tuple(math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        strides = tuple(
+            math.prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape))
+        )
         storage = _Storage(key, obj.numel() * obj.element_size())
         hooks: OrderedDict[int, Any] = OrderedDict()
         # torch.save takes this function for its newer dtypes; it serves all of them.
@@ -280,5 +323,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(item) for item in cast("list[Any]", value)]
     if isinstance(value, tuple):
-        return value if type(value) is torch.Size else tuple(map(plain, cast("tuple[Any, ...]", value)))
+        return (
+            value
+            if type(value) is torch.Size
+            else tuple(map(plain, cast("tuple[Any, ...]", value)))
+        )
     return value

@@ -1,4 +1,4 @@
-"""Import of other tools' checkpoints: directories of `torch.distributed.checkpoint`, with or without Lightning."""
+"""Import of other tools' `torch.distributed.checkpoint` directories, with or without Lightning."""
 
 from __future__ import annotations
 
@@ -31,22 +31,31 @@ from shardeddp.checkpoint.foreign_pickle import (
     make_size,
     unpickle,
 )
-from shardeddp.checkpoint.manifest import DATA_FILE, DCP_METADATA, LIGHTNING_META, Item, ItemPath, StoredObject, name_of
+from shardeddp.checkpoint.manifest import (
+    DATA_FILE,
+    DCP_METADATA,
+    LIGHTNING_META,
+    Item,
+    ItemPath,
+    StoredObject,
+    name_of,
+)
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, boxes
 
-# -- Reads the index of a checkpoint of ``torch.distributed.checkpoint`` without running it, and checks what it says
+# -- Reads the index of a checkpoint of ``torch.distributed.checkpoint`` without running it, and
+#    checks what it says
 #
-# The index, ``.metadata``, is a pickle of three mappings: what each name is, with the boxes that a tensor is stored
-# in; the path of keys that each name was made of; and where the bytes of each box and each object are. All that
-# follows from them is checked here, against each other and against the sizes of the files, before a byte of a tensor
-# is read.
+# The index, ``.metadata``, is a pickle of three mappings: what each name is, with the boxes that a
+# tensor is stored in; the path of keys that each name was made of; and where the bytes of each box
+# and each object are. All that follows from them is checked here, against each other and against
+# the sizes of the files, before a byte of a tensor is read.
 
 MAX_CUT_DIMS = 6
 """Dims along which a tensor may be cut into boxes; a device mesh has fewer."""
 
 _DTYPE = re.compile(r"torch\.(b?float\d.*|complex\d+|u?int(8|16|32|64)|bool)")
-"""Types whose elements are whole bytes and mean something by themselves, unlike those of quantized tensors."""
+"""Types whose elements are whole bytes and mean something alone, unlike quantized ones."""
 
 _HOME = "torch.distributed.checkpoint"
 _OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
@@ -125,20 +134,33 @@ def read_index(data: bytes, files: Mapping[str, int], trust_pickle: bool = False
         else:
             tensors[name] = _tensor(path, _fields(entry, "TensorStorageMetadata"), items)
     if items:
-        raise CheckpointError(f"{DCP_METADATA} has bytes for {_quote(next(iter(items)).name)}, which belong to nothing")
+        raise CheckpointError(
+            f"{DCP_METADATA} has bytes for {_quote(next(iter(items)).name)}, which belong to "
+            f"nothing"
+        )
     _check_lists([stored.path for stored in (*tensors.values(), *objects.values())])
     return ForeignIndex(tensors=tensors, objects=objects)
 
 
 def _known() -> Mapping[str, Any]:
     """The globals of an index, as torch 2.0 and later write it."""
-    metadata = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex")
-    classes = [f"{_HOME}.metadata.{name}" for name in (*metadata, "ChunkStorageMetadata", "StorageMeta")]
+    metadata = (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+    )
+    classes = [
+        f"{_HOME}.metadata.{name}" for name in (*metadata, "ChunkStorageMetadata", "StorageMeta")
+    ]
     classes += [f"{_HOME}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")]
     classes += [f"{_OLD_HOME}.TensorProperties"]
     formats = [f"{_HOME}.metadata._MEM_FORMAT_ENCODING", f"{_OLD_HOME}.MEM_FORMAT_ENCODING"]
     homes = ("pathlib", "pathlib._local")
-    places = [f"{home}.{name}" for home in homes for name in ("PosixPath", "WindowsPath", "PurePosixPath")]
+    places = [
+        f"{home}.{name}" for home in homes for name in ("PosixPath", "WindowsPath", "PurePosixPath")
+    ]
     return {
         **BUILTINS,
         **{name: Maker(partial(Record, name.rpartition(".")[2])) for name in classes},
@@ -159,7 +181,7 @@ _FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FO
 
 
 def _make_format(kind: Any, name: Any) -> int:
-    """How Python 3.11.0 to 3.11.3 spell the member of an enumeration; any other attribute might be code."""
+    """How Python 3.11.0 to 3.11.3 spell an enumeration's member; other attributes might be code."""
     if kind is not _FORMAT or name not in _FORMATS:
         raise CodeAskedForError("builtins.getattr")
     return _FORMATS.index(name)
@@ -175,7 +197,9 @@ def _run(data: bytes) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:
-        raise CheckpointError(f"{DCP_METADATA} cannot be unpickled: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{DCP_METADATA} cannot be unpickled: {type(error).__name__}: {error}"
+        ) from error
 
 
 # -- the same view of what was only read and of what was run
@@ -187,13 +211,17 @@ def _kind(value: Any) -> str:
 
 def _fields(value: Any, kind: str) -> Mapping[Any, Any]:
     if _kind(value) != kind:
-        raise CheckpointError(f"{DCP_METADATA} contradicts itself: expected a {kind}, found a {_kind(value)[:80]}")
+        raise CheckpointError(
+            f"{DCP_METADATA} contradicts itself: expected a {kind}, found a {_kind(value)[:80]}"
+        )
     return value.fields if isinstance(value, Record) else vars(value)
 
 
 def _mapping(fields: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     if not isinstance(value := fields.get(name), dict):
-        raise CheckpointError(f"{DCP_METADATA}: expected a mapping as {name}, found {type(value).__name__}")
+        raise CheckpointError(
+            f"{DCP_METADATA}: expected a mapping as {name}, found {type(value).__name__}"
+        )
     return value
 
 
@@ -224,15 +252,21 @@ def _path(name: str, paths: Any) -> ItemPath:
     path: Any = paths.get(name) if isinstance(paths, dict) else None
     # No more keys than the name has room for are looked at.
     if not isinstance(path, tuple) or len(path) > len(name) + 1 or not _could_make(path, name):
-        raise CheckpointError(f"{DCP_METADATA}: planner_data has no path of keys that {_quote(name)} could be made of")
+        raise CheckpointError(
+            f"{DCP_METADATA}: planner_data has no path of keys that {_quote(name)} could be made of"
+        )
     return path
 
 
 def _could_make(path: tuple[Any, ...], name: str) -> bool:
     """Whether the keys, joined, are the name."""
-    if not path or not all(isinstance(key, str) or (type(key) is int and 0 <= key < 2**53) for key in path):
+    if not path or not all(
+        isinstance(key, str) or (type(key) is int and 0 <= key < 2**53) for key in path
+    ):
         return False
-    return sum(len(key) for key in path if isinstance(key, str)) <= len(name) and name_of(path) == name
+    return (
+        sum(len(key) for key in path if isinstance(key, str)) <= len(name) and name_of(path) == name
+    )
 
 
 def _check_lists(paths: Iterable[ItemPath]) -> None:
@@ -245,8 +279,8 @@ def _check_lists(paths: Iterable[ItemPath]) -> None:
     for prefix, found in indices.items():
         if max(found) >= len(found):
             raise CheckpointError(
-                f"{DCP_METADATA}: {_quote(name_of(prefix))} would be a list with place {max(found):,}, of whose places"
-                f" only {len(found):,} are stored"
+                f"{DCP_METADATA}: {_quote(name_of(prefix))} would be a list with place "
+                f"{max(found):,}, of whose places only {len(found):,} are stored"
             )
 
 
@@ -259,15 +293,22 @@ def _items(stored: Mapping[Any, Any], files: Mapping[str, int]) -> dict[_Key, It
     for index, info in stored.items():
         place = _fields(index, "MetadataIndex")
         offset = place.get("offset")
-        key = _Key(_text(place.get("fqn")), None if offset is None else _size(offset, "the offset of an item"))
+        key = _Key(
+            _text(place.get("fqn")),
+            None if offset is None else _size(offset, "the offset of an item"),
+        )
         if key in items:
-            raise CheckpointError(f"{DCP_METADATA} has bytes twice for {_quote(key.name)} at {offset}")
+            raise CheckpointError(
+                f"{DCP_METADATA} has bytes twice for {_quote(key.name)} at {offset}"
+            )
         items[key] = _item(_quote(key.name), _fields(info, "_StorageInfo"), files)
-    for first, second in itertools.pairwise(sorted(items.values(), key=lambda it: (it.file, it.offset, it.nbytes))):
+    for first, second in itertools.pairwise(
+        sorted(items.values(), key=lambda it: (it.file, it.offset, it.nbytes))
+    ):
         if first.file == second.file and first.offset + first.nbytes > second.offset:
             raise CheckpointError(
-                f"{DCP_METADATA}: bytes {second.offset:,} to {first.offset + first.nbytes:,} of {second.file} belong to"
-                " more than one item"
+                f"{DCP_METADATA}: bytes {second.offset:,} to {first.offset + first.nbytes:,} of "
+                f"{second.file} belong to more than one item"
             )
     return items
 
@@ -276,16 +317,23 @@ def _item(name: str, fields: Mapping[Any, Any], files: Mapping[str, int]) -> Ite
     file, offset, nbytes = fields.get("relative_path"), fields.get("offset"), fields.get("length")
     if fields.get("transform_descriptors"):
         raise CheckpointError(
-            f"{name} was stored through an extension (compression or the like), which is not supported"
+            f"{name} was stored through an extension (compression or the like), which is not "
+            f"supported"
         )
     if not isinstance(file, str) or not DATA_FILE.fullmatch(file):
-        raise CheckpointError(f"{name} is said to be in {_quote(file)}: expected a data file, __<rank>_<number>.distcp")
+        raise CheckpointError(
+            f"{name} is said to be in {_quote(file)}: expected a data file, "
+            f"__<rank>_<number>.distcp"
+        )
     if file not in files:
-        raise CheckpointError(f"{name} is in {file}, which is missing in the directory (or is not a regular file)")
+        raise CheckpointError(
+            f"{name} is in {file}, which is missing in the directory (or is not a regular file)"
+        )
     start, length = _size((offset, nbytes), f"the place of {name}")
     if length == 0 or start + length > files[file]:
         raise CheckpointError(
-            f"{name} is at bytes {start:,} to {start + length:,} of {file}, which has {files[file]:,} bytes"
+            f"{name} is at bytes {start:,} to {start + length:,} of {file}, which has "
+            f"{files[file]:,} bytes"
         )
     return Item(file=file, offset=start, nbytes=length)
 
@@ -306,20 +354,28 @@ def _tensor(path: ItemPath, fields: Mapping[Any, Any], items: dict[_Key, Item]) 
     dtype = _dtype(name, fields.get("properties"))
     shape = _size(fields.get("size"), f"the shape of {_quote(name)}")
     if not isinstance(chunks := fields.get("chunks"), list) or len(chunks) > len(items):
-        raise CheckpointError(f"{DCP_METADATA}: {_quote(name)} has more boxes than there are bytes for")
+        raise CheckpointError(
+            f"{DCP_METADATA}: {_quote(name)} has more boxes than there are bytes for"
+        )
     pieces: list[ForeignPiece] = []
     for chunk in chunks:
         place = _fields(chunk, "ChunkStorageMetadata")
-        offsets, sizes = (_size(place.get(word), f"a box of {_quote(name)}") for word in ("offsets", "sizes"))
+        offsets, sizes = (
+            _size(place.get(word), f"a box of {_quote(name)}") for word in ("offsets", "sizes")
+        )
         box = Box(offsets, sizes)
         inside = len(box.offsets) == len(box.sizes) == len(shape)
-        if not inside or any(at + n > size for at, n, size in zip(box.offsets, box.sizes, shape, strict=True)):
-            raise CheckpointError(f"{DCP_METADATA}: {_quote(name)} of shape {shape} has a box outside of it: {box}")
+        if not inside or any(
+            at + n > size for at, n, size in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{DCP_METADATA}: {_quote(name)} of shape {shape} has a box outside of it: {box}"
+            )
         item = _take(items, _Key(name, box.offsets))
         if box.numel * dtype.itemsize > item.nbytes:
             raise CheckpointError(
-                f"{_quote(name)}: a box of {box.numel:,} elements of {dtype} cannot be in the {item.nbytes:,} bytes at"
-                f" byte {item.offset:,} of {item.file}"
+                f"{_quote(name)}: a box of {box.numel:,} elements of {dtype} cannot be in the "
+                f"{item.nbytes:,} bytes at byte {item.offset:,} of {item.file}"
             )
         if box.numel:
             pieces.append(ForeignPiece(box=box, item=item))
@@ -328,47 +384,65 @@ def _tensor(path: ItemPath, fields: Mapping[Any, Any], items: dict[_Key, Item]) 
 
 
 def _dtype(name: str, properties: Any) -> torch.dtype:
-    """The element type; properties are pickled as a tuple of dtype, layout, and three things that do not matter."""
+    """The element type of a tensor.
+
+    Properties are pickled as a tuple of dtype, layout, and three things that do not matter.
+    """
     if isinstance(properties, Record):
         state = properties.state
         dtype, layout = state[:2] if isinstance(state, tuple) and len(state) == 5 else (None, None)
     else:
         fields = _fields(properties, "TensorProperties")
         dtype, layout = fields.get("dtype"), fields.get("layout")
-    if not isinstance(dtype, torch.dtype) or not _DTYPE.fullmatch(str(dtype)) or layout is not torch.strided:
-        raise CheckpointError(f"{DCP_METADATA}: {_quote(name)} is no dense tensor of a known element type")
+    if (
+        not isinstance(dtype, torch.dtype)
+        or not _DTYPE.fullmatch(str(dtype))
+        or layout is not torch.strided
+    ):
+        raise CheckpointError(
+            f"{DCP_METADATA}: {_quote(name)} is no dense tensor of a known element type"
+        )
     return dtype
 
 
 def _check_cover(name: str, shape: Sequence[int], found: Sequence[Box]) -> None:
     """Every element of the tensor is in exactly one box.
 
-    Summed up, the boxes count how often each element is covered. A count is determined by its differences along all
-    dims, and those of a box are its corners with alternating signs: so the corners of all boxes have to add up to the
-    corners of the tensor. That takes one pass, however the boxes lie.
+    Summed up, the boxes count how often each element is covered. A count is determined by its
+    differences along all dims, and those of a box are its corners with alternating signs: so the
+    corners of all boxes have to add up to the corners of the tensor. That takes one pass, however
+    the boxes lie.
     """
     cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in found)]
     if len(cut) > MAX_CUT_DIMS:
-        raise CheckpointError(f"{_quote(name)} is cut along {len(cut)} dims, expected at most {MAX_CUT_DIMS}")
+        raise CheckpointError(
+            f"{_quote(name)} is cut along {len(cut)} dims, expected at most {MAX_CUT_DIMS}"
+        )
     whole = [Box((0,) * len(shape), tuple(shape))] if 0 not in shape else []
     corners: Counter[tuple[int, ...]] = Counter()
     for these, sign in ((found, 1), (whole, -1)):
         for box in these:
-            edges = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in cut]
+            edges = [
+                ((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in cut
+            ]
             for corner in itertools.product(*edges):
-                corners[tuple(at for at, _ in corner)] += sign * math.prod(alternating for _, alternating in corner)
+                corners[tuple(at for at, _ in corner)] += sign * math.prod(
+                    alternating for _, alternating in corner
+                )
     if any(corners.values()):
         raise CheckpointError(
-            f"{DCP_METADATA}: the {len(found):,} boxes of {_quote(name)} do not cover its shape {tuple(shape)}:"
-            " elements are missing, or in more than one box"
+            f"{DCP_METADATA}: the {len(found):,} boxes of {_quote(name)} do not cover its shape "
+            f"{tuple(shape)}: elements are missing, or in more than one box"
         )
 
 
-# -- Opens checkpoints that other tools wrote: directories of ``torch.distributed.checkpoint``, with or without
+# -- Opens checkpoints that other tools wrote: directories of ``torch.distributed.checkpoint``, with
+#    or without
 #    Lightning
 #
-# Nothing of such a directory is executed, and no path in it is followed: pickles are read as data, files are regular
-# files of the directory itself. :class:`ForeignCheckpoint` gives it the layout of a checkpoint of this package:
+# Nothing of such a directory is executed, and no path in it is followed: pickles are read as data,
+# files are regular files of the directory itself. :class:`ForeignCheckpoint` gives it the layout of
+# a checkpoint of this package:
 #
 # - ``FSDPStrategy``: ``model``, ``optimizer_0``, ..., and ``meta.pt``; as it is.
 # - ``ModelParallelStrategy``: the same with ``state_dict`` in place of ``model``, which is what it becomes here.
@@ -394,18 +468,20 @@ class _Payload:
 class ForeignCheckpoint:
     """A checkpoint directory of another tool, open for reading.
 
-    Opening reads the index and the sizes of the files, and refuses a checkpoint whose tensors are not there in full.
-    Reading an element of a piece for the first time compares the CRC of the whole piece. A process may read while
-    others do; there are no collectives.
+    Opening reads the index and the sizes of the files, and refuses a checkpoint whose tensors are
+    not there in full. Reading an element of a piece for the first time compares the CRC of the
+    whole piece. A process may read while others do; there are no collectives.
 
     Args:
         path: The directory; it may be a link to one.
-        trust_pickle: Run the pickles of the directory, which may then hold more than data. Only for what you would
-            run as a program, too.
-        max_index_nbytes: Refuse a larger ``.metadata``. Reading one takes about 15 times its size of memory.
+        trust_pickle: Run the pickles of the directory, which may then hold more than data. Only for
+            what you would run as a program, too.
+        max_index_nbytes: Refuse a larger ``.metadata``. Reading one takes about 15 times its size
+            of memory.
 
     Raises:
-        CheckpointError: It is no such directory, or contradicts itself, or needs ``trust_pickle``: says where.
+        CheckpointError: It is no such directory, or contradicts itself, or needs ``trust_pickle``:
+            says where.
     """
 
     def __init__(
@@ -419,16 +495,17 @@ class ForeignCheckpoint:
         self._trust_pickle = trust_pickle
         if trust_pickle:
             log.warning(
-                "trust_pickle=True: the pickles in %s are run, with the rights of this process. Whoever wrote the"
-                " directory, or could write into it, decides what they do.",
+                "trust_pickle=True: the pickles in %s are run, with the rights of this process. "
+                "Whoever wrote the directory, or could write into it, decides what they do.",
                 self.path,
             )
         self._files = self._list()
         with self._open(DCP_METADATA) as span:
             if span.nbytes > max_index_nbytes:
                 raise CheckpointError(
-                    f"{self.path}: {DCP_METADATA} has {span.nbytes:,} bytes, expected at most {max_index_nbytes:,}:"
-                    " pass a higher max_index_nbytes if it is that large for a reason"
+                    f"{self.path}: {DCP_METADATA} has {span.nbytes:,} bytes, expected at most "
+                    f"{max_index_nbytes:,}: pass a higher max_index_nbytes if it is that large for "
+                    f"a reason"
                 )
             data = bytes(span.read(0, span.nbytes))
         with self._named():
@@ -444,7 +521,9 @@ class ForeignCheckpoint:
 
     @cached_property
     def meta(self) -> Mapping[str, Any]:
-        """What Lightning keeps beside the tensors (``meta.pt``): loops, callbacks, hyperparameters; empty without it.
+        """What Lightning keeps beside the tensors (``meta.pt``); empty without it.
+
+        It has loops, callbacks and hyperparameters.
 
         Raises:
             CheckpointError: It is damaged, or holds more than data.
@@ -454,7 +533,9 @@ class ForeignCheckpoint:
         with self._named(), self._open(LIGHTNING_META) as span:
             value = self._load(span)
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.path}: expected a mapping in {LIGHTNING_META}, found {type(value).__name__}")
+            raise CheckpointError(
+                f"{self.path}: expected a mapping in {LIGHTNING_META}, found {type(value).__name__}"
+            )
         return value
 
     def read(self, name: str, interval: Interval) -> torch.Tensor:
@@ -484,7 +565,9 @@ class ForeignCheckpoint:
                     if (common := _intersect(box, piece.box)) is not None:
                         file = piece.item.file
                         spans[file] = spans.get(file) or stack.enter_context(self._open(file))
-                        _narrow(target, common, box).copy_(self._read_box(spans[file], tensor, piece, common))
+                        _narrow(target, common, box).copy_(
+                            self._read_box(spans[file], tensor, piece, common)
+                        )
         return flat
 
     def read_object(self, name: str) -> Any:
@@ -513,29 +596,43 @@ class ForeignCheckpoint:
                     if tensor:
                         _check_view(archive.load_view(), tensor, tensor.pieces[index])
 
-    def _read_box(self, span: Span, tensor: ForeignTensor, piece: ForeignPiece, box: Box) -> torch.Tensor:
+    def _read_box(
+        self, span: Span, tensor: ForeignTensor, piece: ForeignPiece, box: Box
+    ) -> torch.Tensor:
         """A part of a piece, as a tensor of its shape."""
         if (payload := self._payloads.get(piece.item)) is None:
             archive = Archive(_part(span, piece.item, f"a piece of {tensor.name!r}"))
             view = archive.load_view()
             _check_view(view, tensor, piece)
             record = archive.payload(view.record, view.record_nbytes)
-            payload = _Payload(offset=record.offset + view.offset * tensor.dtype.itemsize, strides=view.strides)
+            payload = _Payload(
+                offset=record.offset + view.offset * tensor.dtype.itemsize, strides=view.strides
+            )
             self._payloads[piece.item] = payload
         inner = [at - origin for at, origin in zip(box.offsets, piece.box.offsets, strict=True)]
         first = sum(at * stride for at, stride in zip(inner, payload.strides, strict=True))
-        count = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, payload.strides, strict=True))
+        count = 1 + sum(
+            (size - 1) * stride for size, stride in zip(box.sizes, payload.strides, strict=True)
+        )
         itemsize = tensor.dtype.itemsize
         data = span.read(payload.offset + first * itemsize, count * itemsize)
-        return torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype).as_strided(box.sizes, payload.strides)
+        return (
+            torch.frombuffer(data, dtype=torch.uint8)
+            .view(tensor.dtype)
+            .as_strided(box.sizes, payload.strides)
+        )
 
     def _load(self, span: Span) -> Any:
         if self._trust_pickle:
             Archive(span).check()
             try:
-                return torch.load(io.BytesIO(span.read(0, span.nbytes)), map_location="cpu", weights_only=False)
+                return torch.load(
+                    io.BytesIO(span.read(0, span.nbytes)), map_location="cpu", weights_only=False
+                )
             except Exception as error:
-                raise CheckpointError(f"{span.where} cannot be loaded: {type(error).__name__}: {error}") from error
+                raise CheckpointError(
+                    f"{span.where} cannot be loaded: {type(error).__name__}: {error}"
+                ) from error
         return Archive(span).load()
 
     # -- files
@@ -547,27 +644,44 @@ class ForeignCheckpoint:
                 names = [entry.name for entry in entries if DATA_FILE.fullmatch(entry.name)]
             found = {name: os.lstat(os.path.join(self.path, name)) for name in names}
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"expected a checkpoint directory at {self.path!r}: {error}") from error
-        return {name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)}
+            raise CheckpointError(
+                f"expected a checkpoint directory at {self.path!r}: {error}"
+            ) from error
+        return {
+            name: status.st_size for name, status in found.items() if stat.S_ISREG(status.st_mode)
+        }
 
     def _is_there(self, name: str) -> bool:
         return os.path.lexists(os.path.join(self.path, name))
 
     @contextlib.contextmanager
     def _open(self, name: str) -> Generator[Span]:
-        """A regular file of the directory; nothing that a link leads to, and nothing that blocks."""
+        """A regular file of the directory; nothing that a link leads to or that blocks."""
         try:
-            fd = os.open(os.path.join(self.path, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(
+                os.path.join(self.path, name),
+                os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            )
         except OSError as error:
-            hint = ": without it this is no checkpoint of torch.distributed.checkpoint" if name == DCP_METADATA else ""
-            text = f"{self.path}: {name} cannot be opened as a regular file ({error.strerror}){hint}"
+            hint = (
+                ": without it this is no checkpoint of torch.distributed.checkpoint"
+                if name == DCP_METADATA
+                else ""
+            )
+            text = (
+                f"{self.path}: {name} cannot be opened as a regular file ({error.strerror}){hint}"
+            )
             raise CheckpointError(text) from error
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{self.path}: expected {name} to be a regular file, found something else")
+                raise CheckpointError(
+                    f"{self.path}: expected {name} to be a regular file, found something else"
+                )
             if status.st_size != self._files.get(name, status.st_size):
-                raise CheckpointError(f"{self.path}: {name} has changed since the checkpoint was opened")
+                raise CheckpointError(
+                    f"{self.path}: {name} has changed since the checkpoint was opened"
+                )
             yield Span(fd=fd, offset=0, nbytes=status.st_size, where=name)
         finally:
             os.close(fd)
@@ -593,11 +707,13 @@ def _part(span: Span, item: Item, what: str) -> Span:
 def _check_view(view: TensorView, tensor: ForeignTensor, piece: ForeignPiece) -> None:
     expected, found = (tensor.dtype, piece.box.sizes), (view.dtype, view.shape)
     if expected == found and view.span < piece.box.numel:
-        raise CheckpointError(f"{tensor.name!r}: the tensor stored at byte {piece.item.offset:,} is in itself twice")
+        raise CheckpointError(
+            f"{tensor.name!r}: the tensor stored at byte {piece.item.offset:,} is in itself twice"
+        )
     if expected != found:
         raise CheckpointError(
-            f"{tensor.name!r}: the index says {expected[0]} of shape {expected[1]}, and at byte {piece.item.offset:,}"
-            f" of {piece.item.file} there is {found[0]} of shape {found[1]}"
+            f"{tensor.name!r}: the index says {expected[0]} of shape {expected[1]}, and at byte "
+            f"{piece.item.offset:,} of {piece.item.file} there is {found[0]} of shape {found[1]}"
         )
 
 
@@ -605,7 +721,9 @@ def _intersect(first: Box, second: Box) -> Box | None:
     """The common part; None if there is none."""
     pairs = [
         Interval(at, at + size).intersect(Interval(other, other + other_size))
-        for at, size, other, other_size in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+        for at, size, other, other_size in zip(
+            first.offsets, first.sizes, second.offsets, second.sizes, strict=True
+        )
     ]
     box = Box(tuple(pair.start for pair in pairs), tuple(pair.numel for pair in pairs))
     return box if box.numel else None
@@ -631,7 +749,12 @@ def _normalised(index: ForeignIndex) -> tuple[dict[str, ForeignTensor], dict[str
     tensors = [replace(tensor, path=place(tensor.path, True)) for tensor in index.tensors.values()]
     objects = [replace(stored, path=place(stored.path, False)) for stored in index.objects.values()]
     names = {stored.path for stored in (*tensors, *objects)}
-    found = {tensor.name: tensor for tensor in tensors}, {name_of(stored.path): stored for stored in objects}
+    found = (
+        {tensor.name: tensor for tensor in tensors},
+        {name_of(stored.path): stored for stored in objects},
+    )
     if len({*found[0], *found[1]}) != len(tensors) + len(objects):
-        raise CheckpointError(f"two of its {len(names):,} values would have the same name under {MODEL!r}")
+        raise CheckpointError(
+            f"two of its {len(names):,} values would have the same name under {MODEL!r}"
+        )
     return found

@@ -1,4 +1,6 @@
-"""The indexes for other tools: ``.metadata`` of ``torch.distributed.checkpoint`` and ``meta.pt`` of Lightning.
+"""Indexes for other tools.
+
+They are ``.metadata`` of ``torch.distributed.checkpoint`` and ``meta.pt`` of Lightning.
 
 Both are pickles, which this package writes and never reads.
 """
@@ -27,7 +29,7 @@ DCP_VERSION = "1.0.0"
 
 
 def dcp_metadata(manifest: Manifest) -> Metadata:
-    """What ``torch.distributed.checkpoint`` has to know to load the tensors and objects of a checkpoint.
+    """What ``torch.distributed.checkpoint`` needs to load a checkpoint's tensors and objects.
 
     Args:
         manifest: Of the checkpoint.
@@ -48,7 +50,9 @@ def dcp_metadata(manifest: Manifest) -> Metadata:
         state_dict_metadata=stored,
         planner_data=paths,
         storage_data=places,
-        storage_meta=StorageMeta(save_id=manifest.run.uuid),  # where it was written is nobody's business
+        storage_meta=StorageMeta(
+            save_id=manifest.run.uuid
+        ),  # where it was written is nobody's business
         version=DCP_VERSION,
     )
 
@@ -59,10 +63,11 @@ def to_bytes(metadata: Metadata) -> bytes:
 
 
 def lightning_meta(tree: Any) -> bytes:
-    """The content of ``meta.pt``: what a checkpoint holds besides the tensors of the model and the optimizers.
+    """Content of ``meta.pt``: a checkpoint without the tensors of the model and the optimizers.
 
-    Containers of other types become plain ones, and tensors come to the CPU without the rest of their storage, so that
-    ``torch.load(..., weights_only=True)`` reads the result unless a value in it is of a type that it refuses.
+    Containers of other types become plain ones, and tensors come to the CPU without the rest of
+    their storage, so that ``torch.load(..., weights_only=True)`` reads the result unless a value in
+    it is of a type that it refuses.
 
     Args:
         tree: Nested containers of values that can be pickled.
@@ -77,7 +82,9 @@ def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
         properties=TensorProperties(dtype=tensor.dtype),
         size=torch.Size(tensor.shape),
         chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(piece.box.offsets), sizes=torch.Size(piece.box.sizes))
+            ChunkStorageMetadata(
+                offsets=torch.Size(piece.box.offsets), sizes=torch.Size(piece.box.sizes)
+            )
             for piece in tensor.pieces
         ],
     )
@@ -94,7 +101,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in cast("list[Any]", value)]
     if isinstance(value, tuple):
-        return value if type(value) is torch.Size else tuple(map(_plain, cast("tuple[Any, ...]", value)))
+        return (
+            value
+            if type(value) is torch.Size
+            else tuple(map(_plain, cast("tuple[Any, ...]", value)))
+        )
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         tensor = value.detach().cpu()
         if tensor.layout is not torch.strided:

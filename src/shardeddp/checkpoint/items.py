@@ -22,7 +22,8 @@ from shardeddp.checkpoint.manifest import BLOCK_NBYTES, Item, StoredFile
 from shardeddp.errors import CheckpointError
 from shardeddp.torch_private import rebuild_tensor
 
-# -- Checksums: xxh3 of 128 bits (https://xxhash.com), of the memory of tensors block by block; they find accidents
+# -- Checksums: xxh3 of 128 bits (https://xxhash.com), of the memory of tensors block by block; they
+#    find accidents
 
 ALGORITHM = "xxh3_128"
 
@@ -34,21 +35,27 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 def memory_of(elements: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host; writing to them changes the tensor."""
-    return elements.detach().reshape(-1).view(torch.uint8).numpy().data if elements.numel() else memoryview(b"")
+    return (
+        elements.detach().reshape(-1).view(torch.uint8).numpy().data
+        if elements.numel()
+        else memoryview(b"")
+    )
 
 
 def block_checksums(elements: torch.Tensor) -> tuple[str, ...]:
-    """Of every ``BLOCK_NBYTES`` of a contiguous tensor on the host; the last block may be shorter."""
+    """Checksums of every ``BLOCK_NBYTES`` of a contiguous host tensor; the last may be shorter."""
     data = memory_of(elements)
-    return tuple(checksum(data[start : start + BLOCK_NBYTES]) for start in range(0, len(data), BLOCK_NBYTES))
+    return tuple(
+        checksum(data[start : start + BLOCK_NBYTES]) for start in range(0, len(data), BLOCK_NBYTES)
+    )
 
 
-# -- Data files: tensors and objects appended as items that ``torch.load`` reads, and hashed on their way to the disk
+# -- Data files: tensors and objects appended as items that ``torch.load`` reads, and hashed on
+#    their way to the disk
 #
-# [Note: the frame of a tensor's item]
-# An item is a zip archive of stored records, as ``torch.save`` writes it, but ``torch.save`` needs one more copy of
-# the tensor and a slow CRC. What surrounds the payload depends only on dtype and shape, so it is made once for each
-# of them::
+# [Note: the frame of a tensor's item] An item is a zip archive of stored records, as ``torch.save``
+# writes it, but ``torch.save`` needs one more copy of the tensor and a slow CRC. What surrounds the
+# payload depends only on dtype and shape, so it is made once for each of them::
 #
 #     head     three small records that say what the payload is, and the local header of the payload's own record,
 #              padded so that the payload starts on a multiple of 64 bytes
@@ -72,10 +79,12 @@ class DataFile:
     After an error it takes no more items: what is on the disk by then is unknown.
 
     Args:
-        fd: A file descriptor, open for writing at the start of an empty file. It stays the caller's: to sync and close.
+        fd: A file descriptor, open for writing at the start of an empty file. It stays the
+            caller's: to sync and close.
         name: Of the file in the checkpoint, ``"__0_0.distcp"``.
         crc: Write the CRC of every tensor, with which other tools find damage (the checksums that
-            :meth:`put_tensor` returns do not depend on it). False writes zeros, as ``torch.save`` does when told to.
+            :meth:`put_tensor` returns do not depend on it). False writes zeros, as ``torch.save``
+            does when told to.
     """
 
     def __init__(self, fd: int, name: str, *, crc: bool = True) -> None:
@@ -93,7 +102,8 @@ class DataFile:
             tensor: Contiguous, on the CPU, of any dtype and shape.
 
         Returns:
-            The item; where in the file its payload starts; the checksum of each ``BLOCK_NBYTES`` of the payload.
+            The item; where in the file its payload starts; the checksum of each ``BLOCK_NBYTES`` of
+            the payload.
 
         Raises:
             OSError: Writing failed.
@@ -101,7 +111,10 @@ class DataFile:
         payload = _payload(tensor)
         frame = frame_of(tensor.dtype, tuple(tensor.shape), crc=self._crc)
         crc, checksums = 0, list[str]()
-        waiting = [*self._start(), frame.head]  # written along with the first block: one call for a small tensor
+        waiting = [
+            *self._start(),
+            frame.head,
+        ]  # written along with the first block: one call for a small tensor
         offset = self._nbytes + len(waiting[0])
         self._frames.update(frame.head)
         for start in range(0, len(payload), BLOCK_NBYTES):
@@ -124,7 +137,8 @@ class DataFile:
         """Append a value as ``torch.save`` pickles it.
 
         Args:
-            value: Anything that can be pickled; meant for small things, it is held in memory once more.
+            value: Anything that can be pickled; meant for small things, it is held in memory once
+                more.
 
         Raises:
             OSError: Writing failed.
@@ -142,14 +156,18 @@ class DataFile:
         """Take no more items; the file is whole then, but neither synced nor closed.
 
         Returns:
-            The size of the file, and the checksum of everything in it that is not the payload of a tensor.
+            The size of the file, and the checksum of everything in it that is not the payload of a
+            tensor.
         """
         self._require_writable()
         self._writable = False
         return StoredFile(nbytes=self._nbytes, checksum=self._frames.hexdigest())
 
     def _start(self) -> list[bytes | memoryview]:
-        """Begin an item: the gap in front of it. Until the item is complete, the file is not writable."""
+        """Begin an item with the gap in front of it.
+
+        Until the item is complete, the file is not writable.
+        """
         self._require_writable()
         self._writable = False
         gap = bytes(-self._nbytes % ALIGNMENT)
@@ -158,7 +176,9 @@ class DataFile:
 
     def _require_writable(self) -> None:
         if not self._writable:
-            raise RuntimeError(f"{self._name} takes no more items: it was closed, or writing one has failed")
+            raise RuntimeError(
+                f"{self._name} takes no more items: it was closed, or writing one has failed"
+            )
 
     def _write(self, buffers: Sequence[bytes | memoryview]) -> None:
         left = [memoryview(buffer) for buffer in buffers if len(buffer) > 0]
@@ -209,7 +229,9 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
         "version": b"3\n",
     }
     for name, data in small.items():
-        record = _Record(name=name, nbytes=len(data), offset=len(head), crc=zlib.crc32(data) if crc else 0)
+        record = _Record(
+            name=name, nbytes=len(data), offset=len(head), crc=zlib.crc32(data) if crc else 0
+        )
         head += record.local() + data
         entries.append(record.central())
     # torch.load calls the only storage "0"
@@ -221,7 +243,11 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
     directory = b"".join((*entries, last))
     end = _end(len(entries) + 1, len(directory), directory_offset)
     # The CRC of the payload stands at byte 16 of its entry, which is the last one.
-    return Frame(head=bytes(head), before_crc=sizes + b"".join(entries) + last[:16], after_crc=last[20:] + end)
+    return Frame(
+        head=bytes(head),
+        before_crc=sizes + b"".join(entries) + last[:16],
+        after_crc=last[20:] + end,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,20 +276,30 @@ class _Record:
         """The entry in the central directory."""
         name, extra = self._name(), self._sizes_64()
         made_by = struct.pack("<4sH", _CENTRAL, 45)
-        return made_by + self._common(name, extra) + struct.pack("<HHHII", 0, 0, 0, 0, self.offset) + name + extra
+        return (
+            made_by
+            + self._common(name, extra)
+            + struct.pack("<HHHII", 0, 0, 0, 0, self.offset)
+            + name
+            + extra
+        )
 
     def _common(self, name: bytes, extra: bytes) -> bytes:
         flags = _UTF8 | (_HAS_DESCRIPTOR if self.described else 0)
         size = min(self.nbytes, _ZIP64)
         version = 45 if size == _ZIP64 else 20
         # Stored; neither time nor date, so that equal tensors make equal items.
-        return struct.pack("<5H3I2H", version, flags, 0, 0, 0, self.crc, size, size, len(name), len(extra))
+        return struct.pack(
+            "<5H3I2H", version, flags, 0, 0, 0, self.crc, size, size, len(name), len(extra)
+        )
 
     def _name(self) -> bytes:
         return f"archive/{self.name}".encode()
 
     def _sizes_64(self) -> bytes:
-        return struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.nbytes >= _ZIP64 else b""
+        return (
+            struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes) if self.nbytes >= _ZIP64 else b""
+        )
 
 
 def _end(count: int, nbytes: int, offset: int) -> bytes:
@@ -296,10 +332,16 @@ class _Pickler(pickle.Pickler):
         self._nbytes = nbytes
 
     def persistent_id(self, obj: Any) -> Any:
-        return ("storage", torch.UntypedStorage, "0", "cpu", self._nbytes) if isinstance(obj, _Storage) else None
+        return (
+            ("storage", torch.UntypedStorage, "0", "cpu", self._nbytes)
+            if isinstance(obj, _Storage)
+            else None
+        )
 
 
-def _pickled(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> bytes:
+def _pickled(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], nbytes: int
+) -> bytes:
     buffer = io.BytesIO()
     hooks: OrderedDict[int, Any] = OrderedDict()
     arguments = (_Storage(), 0, shape, strides, False, hooks, dtype)
@@ -312,14 +354,16 @@ def _payload(tensor: torch.Tensor) -> memoryview:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
     if not plain or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            f"expected a contiguous tensor on the CPU without a lazy conjugation or negation, found a "
-            f"{type(tensor).__name__} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}: "
-            "call .cpu().resolve_conj().resolve_neg().contiguous() first"
+            f"expected a contiguous tensor on the CPU without a lazy conjugation or negation, "
+            f"found a {type(tensor).__name__} of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()} on {tensor.device}: call "
+            f".cpu().resolve_conj().resolve_neg().contiguous() first"
         )
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-# -- The CRCs inside an item or a plain file, checked without torch: they find damage where no manifest has checksums
+# -- The CRCs inside an item or a plain file, checked without torch: they find damage where no
+#    manifest has checksums
 
 CHUNK_NBYTES = 2**20
 """Read and checked at a time; it stays in the processor's cache in between."""
@@ -346,18 +390,20 @@ class Record:
 def check_item_crc(fd: int, item: Item) -> bool:
     """Check the bytes of an item against the CRCs that ``torch.save`` has put there.
 
-    They cover the records of the zip archive and not what lies around these. Nothing is unpickled or unpacked, and no
-    more is read than the item has bytes (and its directory once more).
+    They cover the records of the zip archive and not what lies around these. Nothing is unpickled
+    or unpacked, and no more is read than the item has bytes (and its directory once more).
 
     Args:
         fd: The data file, open for reading; its position is left alone.
         item: In that file.
 
     Returns:
-        Whether there are CRCs. False for an item that was written without: nothing in it was checked.
+        Whether there are CRCs. False for an item that was written without: nothing in it was
+        checked.
 
     Raises:
-        CheckpointError: A CRC is wrong, or the item is no archive of stored records that lie inside of it.
+        CheckpointError: A CRC is wrong, or the item is no archive of stored records that lie inside
+            of it.
         OSError: Reading failed.
     """
     records = records_of(fd, item)
@@ -369,8 +415,8 @@ def check_item_crc(fd: int, item: Item) -> bool:
             first, last = item.offset + record.offset, item.offset + record.offset + record.nbytes
             raise _damaged(
                 item,
-                f"record {record.name!r} at bytes {first:,} to {last:,} of the file has CRC {found:08x}, "
-                f"expected {record.crc:08x}",
+                f"record {record.name!r} at bytes {first:,} to {last:,} of the file has CRC "
+                f"{found:08x}, expected {record.crc:08x}",
             )
     return True
 
@@ -418,7 +464,10 @@ def read_record(fd: int, item: Item, record: Record) -> bytes:
     data = bytearray(record.nbytes)
     _Window(fd, item).read_into(memoryview(data), record.offset)
     if zlib.crc32(data) != record.crc:
-        raise _damaged(item, f"record {record.name!r} has CRC {zlib.crc32(data):08x}, expected {record.crc:08x}")
+        raise _damaged(
+            item,
+            f"record {record.name!r} has CRC {zlib.crc32(data):08x}, expected {record.crc:08x}",
+        )
     return bytes(data)
 
 
@@ -437,7 +486,9 @@ class _Window:
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._item.nbytes}[whence]
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._item.nbytes}[
+            whence
+        ]
         if start + offset < 0:
             raise ValueError("a position before the start")
         self._position = start + offset
@@ -447,7 +498,9 @@ class _Window:
         left = max(0, self._item.nbytes - self._position)
         nbytes = left if nbytes < 0 else min(nbytes, left)
         if nbytes > MAX_DIRECTORY_NBYTES:
-            raise zipfile.BadZipFile(f"a directory of {nbytes:,} bytes, at most {MAX_DIRECTORY_NBYTES:,} were expected")
+            raise zipfile.BadZipFile(
+                f"a directory of {nbytes:,} bytes, at most {MAX_DIRECTORY_NBYTES:,} were expected"
+            )
         data = bytearray(nbytes)
         self.read_into(memoryview(data), self._position)
         self._position += nbytes
@@ -458,12 +511,17 @@ class _Window:
         while len(view):
             count = os.preadv(self._fd, [view], self._item.offset + offset)
             if count == 0:
-                raise _damaged(self._item, f"the file ends after {self._item.offset + offset:,} bytes")
+                raise _damaged(
+                    self._item, f"the file ends after {self._item.offset + offset:,} bytes"
+                )
             view, offset = view[count:], offset + count
 
 
 def _check_end(window: _Window, count: int) -> None:
-    """Whether the directory had as many entries as it says: `zipfile` does not look, and a wrong length hides some."""
+    """Check that the directory had as many entries as it says.
+
+    `zipfile` does not look, and a wrong length hides some.
+    """
     window.seek(-_END_RECORD.size, os.SEEK_END)
     signature, *_, expected, _, _, _ = _END_RECORD.unpack(window.read(_END_RECORD.size))
     if signature != b"PK\5\6":
@@ -487,6 +545,6 @@ def _locate(window: _Window, info: zipfile.ZipInfo) -> Record:
 
 def _damaged(item: Item, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{item.file} is damaged in its item of {item.nbytes:,} bytes at byte {item.offset:,}: {what}. "
-        "Use another checkpoint, or a copy of this one."
+        f"{item.file} is damaged in its item of {item.nbytes:,} bytes at byte {item.offset:,}: "
+        f"{what}. Use another checkpoint, or a copy of this one."
     )

@@ -1,12 +1,15 @@
-"""Sharded tensors that callbacks and modules keep in a checkpoint, beside the model and its optimizers: home-made EMAs.
+"""Sharded tensors that callbacks and modules keep in a checkpoint, such as home-made EMAs.
 
-They are saved whole or in shards like everything else. A run that goes on shall find them sharded again, and not whole
-on every rank, so the checkpoint says where they are and like which parameter each was sharded::
+They lie beside the model and its optimizers.
+
+They are saved whole or in shards like everything else. A run that goes on shall find them sharded
+again, and not whole on every rank, so the checkpoint says where they are and like which parameter
+each was sharded::
 
     checkpoint["shardeddp"]["kept_shards"] = [["blocks.0.up.weight", ["callbacks", "EMA", "average", "up"]], ...]
 
-They are read before the model is sharded, and callbacks take them then: Lightning gives each callback a deep copy. When
-the model is sharded, each becomes sharded where it is, whoever holds it.
+They are read before the model is sharded, and callbacks take them then: Lightning gives each
+callback a deep copy. When the model is sharded, each becomes sharded where it is, whoever holds it.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def places_of_shards(checkpoint: Mapping[str, Any], module: nn.Module) -> Places
         module: The sharded module.
     """
     named = module.named_parameters()
-    names = {id(parameter.spec): name for name, parameter in named if isinstance(parameter, ShardTensor)}
+    names = {
+        id(parameter.spec): name for name, parameter in named if isinstance(parameter, ShardTensor)
+    }
     entries = {key: value for key, value in checkpoint.items() if key not in _LOADED_BY_NAME}
     found = ((names.get(id(tensor.spec)), keys) for tensor, keys in _shards(entries, []))
     return [[fqn, keys] for fqn, keys in found if fqn is not None]
@@ -75,7 +80,8 @@ class KeptShards:
     def shard(self, module: nn.Module) -> None:
         """Make each of them sharded, like the parameter and on its device; no communication.
 
-        One whose parameter is gone or has another shape becomes whole, and so does one of which somebody has a view.
+        One whose parameter is gone or has another shape becomes whole, and so does one of which
+        somebody has a view.
 
         Args:
             module: The sharded module.
@@ -84,12 +90,16 @@ class KeptShards:
             CheckpointError: One cannot be read as it was written. None has changed then.
         """
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        made = [(tensor, _like(tensor, parameters.get(fqn))) for tensor, fqn in self._found.values()]
+        made = [
+            (tensor, _like(tensor, parameters.get(fqn))) for tensor, fqn in self._found.values()
+        ]
         self._found = {}
         for tensor, other in made:
             try:
                 torch.utils.swap_tensors(tensor, other)
-            except RuntimeError:  # C++ or a weak reference holds it, a view for example: it stays as whole as it is
+            except (
+                RuntimeError
+            ):  # C++ or a weak reference holds it, a view for example: it stays as whole as it is
                 if isinstance(tensor, LazyTensor):
                     tensor.keep()
 
@@ -102,7 +112,12 @@ def _watched(
         lazy = tensor
     elif isinstance(holder, (dict, list)):
         flat = tensor.detach().reshape(-1)
-        lazy = LazyTensor(tuple(keys), tuple(tensor.shape), tensor.dtype, lambda at: flat[at.start : at.stop].clone())
+        lazy = LazyTensor(
+            tuple(keys),
+            tuple(tensor.shape),
+            tensor.dtype,
+            lambda at: flat[at.start : at.stop].clone(),
+        )
         holder[keys[-1]] = lazy
     else:
         return tensor  # in a tuple: copies of it stay whole
@@ -114,7 +129,11 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
     if not isinstance(parameter, ShardTensor) or parameter.shape != tensor.shape:
         return tensor.whole() if isinstance(tensor, LazyTensor) else tensor.detach()
     spec, device = parameter.spec, parameter.to_local().device
-    local = tensor.elements(spec.interval) if isinstance(tensor, LazyTensor) else spec.localize(tensor.detach())
+    local = (
+        tensor.elements(spec.interval)
+        if isinstance(tensor, LazyTensor)
+        else spec.localize(tensor.detach())
+    )
     return ShardTensor(local.to(device, copy=True), spec)
 
 

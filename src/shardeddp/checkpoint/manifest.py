@@ -18,11 +18,11 @@ from shardeddp.checkpoint.state_codec import JsonLimits, parse_json
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, interval_of
 
-# -- The manifest of a sharded checkpoint: where every byte of every tensor is, and its checksum; the only index we read
+# -- The manifest of a sharded checkpoint: where every byte of every tensor is, and its checksum;
+#    the only index we read
 #
-# [Note: the files of a sharded checkpoint]
-# A checkpoint is a directory, and it is one if and only if its manifest is whole and its files have the sizes given
-# there:
+# [Note: the files of a sharded checkpoint] A checkpoint is a directory, and it is one if and only
+# if its manifest is whole and its files have the sizes given there:
 #
 # - ``__{rank}_{k}.distcp``: data, a sequence of items. An item is what ``torch.save`` makes of one tensor (or of one
 #   other object): a zip archive whose records are stored as they are. The *payload* of a tensor's item, its raw
@@ -108,7 +108,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """A value that is not a tensor, pickled for ``torch.distributed.checkpoint``; never read by this package."""
+    """A pickled non-tensor for ``torch.distributed.checkpoint``; never read by this package."""
 
     path: ItemPath
     item: Item
@@ -169,7 +169,8 @@ def name_of(path: Sequence[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-# -- The manifest as a file, and the index in a plain file: JSON, and what is checked when it is read
+# -- The manifest as a file, and the index in a plain file: JSON, and what is checked when it is
+#    read
 
 _OTHER_FILES = frozenset({STATE, DCP_METADATA, LIGHTNING_META})
 _DIGEST = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":')
@@ -179,7 +180,12 @@ _PREFIX_NBYTES = len('{"sha256":"",\n"manifest":') + 64
 def manifest_to_bytes(manifest: Manifest) -> bytes:
     """The content of ``manifest.json``; the sha256 in it is the identity of the checkpoint."""
     tensors = [
-        [list(tensor.path), _dtype_name(tensor.dtype), tensor.shape, [_piece_to_json(it) for it in tensor.pieces]]
+        [
+            list(tensor.path),
+            _dtype_name(tensor.dtype),
+            tensor.shape,
+            [_piece_to_json(it) for it in tensor.pieces],
+        ]
         for tensor in manifest.tensors.values()
     ]
     body = json.dumps(
@@ -190,7 +196,9 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
             "algorithm": manifest.algorithm,
             "block_nbytes": BLOCK_NBYTES,
             "files": {name: [file.nbytes, file.checksum] for name, file in manifest.files.items()},
-            "objects": [[list(it.path), *_item_to_json(it.item)] for it in manifest.objects.values()],
+            "objects": [
+                [list(it.path), *_item_to_json(it.item)] for it in manifest.objects.values()
+            ],
             "tensors": tensors,
         },
         separators=(",", ":"),
@@ -210,12 +218,15 @@ def manifest_from_bytes(data: bytes, memory_nbytes: int = 0) -> Manifest:
     """
     digest = _DIGEST.match(data)
     if digest is None or not data.endswith(b"}"):
-        raise CheckpointError(f"{MANIFEST} is no manifest of a sharded checkpoint: it does not start as one")
+        raise CheckpointError(
+            f"{MANIFEST} is no manifest of a sharded checkpoint: it does not start as one"
+        )
     body = data[_PREFIX_NBYTES:-1]
     found = hashlib.sha256(body).hexdigest()
     if found.encode() != digest[1]:
         raise CheckpointError(
-            f"{MANIFEST} is damaged: expected sha256 {digest[1].decode()} over its {len(body):,} bytes, found {found}"
+            f"{MANIFEST} is damaged: expected sha256 {digest[1].decode()} over its {len(body):,} "
+            f"bytes, found {found}"
         )
     limits = JsonLimits()
     limits = replace(limits, memory_nbytes=max(limits.memory_nbytes, memory_nbytes))
@@ -223,7 +234,9 @@ def manifest_from_bytes(data: bytes, memory_nbytes: int = 0) -> Manifest:
 
 
 def index_to_bytes(
-    run: Run, tensors: Iterable[tuple[ItemPath, torch.dtype, Sequence[int], int]], objects: Iterable[ItemPath]
+    run: Run,
+    tensors: Iterable[tuple[ItemPath, torch.dtype, Sequence[int], int]],
+    objects: Iterable[ItemPath],
 ) -> bytes:
     """The record of a plain file that says which training wrote it and what its other records are.
 
@@ -237,12 +250,17 @@ def index_to_bytes(
         "version": VERSION,
         "run": {**vars(run), "versions": dict(run.versions)},
         "objects": [list(path) for path in objects],
-        "tensors": [[list(path), _dtype_name(dtype), list(shape), record] for path, dtype, shape, record in tensors],
+        "tensors": [
+            [list(path), _dtype_name(dtype), list(shape), record]
+            for path, dtype, shape, record in tensors
+        ],
     }
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def index_from_bytes(data: bytes, file: str, nbytes: int, records: Mapping[int, Interval]) -> Manifest:
+def index_from_bytes(
+    data: bytes, file: str, nbytes: int, records: Mapping[int, Interval]
+) -> Manifest:
     """Read what :func:`index_to_bytes` has made.
 
     Args:
@@ -265,7 +283,9 @@ def index_from_bytes(data: bytes, file: str, nbytes: int, records: Mapping[int, 
         objects = [StoredObject(path=_path(path), item=whole) for path in document["objects"]]
         run = _run(**document["run"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{INDEX} contradicts itself: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{INDEX} contradicts itself: {type(error).__name__}: {error}"
+        ) from error
     return Manifest(
         run=run,
         algorithm=CRC,
@@ -279,7 +299,9 @@ def _indexed(
     item: Item, records: Mapping[int, Interval], path: Any, dtype: Any, shape: Any, record: Any
 ) -> StoredTensor:
     sizes, bytes_of_it = tuple(map(_count, shape)), records[_count(record)]
-    piece = Piece(box=Box((0,) * len(sizes), sizes), item=item, payload=bytes_of_it.start, checksums=())
+    piece = Piece(
+        box=Box((0,) * len(sizes), sizes), item=item, payload=bytes_of_it.start, checksums=()
+    )
     tensor = StoredTensor(path=_path(path), dtype=_dtype(dtype), shape=sizes, pieces=(piece,))
     if tensor.nbytes != bytes_of_it.numel:
         raise ValueError(f"{tensor.name} has {tensor.nbytes} bytes, its record {bytes_of_it.numel}")
@@ -289,8 +311,8 @@ def _indexed(
 def _check_format(document: dict[str, Any]) -> None:
     if document["format"] != FORMAT or document["version"] != VERSION:
         raise ValueError(
-            f"expected format {FORMAT!r} version {VERSION}, found {document['format']!r} {document['version']!r}; "
-            f"a newer shardeddp may read it"
+            f"expected format {FORMAT!r} version {VERSION}, found {document['format']!r} "
+            f"{document['version']!r}; a newer shardeddp may read it"
         )
 
 
@@ -299,7 +321,13 @@ def _item_to_json(item: Item) -> list[Any]:
 
 
 def _piece_to_json(piece: Piece) -> list[Any]:
-    return [piece.box.offsets, piece.box.sizes, *_item_to_json(piece.item), piece.payload, piece.checksums]
+    return [
+        piece.box.offsets,
+        piece.box.sizes,
+        *_item_to_json(piece.item),
+        piece.payload,
+        piece.checksums,
+    ]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -311,11 +339,15 @@ def _read(value: Any) -> Manifest:
     try:
         return _Reader(value).manifest()
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{MANIFEST} contradicts itself: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{MANIFEST} contradicts itself: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Reader:
-    """Turns the parsed document into a manifest; raises KeyError, TypeError or ValueError where it is wrong.
+    """Turns the parsed document into a manifest.
+
+    Raises KeyError, TypeError or ValueError where the document is wrong.
 
     Args:
         document: As it was parsed.
@@ -324,7 +356,9 @@ class _Reader:
     def __init__(self, document: dict[str, Any]) -> None:
         _check_format(document)
         if document["block_nbytes"] != BLOCK_NBYTES:
-            raise ValueError(f"expected blocks of {BLOCK_NBYTES} bytes, found {document['block_nbytes']!r}")
+            raise ValueError(
+                f"expected blocks of {BLOCK_NBYTES} bytes, found {document['block_nbytes']!r}"
+            )
         self._document = document
         self._files = {
             _file_name(name): StoredFile(nbytes=_count(nbytes), checksum=_text(checksum))
@@ -335,7 +369,10 @@ class _Reader:
     def manifest(self) -> Manifest:
         document = self._document
         tensors = [self._tensor(*it) for it in document["tensors"]]
-        objects = [StoredObject(path=_path(path), item=self._item(*item)) for path, *item in document["objects"]]
+        objects = [
+            StoredObject(path=_path(path), item=self._item(*item))
+            for path, *item in document["objects"]
+        ]
         entries = [*tensors, *objects]
         names = [name_of(entry.path) for entry in entries]
         if len(set(names)) != len(names):
@@ -357,19 +394,30 @@ class _Reader:
             pieces=tuple(self._piece(*piece) for piece in pieces),
         )
         end = 0
-        for piece in sorted(tensor.pieces, key=lambda piece: interval_of(piece.box, tensor.shape).start):
+        for piece in sorted(
+            tensor.pieces, key=lambda piece: interval_of(piece.box, tensor.shape).start
+        ):
             interval = interval_of(piece.box, tensor.shape)
             self._check_payload(tensor, piece)
             if interval.start != end:
-                raise ValueError(f"the pieces of {tensor.name} do not tile it: {interval} comes after element {end}")
+                raise ValueError(
+                    f"the pieces of {tensor.name} do not tile it: {interval} comes after element "
+                    f"{end}"
+                )
             end = interval.stop
         if end != tensor.numel:
             raise ValueError(f"the pieces of {tensor.name} end at element {end} of {tensor.numel}")
-        if tensor.nbytes > self._nbytes:  # pieces that share bytes could ask for any amount of memory
-            raise ValueError(f"{tensor.name} has {tensor.nbytes} bytes, all files together {self._nbytes}")
+        if (
+            tensor.nbytes > self._nbytes
+        ):  # pieces that share bytes could ask for any amount of memory
+            raise ValueError(
+                f"{tensor.name} has {tensor.nbytes} bytes, all files together {self._nbytes}"
+            )
         return tensor
 
-    def _piece(self, offsets: Any, sizes: Any, file: Any, offset: Any, nbytes: Any, *rest: Any) -> Piece:
+    def _piece(
+        self, offsets: Any, sizes: Any, file: Any, offset: Any, nbytes: Any, *rest: Any
+    ) -> Piece:
         payload, checksums = rest
         return Piece(
             box=Box(tuple(map(_count, offsets)), tuple(map(_count, sizes))),
@@ -381,27 +429,38 @@ class _Reader:
     def _item(self, file: Any, offset: Any, nbytes: Any) -> Item:
         item = Item(file=_text(file), offset=_count(offset), nbytes=_count(nbytes))
         if item.offset + item.nbytes > self._files[item.file].nbytes:
-            raise ValueError(f"{item} ends behind the {self._files[item.file].nbytes} bytes of its file")
+            raise ValueError(
+                f"{item} ends behind the {self._files[item.file].nbytes} bytes of its file"
+            )
         return item
 
     def _check_payload(self, tensor: StoredTensor, piece: Piece) -> None:
         nbytes = piece.box.numel * tensor.dtype.itemsize
         item = piece.item
         if not item.offset <= piece.payload <= piece.payload + nbytes <= item.offset + item.nbytes:
-            raise ValueError(f"{tensor.name} has a payload of {nbytes} bytes at {piece.payload} outside of {item}")
+            raise ValueError(
+                f"{tensor.name} has a payload of {nbytes} bytes at {piece.payload} outside of "
+                f"{item}"
+            )
         if len(piece.checksums) != -(-nbytes // BLOCK_NBYTES):
-            raise ValueError(f"{tensor.name} has {len(piece.checksums)} checksums for {nbytes} bytes")
+            raise ValueError(
+                f"{tensor.name} has {len(piece.checksums)} checksums for {nbytes} bytes"
+            )
 
 
 def _run(*, versions: dict[str, Any], **fields: Any) -> Run:
-    counts = {name: _count(fields.pop(name)) for name in ("step", "epoch", "world_size", "shard_size")}
+    counts = {
+        name: _count(fields.pop(name)) for name in ("step", "epoch", "world_size", "shard_size")
+    }
     texts = {name: _text(text) for name, text in fields.items()}
     return Run(versions={name: _text(text) for name, text in versions.items()}, **counts, **texts)  # type: ignore[arg-type]
 
 
 def _file_name(name: str) -> str:
     if name not in _OTHER_FILES and DATA_FILE.fullmatch(name) is None:
-        raise ValueError(f"expected names like __0_0.distcp, {', '.join(sorted(_OTHER_FILES))}; found {name!r}")
+        raise ValueError(
+            f"expected names like __0_0.distcp, {', '.join(sorted(_OTHER_FILES))}; found {name!r}"
+        )
     return name
 
 

@@ -1,4 +1,4 @@
-"""Random states: what every rank's generators are at, as plain tensors, and when a resumed run gets them back."""
+"""Random states: every rank's generators as plain tensors, and when a resumed run restores them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,32 @@ from shardeddp.errors import CheckpointError
 RandomState = dict[str, torch.Tensor]
 """Name of a generator -> its state, 1D uint8."""
 
-_PYTHON = struct.Struct("<I625I?d")  # version, words and position, whether a normal number is left over, that number
-_NUMPY = struct.Struct("<624Ii?d")  # words, position, whether a normal number is left over, that number
+_PYTHON = struct.Struct(
+    "<I625I?d"
+)  # version, words and position, whether a normal number is left over, that number
+_NUMPY = struct.Struct(
+    "<624Ii?d"
+)  # words, position, whether a normal number is left over, that number
 _BEFORE_FETCH = "before_fetch."
-"""Prefix of the states that were in force when the batch was fetched that the training loop already has in hand."""
+"""Prefix of the states in force when the batch that the training loop has in hand was fetched."""
 
 
 def capture_random_state(device: torch.device) -> RandomState:
-    """The state of this process's generators: ``python``, ``numpy``, ``torch``, and ``accelerator`` if there is one.
+    """The state of this process's generators.
+
+    Keys are ``python``, ``numpy``, ``torch``, and ``accelerator`` if there is one.
 
     Args:
         device: Where this rank computes.
 
     Returns:
-        Fresh tensors on the host. A numpy generator that is not the usual Mersenne twister is left out.
+        Fresh tensors on the host. A numpy generator that is not the usual Mersenne twister is left
+        out.
     """
     version, words, left_over = random.getstate()
-    state = {"python": _tensor(_PYTHON.pack(version, *words, left_over is not None, left_over or 0.0))}
+    state = {
+        "python": _tensor(_PYTHON.pack(version, *words, left_over is not None, left_over or 0.0))
+    }
     name, keys, position, has_gauss, gauss = cast(
         "tuple[str, np.ndarray[Any, Any], int, int, float]", np.random.get_state(legacy=True)
     )
@@ -61,7 +70,9 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
         random.setstate((version, tuple(words), gauss if has_gauss else None))
     if "numpy" in state:
         *keys, position, has_gauss, gauss = _NUMPY.unpack(_bytes(state["numpy"]))
-        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_gauss), gauss))
+        np.random.set_state(
+            ("MT19937", np.array(keys, dtype=np.uint32), position, int(has_gauss), gauss)
+        )
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "accelerator" in state and device.type != "cpu":
@@ -76,7 +87,11 @@ def gather_random_states(state: RandomState, group: dist.ProcessGroup) -> list[R
         group: The host group of all ranks.
     """
     header = json.dumps({name: tensor.numel() for name, tensor in state.items()}).encode()
-    payload = struct.pack("<I", len(header)) + header + b"".join(_bytes(tensor) for tensor in state.values())
+    payload = (
+        struct.pack("<I", len(header))
+        + header
+        + b"".join(_bytes(tensor) for tensor in state.values())
+    )
     return [_unpack(each) for each in all_gather_bytes(payload, group)]
 
 
@@ -114,19 +129,24 @@ class Stateful(Protocol):
 class ResumeRandomness:
     """Continues the random numbers of a run that was saved, at the very number where it left off.
 
-    Between the load of a checkpoint and the first batch, numbers are drawn that the uninterrupted run did not draw: to
-    set up the model, for the first iterator of the loader, in hooks. So states are held, and restored last:
+    Between the load of a checkpoint and the first batch, numbers are drawn that the uninterrupted
+    run did not draw: to set up the model, for the first iterator of the loader, in hooks. So states
+    are held, and restored last:
 
-    - :meth:`begin`, when training starts, puts all generators to where they were when the checkpoint was saved.
-    - In the middle of an epoch a stateful loader begins to iterate anew, and draws a seed for its workers: it gets a
-      generator of its own for that, until :meth:`began`.
-    - A loader without a length is one batch ahead of the training. :meth:`watch` makes its state that of the batch
-      which comes next; the generators have then to be where they were when that batch was fetched first.
+    - :meth:`begin`, when training starts, puts all generators to where they were when the
+      checkpoint was saved.
+    - In the middle of an epoch a stateful loader begins to iterate anew, and draws a seed for its
+      workers: it gets a generator of its own for that, until :meth:`began`.
+    - A loader without a length is one batch ahead of the training. :meth:`watch` makes its state
+      that of the batch which comes next; the generators have then to be where they were when that
+      batch was fetched first.
     """
 
     def __init__(self) -> None:
         self._held: RandomState | None = None
-        self._lent: list[DataLoader[Any]] = []  # those whose generator is ours, until the first batch
+        self._lent: list[
+            DataLoader[Any]
+        ] = []  # those whose generator is ours, until the first batch
         self._watched: list[OneBatchAhead] = []
 
     @property
@@ -144,7 +164,10 @@ class ResumeRandomness:
             return self._held  # nothing has been trained since they were loaded
         state = capture_random_state(device)
         for loader in self._watched[:1]:
-            state |= {_BEFORE_FETCH + name: tensor for name, tensor in loader.random_state_in_hand().items()}
+            state |= {
+                _BEFORE_FETCH + name: tensor
+                for name, tensor in loader.random_state_in_hand().items()
+            }
         return state
 
     def hold(self, states: Sequence[RandomState] | None, rank: int, world_size: int) -> None:
@@ -153,7 +176,8 @@ class ResumeRandomness:
         Args:
             states: By rank, as saved; None: the checkpoint has none, which changes nothing.
             rank: This rank.
-            world_size: Number of ranks now. If there were more or fewer, their states mean nothing now: rank 0 warns.
+            world_size: Number of ranks now. If there were more or fewer, their states mean nothing
+                now: rank 0 warns.
 
         Raises:
             CheckpointError: These are no random states.
@@ -163,23 +187,29 @@ class ResumeRandomness:
             return
         _check(states)
         if len(states) == world_size:
-            self._held = {name: tensor.clone() for name, tensor in states[rank].items()}  # read now, not when restored
+            self._held = {
+                name: tensor.clone() for name, tensor in states[rank].items()
+            }  # read now, not when restored
         elif rank == 0:
             warnings.warn(
-                f"the checkpoint has the random states of {len(states)} ranks and this run has {world_size}: training "
-                f"continues with fresh random numbers (dropout, shuffling), so losses will differ in detail from those "
-                f"of an uninterrupted run. Resume with {len(states)} ranks for the same numbers",
+                f"the checkpoint has the random states of {len(states)} ranks and this run has "
+                f"{world_size}: training continues with fresh random numbers (dropout, shuffling), "
+                f"so losses will differ in detail from those of an uninterrupted run. Resume with "
+                f"{len(states)} ranks for the same numbers",
                 stacklevel=2,
             )
 
-    def watch(self, loader: object, device: torch.device, *, mid_epoch: bool, in_hand: Callable[[], bool]) -> object:
+    def watch(
+        self, loader: object, device: torch.device, *, mid_epoch: bool, in_hand: Callable[[], bool]
+    ) -> object:
         """Prepare a training loader before it is iterated.
 
         Args:
             loader: As the Trainer has it; only one that is stateful matters.
             device: Where this rank computes.
             mid_epoch: Whether the held states are those of the middle of an epoch.
-            in_hand: Says whether the training loop has fetched a batch that it has not trained on yet.
+            in_hand: Says whether the training loop has fetched a batch that it has not trained on
+                yet.
 
         Returns:
             The loader to use instead.
@@ -202,7 +232,10 @@ class ResumeRandomness:
         return self._watched[0]
 
     def begin(self, device: torch.device) -> None:
-        """Restore what is held; to be called last before the first batch, or the first epoch's end, of a run."""
+        """Restore what is held.
+
+        Call it last before the first batch, or the first epoch's end, of a run.
+        """
         if self._held is not None:
             held, self._held = self._held, None
             restore_random_state(held, device)
@@ -219,10 +252,10 @@ class ResumeRandomness:
 
 
 class OneBatchAhead:
-    """A stateful loader without a length, from which one batch is fetched before the one before it is trained on.
+    """A stateful loader without a length; a batch is fetched before the previous one is trained on.
 
-    While a batch is in hand, the state of the loader is the one before that batch: a run that resumes has to fetch it
-    again. In everything else this is the loader itself.
+    While a batch is in hand, the state of the loader is the one before that batch: a run that
+    resumes has to fetch it again. In everything else this is the loader itself.
 
     Args:
         loader: What is iterated.
@@ -231,8 +264,12 @@ class OneBatchAhead:
         in_hand: Says whether a batch is in hand.
     """
 
-    def __init__(self, loader: Any, device: torch.device, before: RandomState, in_hand: Callable[[], bool]) -> None:
-        vars(self).update(_loader=loader, _device=device, _before=before, _in_hand=in_hand, _previous=None)
+    def __init__(
+        self, loader: Any, device: torch.device, before: RandomState, in_hand: Callable[[], bool]
+    ) -> None:
+        vars(self).update(
+            _loader=loader, _device=device, _before=before, _in_hand=in_hand, _previous=None
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the loader's."""
@@ -247,7 +284,10 @@ class OneBatchAhead:
         own = vars(self)
         batches = iter(own["_loader"])
         while True:
-            own["_previous"] = (copy.deepcopy(own["_loader"].state_dict()), capture_random_state(own["_device"]))
+            own["_previous"] = (
+                copy.deepcopy(own["_loader"].state_dict()),
+                capture_random_state(own["_device"]),
+            )
             before, own["_before"] = own["_before"], {}
             restore_random_state(before, own["_device"])
             if before:
@@ -276,16 +316,28 @@ class OneBatchAhead:
 
 
 def _check(states: object) -> None:
-    sizes = {"python": _PYTHON.size, "numpy": _NUMPY.size, "torch": torch.get_rng_state().numel(), "accelerator": None}
+    sizes = {
+        "python": _PYTHON.size,
+        "numpy": _NUMPY.size,
+        "torch": torch.get_rng_state().numel(),
+        "accelerator": None,
+    }
     ranks = cast("list[object]", states) if isinstance(states, list) else [None]
     for rank, state in enumerate(ranks):
-        for name, tensor in cast("dict[str, object]", state if isinstance(state, dict) else {"": None}).items():
+        for name, tensor in cast(
+            "dict[str, object]", state if isinstance(state, dict) else {"": None}
+        ).items():
             size = sizes.get(name.removeprefix(_BEFORE_FETCH), -1)
-            found = tensor.numel() if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8 else "none"
+            found = (
+                tensor.numel()
+                if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8
+                else "none"
+            )
             if size is not None and found != size:
                 raise CheckpointError(
-                    f"the random states in the checkpoint are damaged: expected {size} bytes for {name!r} of rank "
-                    f"{rank}, found {found}. Load an older checkpoint, or remove them: del checkpoint['shardeddp']"
+                    f"the random states in the checkpoint are damaged: expected {size} bytes for "
+                    f"{name!r} of rank {rank}, found {found}. Load an older checkpoint, or remove "
+                    f"them: del checkpoint['shardeddp']"
                 )
 
 

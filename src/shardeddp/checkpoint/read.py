@@ -15,14 +15,24 @@ from torch import nn
 from shardeddp.checkpoint.durable import open_regular
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
-from shardeddp.checkpoint.manifest import BLOCK_NBYTES, CRC, STATE, ItemPath, Manifest, Piece, StoredTensor, name_of
+from shardeddp.checkpoint.manifest import (
+    BLOCK_NBYTES,
+    CRC,
+    STATE,
+    ItemPath,
+    Manifest,
+    Piece,
+    StoredTensor,
+    name_of,
+)
 from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Interval, interval_of
 from shardeddp.tensor.operations import asks_only_about
 from shardeddp.torch_private import make_wrapper_subclass, pytree, without_torch_function
 
-# -- Reading: elements of stored tensors by interval, every block checked against its checksum before it is used
+# -- Reading: elements of stored tensors by interval, every block checked against its checksum
+#    before it is used
 
 
 class CheckpointReader:
@@ -39,11 +49,13 @@ class CheckpointReader:
         self.path = Path(path)
         self.manifest: Manifest = read_manifest(self.path)
         if self.manifest.algorithm == CRC:
-            raise CheckpointError(f"{self.path} is one plain file, expected a directory: torch.load() reads it")
+            raise CheckpointError(
+                f"{self.path} is one plain file, expected a directory: torch.load() reads it"
+            )
         if self.manifest.algorithm != ALGORITHM:
             raise CheckpointError(
-                f"{self.path} has checksums by {self.manifest.algorithm!r}, expected {ALGORITHM}: a newer shardeddp "
-                f"may read it"
+                f"{self.path} has checksums by {self.manifest.algorithm!r}, expected {ALGORITHM}: "
+                f"a newer shardeddp may read it"
             )
 
     @property
@@ -88,8 +100,10 @@ class CheckpointReader:
                 self._read_piece(name, piece, stored.numel * itemsize, nbytes, out)
         return elements
 
-    def _read_piece(self, name: str, piece: Piece, nbytes: int, wanted: Interval, out: memoryview) -> None:
-        """Read some bytes of a payload, block by block: in place where a block is wanted whole, else beside."""
+    def _read_piece(
+        self, name: str, piece: Piece, nbytes: int, wanted: Interval, out: memoryview
+    ) -> None:
+        """Read bytes of a payload by blocks: in place if a block is wanted whole, else beside."""
         with self._opened(piece.item.file) as descriptor:
             for index in range(wanted.start // BLOCK_NBYTES, -(-wanted.stop // BLOCK_NBYTES)):
                 block = Interval(index * BLOCK_NBYTES, min(nbytes, (index + 1) * BLOCK_NBYTES))
@@ -97,7 +111,9 @@ class CheckpointReader:
                 target = out[common.start - wanted.start : common.stop - wanted.start]
                 data = target if common == block else memoryview(bytearray(block.numel))
                 where = block.shift(piece.payload)
-                self._read_checked(descriptor, piece.item.file, name, where, data, piece.checksums[index])
+                self._read_checked(
+                    descriptor, piece.item.file, name, where, data, piece.checksums[index]
+                )
                 if data is not target:
                     target[:] = data[common.start - block.start : common.stop - block.start]
 
@@ -118,29 +134,32 @@ class CheckpointReader:
             count = os.preadv(descriptor, [out[done:]], where.start + done)
             if count == 0:
                 raise DamagedCheckpointError(
-                    f"{self.path / file} ends at byte {where.start + done:,}, expected {where.stop:,}"
+                    f"{self.path / file} ends at byte {where.start + done:,}, expected "
+                    f"{where.stop:,}"
                 )
             done += count
         found = checksum(out)
         if found != expected:
             of = f" of {name}" if name else ""
             raise DamagedCheckpointError(
-                f"{self.path / file} is damaged: bytes {where.start:,} to {where.stop:,}{of} have checksum {found}, "
-                f"expected {expected}"
+                f"{self.path / file} is damaged: bytes {where.start:,} to {where.stop:,}{of} have "
+                f"checksum {found}, expected {expected}"
             )
 
 
-# -- LazyTensor: a tensor of a checkpoint that stands for its elements on the disk until somebody wants them
+# -- LazyTensor: a tensor of a checkpoint that stands for its elements on the disk until somebody
+#    wants them
 
 Read = Callable[[Interval], torch.Tensor]
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor whose elements are read when they are used: an interval for a shard, all of them for anything else.
+    """A tensor whose elements are read on use: an interval for a shard, all for anything else.
 
-    To those who rename, drop or look at what a checkpoint holds it is a tensor on the CPU. An operation on it works on
-    a plain tensor that is read for it. Once an operation has written to that, or given out its memory (a view, a numpy
-    array), it is kept: from then on it is what this tensor holds.
+    To those who rename, drop or look at what a checkpoint holds it is a tensor on the CPU. An
+    operation on it works on a plain tensor that is read for it. Once an operation has written to
+    that, or given out its memory (a view, a numpy array), it is kept: from then on it is what this
+    tensor holds.
     """
 
     path: ItemPath
@@ -153,7 +172,9 @@ class LazyTensor(torch.Tensor):
 
     _kept: torch.Tensor | None  # its elements, of this shape, instead of those on the disk
 
-    def __new__(cls, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:  # noqa: D102
+    def __new__(  # noqa: D102
+        cls, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read
+    ) -> LazyTensor:
         made = make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.path = path
         made._read = read
@@ -162,7 +183,9 @@ class LazyTensor(torch.Tensor):
         made._kept = None
         return made
 
-    def __init__(self, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> None:
+    def __init__(
+        self, path: ItemPath, shape: tuple[int, ...], dtype: torch.dtype, read: Read
+    ) -> None:
         """Stand for a tensor.
 
         Args:
@@ -220,7 +243,12 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with without_torch_function():
-            if asks_only_about(func) and func.__name__ not in ("detach", "__set__", "zeros_like", "empty_like"):
+            if asks_only_about(func) and func.__name__ not in (
+                "detach",
+                "__set__",
+                "zeros_like",
+                "empty_like",
+            ):
                 return func(*args, **(kwargs or {}))
         return _on_whole(func, args, kwargs)
 
@@ -246,14 +274,21 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -
     for key, (lazy, tensor) in read.items():
         if tensor.shape != lazy.shape:
             raise RuntimeError(
-                f"{func.__name__}() would change the shape of {name_of(lazy.path)}, a tensor of a checkpoint, from "
-                f"{tuple(lazy.shape)} to {tuple(tensor.shape)}. Take a copy of it first: .clone()"
+                f"{func.__name__}() would change the shape of {name_of(lazy.path)}, a tensor of a "
+                f"checkpoint, from {tuple(lazy.shape)} to {tuple(tensor.shape)}. Take a copy of it "
+                f"first: .clone()"
             )
-        if func.__name__ == "__set__" or tensor._version != versions[key] or _gives_out(result, tensor):
+        if (
+            func.__name__ == "__set__"
+            or tensor._version != versions[key]
+            or _gives_out(result, tensor)
+        ):
             lazy._kept = tensor
     lazy_of = {id(tensor): lazy for lazy, tensor in read.values()}
     # An operation in place returns the tensor that it was called on.
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: lazy_of.get(id(tensor), tensor), result)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: lazy_of.get(id(tensor), tensor), result
+    )
 
 
 def _gives_out(result: Any, tensor: torch.Tensor) -> bool:
@@ -268,11 +303,23 @@ def _gives_out(result: Any, tensor: torch.Tensor) -> bool:
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_VALUES = (bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout)
+_VALUES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+)
 """What holds no memory; numpy arrays, storages and the like do."""
 
 
-# -- Tensors as streams of bytes: what an export writes is read, checked and converted a chunk at a time
+# -- Tensors as streams of bytes: what an export writes is read, checked and converted a chunk at a
+#    time
 
 CHUNK_NBYTES = 32 * 2**20
 """Of a tensor in memory at a time; several blocks, for a block that a chunk cuts is read twice."""
@@ -286,7 +333,7 @@ def silent(nbytes: int) -> None:
 
 
 def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
-    """The elements of a tensor as bytes, in row-major order; a view of each chunk is good until the next is asked for.
+    """Elements of a tensor as bytes, in row-major order; a chunk's view is valid until the next.
 
     Args:
         tensor: Any, on the host; of a lazy one no more than a chunk is read at a time.

@@ -1,4 +1,7 @@
-"""Restoring a sharded model: read into shards before anything of the model is changed, and the way back."""
+"""Restoring a sharded model: read into shards before anything of the model is changed.
+
+The way back is here too: what the model was before can be put back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from shardeddp.errors import CheckpointError
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 
-# -- What a model was before a checkpoint was loaded into it, kept until the rest of the checkpoint is known to fit
+# -- What a model was before a checkpoint was loaded into it, kept until the rest of the checkpoint
+#    is known to fit
 
 
 class Replaced:
@@ -25,7 +29,10 @@ class Replaced:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._kept = [(tensor, tensor.detach().clone()) for tensor in chain(module.parameters(), module.buffers())]
+        self._kept = [
+            (tensor, tensor.detach().clone())
+            for tensor in chain(module.parameters(), module.buffers())
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -34,7 +41,8 @@ class Replaced:
             tensor.copy_(was)
 
 
-# -- Restoring: what a checkpoint has for a sharded model, read into shards before anything of the model is changed
+# -- Restoring: what a checkpoint has for a sharded model, read into shards before anything of the
+#    model is changed
 
 _SHOWN = 20
 """Of the lines that say what does not fit."""
@@ -44,17 +52,20 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 
 
 def stage(state: Any, module: nn.Module) -> None:
-    """Read, and so check, what this rank needs of every lazy tensor in a state of a model or of its optimizers.
+    """Read, and so check, what this rank needs of each lazy tensor in a model or optimizer state.
 
     Args:
         state: Mappings and sequences of anything.
-        module: The sharded model. What is stored for one of its parameters is read for this rank's shard.
+        module: The sharded model. What is stored for one of its parameters is read for this rank's
+            shard.
 
     Raises:
         CheckpointError: Something cannot be read as it was written.
     """
     named = module.named_parameters(remove_duplicate=False)
-    specs = {name: parameter.spec for name, parameter in named if isinstance(parameter, ShardTensor)}
+    specs = {
+        name: parameter.spec for name, parameter in named if isinstance(parameter, ShardTensor)
+    }
     for lazy in _lazy_tensors(state):
         spec = next((specs[key] for key in lazy.path if key in specs), None)  # type: ignore[index]
         lazy.stage(lazy.all_of_it if spec is None or spec.shape != lazy.shape else spec.interval)
@@ -74,11 +85,13 @@ def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: 
     """
     own = module.state_dict(keep_vars=True)
     _check_fit(module, own, state, strict, cast)
-    module.load_state_dict({name: _shard_like(value, own.get(name)) for name, value in state.items()}, strict=strict)
+    module.load_state_dict(
+        {name: _shard_like(value, own.get(name)) for name, value in state.items()}, strict=strict
+    )
 
 
 def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state dict of whole, lazy or sharded tensors into an optimizer over sharded parameters.
+    """Load a state dict of whole, lazy or sharded tensors into an optimizer of sharded parameters.
 
     Args:
         optimizer: Any.
@@ -99,43 +112,59 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
     try:
         optimizer.load_state_dict({**state, "state": states})
     except ValueError as error:
-        raise CheckpointError(f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}") from error
+        raise CheckpointError(
+            f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}"
+        ) from error
 
 
 def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Groups are matched by number; one that lacks what the optimizer has and has what it lacks is of another one."""
+    """Groups are matched by number.
+
+    One that lacks what the optimizer has, and has what it lacks, is of another optimizer.
+    """
     kind = type(optimizer).__name__
     advice = "train with the optimizer that it was saved with, or load its weights alone"
-    counts, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
-    if counts != expected and expected:  # Lightning has an optimizer without any where the module has none
+    counts, expected = (
+        [len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups)
+    )
+    if (
+        counts != expected and expected
+    ):  # Lightning has an optimizer without any where the module has none
         raise CheckpointError(
-            f"the state of an optimizer does not fit {kind}: expected {len(expected)} groups of {expected} parameters, "
-            f"found {len(counts)} of {counts}: {advice}"
+            f"the state of an optimizer does not fit {kind}: expected {len(expected)} groups of "
+            f"{expected} parameters, found {len(counts)} of {counts}: {advice}"
         )
     for found, own in zip(saved, optimizer.param_groups, strict=False):
         lacks = sorted(optimizer.defaults.keys() - found.keys())
         has = sorted(found.keys() - own.keys() - _OF_SCHEDULERS)
         if lacks and has:
             raise CheckpointError(
-                f"the state of an optimizer is not one of {kind}: expected {', '.join(lacks)} in each group, found "
-                f"{', '.join(has)}: {advice}"
+                f"the state of an optimizer is not one of {kind}: expected {', '.join(lacks)} in "
+                f"each group, found {', '.join(has)}: {advice}"
             )
 
 
-def _check_shapes(parameters: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
-    """What an element-wise optimizer keeps of a parameter is one number, or has the parameter's shape."""
+def _check_shapes(
+    parameters: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Element-wise states of a parameter are one number, or have the parameter's shape."""
     problems = [
-        f"{name} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(parameters[index].shape)}"
+        f"{name} of parameter {index} has shape {tuple(value.shape)}, expected "
+        f"{tuple(parameters[index].shape)}"
         for index, state in states.items()
         if index < len(parameters)
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameters[index].shape
+        if isinstance(value, torch.Tensor)
+        and value.numel() != 1
+        and value.shape != parameters[index].shape
     ]
     if problems:
         raise CheckpointError(f"the state of an optimizer does not fit:\n{_listed(problems)}")
 
 
-def _check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, cast: bool) -> None:
+def _check_fit(
+    module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], strict: bool, cast: bool
+) -> None:
     problems: list[str] = []
     if strict and not _loads_in_its_own_way(module):
         missing = [name for name in own if name not in state]
@@ -149,31 +178,40 @@ def _check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, An
         if not isinstance(value, torch.Tensor):
             problems.append(f"{name} is of type {type(value).__name__}, expected a tensor")
         elif value.shape != target.shape and not _is_uninitialized(target):
-            problems.append(f"{name} has shape {tuple(value.shape)}, expected {tuple(target.shape)}")
+            problems.append(
+                f"{name} has shape {tuple(value.shape)}, expected {tuple(target.shape)}"
+            )
         elif value.dtype != target.dtype and not cast:
             problems.append(
-                f"{name} is {value.dtype}, expected {target.dtype} (checkpoint_options: cast=True converts it)"
+                f"{name} is {value.dtype}, expected {target.dtype} (checkpoint_options: cast=True "
+                f"converts it)"
             )
     if problems:
         raise CheckpointError(
-            f"the checkpoint does not fit {type(module).__name__}, nothing was loaded:\n{_listed(problems)}"
+            f"the checkpoint does not fit {type(module).__name__}, nothing was "
+            f"loaded:\n{_listed(problems)}"
         )
 
 
 def _loads_in_its_own_way(module: nn.Module) -> bool:
     """Whether a module may rename or invent entries while it loads, so that names say nothing."""
     known = ("torch.", "torchmetrics.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
-    if "load_state_dict" in vars(module) or not type(module).load_state_dict.__module__.startswith(known):
+    if "load_state_dict" in vars(module) or not type(module).load_state_dict.__module__.startswith(
+        known
+    ):
         return True
     return any(
-        child._load_state_dict_pre_hooks or not type(child)._load_from_state_dict.__module__.startswith(known)
+        child._load_state_dict_pre_hooks
+        or not type(child)._load_from_state_dict.__module__.startswith(known)
         for child in module.modules()
     )
 
 
 def _listed(problems: Sequence[str]) -> str:
     more = len(problems) - _SHOWN
-    return "\n".join(f"  {line}" for line in (*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else [])))
+    return "\n".join(
+        f"  {line}" for line in (*problems[:_SHOWN], *([f"and {more} more"] if more > 0 else []))
+    )
 
 
 def _quoted(names: Sequence[str]) -> str:
@@ -185,7 +223,7 @@ def _is_uninitialized(tensor: torch.Tensor) -> bool:
 
 
 def _shard_like(value: Any, target: Any) -> Any:
-    """What of a stored tensor is to be loaded into a target, without reading more than this rank holds of that."""
+    """Part of a stored tensor to load into a target; reads no more than this rank holds of that."""
     if not isinstance(value, LazyTensor):
         return value
     if isinstance(target, ShardTensor) and target.shape == value.shape:
@@ -195,10 +233,17 @@ def _shard_like(value: Any, target: Any) -> Any:
 
 
 def _state_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
-    """The same of a state that an optimizer keeps of a parameter; whole ones are cut before they reach a device."""
+    """The same for optimizer state of a parameter.
+
+    Whole tensors are cut before they reach a device.
+    """
     if name in SCALAR_STATES:
         return value.whole() if isinstance(value, LazyTensor) else value
-    if type(value) is torch.Tensor and isinstance(parameter, ShardTensor) and value.shape == parameter.shape:
+    if (
+        type(value) is torch.Tensor
+        and isinstance(parameter, ShardTensor)
+        and value.shape == parameter.shape
+    ):
         return ShardTensor(parameter.spec.localize(value).clone(), parameter.spec)
     return _shard_like(value, parameter)
 

@@ -1,4 +1,4 @@
-"""Snapshot: a checkpoint taken apart into named tensors, what each rank writes of them, copied if saved later."""
+"""Snapshot: a checkpoint as named tensors, what each rank writes of them, copied if saved later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Keeps its memory: pages that the system has not handed out yet cost ten times what a copy into known ones costs.
+    """Keeps its memory: pages new from the system cost ten times a copy into known pages.
 
     It is pinned where there are devices to copy from.
     """
@@ -37,15 +37,24 @@ class HostMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors, 1D and contiguous, to the host; valid until the next call. Returns when they have arrived."""
+        """Copy tensors, 1D and contiguous, to the host; return when they have arrived.
+
+        The copies are valid until the next call.
+        """
         offsets = [0]
         for tensor in tensors:
             offsets.append(offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
         if self._buffer.numel() < offsets[-1]:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new one comes
-            self._buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = torch.empty(
+                0, dtype=torch.uint8
+            )  # the old memory goes before the new one comes
+            self._buffer = torch.empty(
+                offsets[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+            )
         copies = [
-            self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).copy_(tensor, non_blocking=True)
+            self._buffer[offset : offset + tensor.nbytes]
+            .view(tensor.dtype)
+            .copy_(tensor, non_blocking=True)
             for offset, tensor in zip(offsets, tensors, strict=False)
         ]
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
@@ -78,10 +87,10 @@ def compare_replicas(written: Sequence[Sums], copies: Sequence[Sums]) -> None:
             if checksums != expected:
                 name, offsets, sizes = key
                 raise CheckpointError(
-                    f"replicas differ: {name}, elements from {offsets} of sizes {sizes}, is not the same on rank "
-                    f"{rank} as on rank {writer}. They have to be equal to the last bit: one of these ranks has "
-                    f"computed or kept something wrong. Nothing was saved: go on from the last checkpoint, on other "
-                    f"machines"
+                    f"replicas differ: {name}, elements from {offsets} of sizes {sizes}, is not "
+                    f"the same on rank {rank} as on rank {writer}. They have to be equal to the "
+                    f"last bit: one of these ranks has computed or kept something wrong. Nothing "
+                    f"was saved: go on from the last checkpoint, on other machines"
                 )
 
 
@@ -99,7 +108,10 @@ def compare_shares(shares: Sequence[Share], mesh: Mesh) -> None:
         return  # no two ranks hold the same elements
 
     def sums() -> bytes:
-        found = [(*_key(share), share.written, block_checksums(plain_elements(share.elements))) for share in shares]
+        found = [
+            (*_key(share), share.written, block_checksums(plain_elements(share.elements)))
+            for share in shares
+        ]
         return json.dumps(found).encode()
 
     by_rank = [json.loads(text) for text in gather_results("comparing replicas", sums, mesh.saving)]
@@ -123,7 +135,8 @@ def _of_kind(entries: Sequence[Sequence[Any]], kind: bool) -> dict[BoxKey, tuple
     }
 
 
-# -- Snapshot: a checkpoint taken apart into named tensors, and what each rank holds and writes of them
+# -- Snapshot: a checkpoint taken apart into named tensors, and what each rank holds and writes of
+#    them
 
 ParameterNames = Sequence[Sequence[str]]
 """For each optimizer, the fqns of its parameters in the order of its groups."""
@@ -153,7 +166,10 @@ class Share:
     """1D, row-major; what training goes on with, or a copy of it."""
 
     written: bool
-    """Whether this rank writes them; else a replica does, and these are compared with what that one writes."""
+    """Whether this rank writes the elements; else a replica does.
+
+    In that case they are compared with what the replica writes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +191,13 @@ class Snapshot:
     """The checkpoint as JSON, with names in place of tensors."""
 
     objects: list[tuple[ItemPath, Any]]
-    """What is neither tensor nor of interest to this package, but to other readers of model and optimizers."""
+    """Non-tensors of model and optimizers, for other readers; this package does not use them."""
 
     rest: bytes
-    """The checkpoint without model and optimizers as Lightning reads it, without sharded tensors; rank 0's."""
+    """The checkpoint without model, optimizers and sharded tensors, as Lightning reads it.
+
+    Only rank 0 has it.
+    """
 
     tensors: list[Described] = field(default_factory=list[Described])
     shares: list[Share] = field(default_factory=list[Share])
@@ -189,10 +208,13 @@ class Snapshot:
         return sum(share.elements.nbytes for share in self.shares if share.written)
 
     def copied(self, memory: HostMemory) -> Snapshot:
-        """The same with elements of its own, in host memory, for a write behind the back of training."""
+        """The snapshot with its own elements in host memory, for a write in the background."""
         copies = memory.copies([share.elements for share in self.shares])
-        shares = [replace(share, elements=own) for share, own in zip(self.shares, copies, strict=True)]
-        # Callbacks go on with the very objects that they have handed out; the rest was pickled already.
+        shares = [
+            replace(share, elements=own) for share, own in zip(self.shares, copies, strict=True)
+        ]
+        # Callbacks go on with the very objects that they have handed out; the rest was pickled
+        # already.
         return replace(self, shares=shares, objects=copy.deepcopy(self.objects))
 
 
@@ -201,12 +223,12 @@ def take_snapshot(
 ) -> Snapshot:
     """Name every tensor of a checkpoint and cut it into what each rank writes; no communication.
 
-    Replicas of a shard take turns by the bytes that each has been given so far. What is not sharded is written by rank
-    0, whose values count, as in a checkpoint of DDP.
+    Replicas of a shard take turns by the bytes that each has been given so far. What is not sharded
+    is written by rank 0, whose values count, as in a checkpoint of DDP.
 
     Args:
-        checkpoint: As Lightning has put it together: ``state_dict``, ``optimizer_states`` and anything else; the same
-            sharded tensors in the same order on every rank.
+        checkpoint: As Lightning has put it together: ``state_dict``, ``optimizer_states`` and
+            anything else; the same sharded tensors in the same order on every rank.
         names: Of the parameters of each optimizer in it.
         mesh: The ranks that save it.
         codecs: For values of further types in it.
@@ -218,7 +240,11 @@ def take_snapshot(
     _refuse_opaque(objects, codecs)
     collector = _Collector(_paths(checkpoint, names), mesh)
     tree = encode(checkpoint, collector.put, codecs)
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    rest = {
+        key: value
+        for key, value in checkpoint.items()
+        if key not in ("state_dict", "optimizer_states")
+    }
     return Snapshot(
         tree=tree,
         objects=objects,
@@ -231,7 +257,7 @@ def take_snapshot(
 def describe(
     checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks
 ) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share]]:
-    """What a plain file is going to hold, and the shards that replicas have in common; no communication.
+    """Content of a plain file, and the shards that replicas have in common; no communication.
 
     Args:
         checkpoint: As for :func:`take_snapshot`.
@@ -239,10 +265,13 @@ def describe(
         mesh: The ranks that save it.
 
     Returns:
-        Each tensor with its path; the paths of what is no tensor and belongs to the model or an optimizer; and what
-        this rank has of the sharded tensors.
+        Each tensor with its path; the paths of what is no tensor and belongs to the model or an
+        optimizer; and what this rank has of the sharded tensors.
     """
-    collector, tensors = _Collector(_paths(checkpoint, names), mesh), list[tuple[torch.Tensor, ItemPath]]()
+    collector, tensors = (
+        _Collector(_paths(checkpoint, names), mesh),
+        list[tuple[torch.Tensor, ItemPath]](),
+    )
     for tensor in tensors_of(checkpoint):
         path = collector.path_of(tensor)
         tensors.append((tensor, path))
@@ -255,16 +284,24 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     """All tensors in nested mappings and sequences."""
     if isinstance(tree, torch.Tensor):
         return [tree]
-    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    values = (
+        tree.values()
+        if isinstance(tree, Mapping)
+        else tree
+        if isinstance(tree, (list, tuple))
+        else ()
+    )
     return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def nbytes_of(tree: Any) -> int:
-    """How many bytes the tensors in nested mappings and sequences have, on all ranks together; shared memory once."""
+    """Bytes of all tensors in nested mappings and sequences, on all ranks; shared memory once."""
     parts = [
         part
         for tensor in tensors_of(tree)
-        for part in ([tensor] if tensor.layout == torch.strided else tensors_of(sparse_parts(tensor)))
+        for part in (
+            [tensor] if tensor.layout == torch.strided else tensors_of(sparse_parts(tensor))
+        )
     ]
     return sum({memory_of_shards(it): it.numel() * it.element_size() for it in parts}.values())
 
@@ -277,7 +314,9 @@ class _Collector:
         self._mesh = mesh
         self._stored: dict[tuple[Any, ...], str] = {}  # by memory
         self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
-        self._loads = [0] * mesh.topology.world_size  # bytes of sharded tensors that each rank writes
+        self._loads = [
+            0
+        ] * mesh.topology.world_size  # bytes of sharded tensors that each rank writes
         self._holders: defaultdict[int, list[int]] = defaultdict(list)
         for rank in range(mesh.topology.world_size):
             self._holders[mesh.topology.slice_rank(rank)].append(rank)
@@ -302,7 +341,8 @@ class _Collector:
             self._cut(name, tensor)
 
     def _extra(self, tensor: torch.Tensor) -> ItemPath:
-        # Counted apart: the sharded ones have to have the same names on all ranks, the others are rank 0's.
+        # Counted apart: the sharded ones have to have the same names on all ranks, the others are
+        # rank 0's.
         kind = SHARDED_EXTRA if isinstance(tensor, ShardTensor) else PLAIN_EXTRA
         self._extras[kind] += 1
         return (*kind, str(self._extras[kind]))
@@ -311,7 +351,9 @@ class _Collector:
         if not isinstance(tensor, ShardTensor):
             if self._mesh.rank == 0:
                 whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-                self.shares += [Share(name, whole, tensor.detach().reshape(-1), True)] * (tensor.numel() > 0)
+                self.shares += [Share(name, whole, tensor.detach().reshape(-1), True)] * (
+                    tensor.numel() > 0
+                )
             return
         spec, topology = tensor.spec, self._mesh.topology
         own = topology.slice_rank(self._mesh.rank)
@@ -340,12 +382,14 @@ def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, ItemPath]:
-    """Names of the tensors of model and optimizers by identity, in the layout of Lightning's FSDPStrategy."""
+    """Names of model and optimizer tensors by identity, as in Lightning's FSDPStrategy."""
     model = checkpoint.get("state_dict", {})
     paths: dict[int, ItemPath] = {
         id(value): ("model", key) for key, value in model.items() if isinstance(value, torch.Tensor)
     }
-    for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
+    for number, (optimizer, fqns) in enumerate(
+        zip(checkpoint.get("optimizer_states", ()), names, strict=False)
+    ):
         for path, value in _states(number, optimizer, fqns):
             if isinstance(value, torch.Tensor):
                 paths[id(value)] = path
@@ -355,11 +399,19 @@ def _paths(checkpoint: Mapping[str, Any], names: ParameterNames) -> dict[int, It
 def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple[ItemPath, Any]]:
     model = checkpoint.get("state_dict", {})
     found: list[tuple[ItemPath, Any]] = [
-        (("model", key), value) for key, value in model.items() if not isinstance(value, torch.Tensor)
+        (("model", key), value)
+        for key, value in model.items()
+        if not isinstance(value, torch.Tensor)
     ]
-    for number, (optimizer, fqns) in enumerate(zip(checkpoint.get("optimizer_states", ()), names, strict=False)):
+    for number, (optimizer, fqns) in enumerate(
+        zip(checkpoint.get("optimizer_states", ()), names, strict=False)
+    ):
         values = _states(number, optimizer, fqns)
-        found += [(path, _without_shards(value)) for path, value in values if not isinstance(value, torch.Tensor)]
+        found += [
+            (path, _without_shards(value))
+            for path, value in values
+            if not isinstance(value, torch.Tensor)
+        ]
         groups = [
             {**group, "params": [fqns[index] for index in group["params"]]}
             for group in optimizer.get(
@@ -370,7 +422,9 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
     return found
 
 
-def _states(number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]) -> Iterator[tuple[ItemPath, Any]]:
+def _states(
+    number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]
+) -> Iterator[tuple[ItemPath, Any]]:
     """Every value that an optimizer keeps of a parameter, under the parameter's name."""
     states: Mapping[Any, Any] = optimizer.get("state", {})
     for index, state in states.items():
@@ -381,13 +435,14 @@ def _states(number: int, optimizer: Mapping[str, Any], fqns: Sequence[str]) -> I
 
 
 def _refuse_opaque(objects: Sequence[tuple[ItemPath, Any]], codecs: Sequence[Codec]) -> None:
-    """What belongs to the model or an optimizer has to come back without pickle, or must not be saved so."""
+    """Refuse model and optimizer values that cannot be restored without pickle."""
     for path, value in objects:
         there = encode(value, lambda tensor: "", codecs)
         if opaque_paths(decode({"": there}, lambda name: torch.empty(0), codecs)):
             raise CheckpointError(
-                f"{name_of(path)} is a {type(value).__name__} that only pickle can save, which sharded checkpoints do "
-                f"not. Let it be made of numbers, text, tensors and containers of them, or use state_dict_type='full'"
+                f"{name_of(path)} is a {type(value).__name__} that only pickle can save, which "
+                f"sharded checkpoints do not. Let it be made of numbers, text, tensors and "
+                f"containers of them, or use state_dict_type='full'"
             )
 
 

@@ -23,16 +23,21 @@ import torch
 
 from shardeddp.errors import CheckpointError
 
-# -- JSON that somebody else may have written: parsed in bounded time and memory, or refused with one kind of error
+# -- JSON that somebody else may have written: parsed in bounded time and memory, or refused with
+#    one kind of error
 #
-# The size, the memory that the values will take and the nesting are all checked on the raw bytes, by scans that run at
-# the speed of C, before the first value is made. What passes is read by :mod:`json`, with hooks for the other rules.
+# The size, the memory that the values will take and the nesting are all checked on the raw bytes,
+# by scans that run at the speed of C, before the first value is made. What passes is read by
+# :mod:`json`, with hooks for the other rules.
 
 MAX_INTEGER = 2**53 - 1
 """Of either sign: what every JSON reader keeps exactly."""
 
 _MAX_NUMBER_LENGTH = 32
-"""Characters; ``repr`` of a float has 24 at most. Longer digits take more than linear time on old interpreters."""
+"""Characters; ``repr`` of a float has 24 at most.
+
+Longer digits take more than linear time on old interpreters.
+"""
 
 # Bytes that one such character of the text may take once parsed, rounded up.
 _COSTS = {
@@ -52,22 +57,23 @@ _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 class JsonLimits:
     """What a JSON document may ask for.
 
-    The defaults keep whatever is refused under 100 MB. A manifest takes about 8 times its own size: those of some
-    80,000 pieces pass. For a larger one, raise `memory_nbytes`, if its writer is trusted that far.
+    The defaults keep whatever is refused under 100 MB. A manifest takes about 8 times its own size:
+    those of some 80,000 pieces pass. For a larger one, raise `memory_nbytes`, if its writer is
+    trusted that far.
     """
 
     nbytes: int = 64 * 10**6
     """Of the text."""
 
     memory_nbytes: int = 96 * 10**6
-    """Of the decoded text and the parsed values together, as estimated from the text: never less than it takes."""
+    """Of decoded text and parsed values together, estimated from the text; an upper bound."""
 
     depth: int = 32
     """Arrays and objects inside each other."""
 
 
 def parse_json(data: bytes, name: str, limits: JsonLimits = JsonLimits()) -> Any:
-    """Parse a JSON document, strictly: ASCII, no duplicate keys, finite numbers, integers below 2**53.
+    """Parse strict JSON: ASCII, no duplicate keys, finite numbers, integers below 2**53.
 
     Args:
         data: The whole document.
@@ -75,7 +81,8 @@ def parse_json(data: bytes, name: str, limits: JsonLimits = JsonLimits()) -> Any
         limits: What the document may ask for.
 
     Raises:
-        CheckpointError: It is not such a document, or asks for more than its limits; nothing else is raised.
+        CheckpointError: It is not such a document, or asks for more than its limits; nothing else
+            is raised.
     """
     try:
         _check_limits(data, limits)
@@ -102,14 +109,22 @@ def parse_json(data: bytes, name: str, limits: JsonLimits = JsonLimits()) -> Any
     except ValueError as error:
         reason = str(error)
     # Not chained: a JSONDecodeError holds the whole text.
-    raise CheckpointError(f"{name} cannot be read as JSON: {reason}. Expected a file that this package has written")
+    raise CheckpointError(
+        f"{name} cannot be read as JSON: {reason}. Expected a file that this package has written"
+    )
 
 
 def estimated_memory(data: bytes) -> int:
-    """Bytes that parsing takes at most, from the characters that values need: a bracket in a string counts as well."""
-    # One escape beyond U+FFFF widens its whole string to 4 bytes a character, in a buffer that grows by a quarter.
+    """Upper bound on the bytes that parsing takes, by counting the characters that values need.
+
+    A bracket in a string counts as well.
+    """
+    # One escape beyond U+FFFF widens its whole string to 4 bytes a character, in a buffer that
+    # grows by a quarter.
     width = 5 if b"\\u" in data else 2 if b"\\" in data else 1
-    return len(data) * (1 + width) + sum(data.count(character) * cost for character, cost in _COSTS.items())
+    return len(data) * (1 + width) + sum(
+        data.count(character) * cost for character, cost in _COSTS.items()
+    )
 
 
 def _check_limits(data: bytes, limits: JsonLimits) -> None:
@@ -118,16 +133,21 @@ def _check_limits(data: bytes, limits: JsonLimits) -> None:
     memory = estimated_memory(data)
     if memory > limits.memory_nbytes:
         raise ValueError(
-            f"its {len(data):,} bytes hold values of up to {memory:,} bytes, expected at most {limits.memory_nbytes:,} "
-            "(JsonLimits.memory_nbytes raises that)"
+            f"its {len(data):,} bytes hold values of up to {memory:,} bytes, expected at most "
+            f"{limits.memory_nbytes:,} (JsonLimits.memory_nbytes raises that)"
         )
     if _is_deeper_than(limits.depth, data):
-        raise ValueError(f"its brackets or quotes do not match, or it is nested more than {limits.depth} deep")
+        raise ValueError(
+            f"its brackets or quotes do not match, or it is nested more than {limits.depth} deep"
+        )
 
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """JSON has no cycles, and each collection on the way would visit all objects of the process: 10 times the time."""
+    """Pause garbage collection: JSON has no cycles.
+
+    Each collection would visit all objects of the process, which takes 10 times the time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -138,7 +158,10 @@ def _collector_paused() -> Generator[None]:
 
 
 def _is_deeper_than(depth: int, data: bytes) -> bool:
-    """Whether brackets are left once the innermost pairs were taken away `depth` times; exact for valid JSON."""
+    """Whether brackets are left after removing the innermost pairs `depth` times.
+
+    Exact for valid JSON.
+    """
     # Pairs of backslashes first: a quote is part of a string if one backslash is left before it.
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE)
     brackets = _STRING.sub(b"", unescaped).translate(_ONE_KIND_OF_BRACKET)
@@ -187,11 +210,13 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-# -- State trees as JSON: what JSON has is written as it is, what it lacks under a tag, and what is code not at all
+# -- State trees as JSON: what JSON has is written as it is, what it lacks under a tag, and what is
+#    code not at all
 #
-# A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the *parts* of the
-# value, a simpler value that is encoded in turn, so the codec of a type says only how to take it apart and put it
-# together. Nothing in the data names what is imported or called: tags are looked up in a table.
+# A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the
+# *parts* of the value, a simpler value that is encoded in turn, so the codec of a type says only
+# how to take it apart and put it together. Nothing in the data names what is imported or called:
+# tags are looked up in a table.
 #
 #     encode({"lr": 0.1, "betas": (0.9, inf)}, put) == {"lr": 0.1, "betas": {"$tuple": [0.9, {"$float": "7ff0..."}]}}
 
@@ -202,12 +227,18 @@ MAX_DEPTH = JsonLimits().depth - 4
 _TENSOR = "tensor"
 _OPAQUE = "opaque"
 _MAX_SAME_HASH = 16
-"""Keys of one dict; more of them are made to cost quadratic time (hashes of numbers are not randomized)."""
+"""Keys of one dict with the same hash; more of them would cost quadratic time.
+
+Such keys can be made, as hashes of numbers are not randomized.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """A value that could not be encoded. Equal to itself alone: two values of one class need not be equal."""
+    """A value that could not be encoded.
+
+    Equal to itself alone: two values of one class need not be equal.
+    """
 
     type_name: str
     """Its class; for reading, never for importing."""
@@ -220,7 +251,10 @@ class Codec:
     kind: type
     tag: str
     parts: Callable[[Any], Any]
-    """To a simpler value, which is encoded in turn; ``NotImplemented`` for a value that becomes :class:`Opaque`."""
+    """To a simpler value, which is encoded in turn.
+
+    ``NotImplemented`` for a value that becomes :class:`Opaque`.
+    """
 
     build: Callable[[Any], Any]
     """From the decoded parts, which may be anything; any exception refuses them."""
@@ -232,19 +266,23 @@ def dict_codec(kind: type[dict[Any, Any]], tag: str) -> Codec:
 
 
 def encode(tree: Any, put: Callable[[torch.Tensor], str], more: Sequence[Codec] = ()) -> Any:
-    """Make a JSON value of a state tree; equal values (and floats, bit by bit) come back from :func:`decode`.
+    """Encode a state tree as a JSON value; :func:`decode` gives equal values (floats bit by bit).
 
-    A reference that is shared is written each time. A default factory is kept if it is a built-in type, else dropped.
+    A reference that is shared is written each time. A default factory is kept if it is a built-in
+    type, else dropped.
 
     Args:
-        tree: Containers, numbers, text, tensors and whatever has a codec; everything else becomes :class:`Opaque`.
+        tree: Containers, numbers, text, tensors and whatever has a codec; everything else becomes
+            :class:`Opaque`.
         put: Stores a tensor (or an array, as a tensor) and names it; called for each occurrence.
         more: Codecs beside :data:`CODECS`.
 
     Raises:
         CheckpointError: It contains itself, or is nested deeper than the parser allows: says where.
     """
-    return _Encoder(put=put, codecs={codec.kind: codec for codec in (*CODECS, *more)}).encode(tree, ())
+    return _Encoder(put=put, codecs={codec.kind: codec for codec in (*CODECS, *more)}).encode(
+        tree, ()
+    )
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
@@ -262,7 +300,7 @@ def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec]
 
 
 def opaque_paths(tree: Any) -> list[str]:
-    """Where in a decoded tree values are missing: dotted paths; an opaque key is a path of its own."""
+    """Dotted paths of missing values in a decoded tree; an opaque key is a path of its own."""
     return [".".join(path) for path in _opaque_paths(tree, ())]
 
 
@@ -277,9 +315,15 @@ class _Encoder:
         if _is_plain_scalar(value):
             return value
         if id(value) in self.open or len(self.open) >= MAX_DEPTH:
-            what = "contains itself" if id(value) in self.open else f"lies deeper than {MAX_DEPTH} JSON levels"
+            what = (
+                "contains itself"
+                if id(value) in self.open
+                else f"lies deeper than {MAX_DEPTH} JSON levels"
+            )
             where = ".".join(path) or "its root"
-            raise CheckpointError(f"The state cannot be saved: the {type(value).__name__} at {where} {what}")
+            raise CheckpointError(
+                f"The state cannot be saved: the {type(value).__name__} at {where} {what}"
+            )
         self.open.add(id(value))
         try:
             return self._encode_container(value, path)
@@ -314,7 +358,8 @@ class _Decoder:
             return {key: self.decode(item) for key, item in value.items()}
         if len(value) != 1:
             raise CheckpointError(
-                f"The encoded state is damaged: expected a tag alone, found it among {len(value)} keys"
+                f"The encoded state is damaged: expected a tag alone, found it among {len(value)} "
+                f"keys"
             )
         [(key, encoded)] = value.items()
         return self._decode_tag(key.removeprefix(TAG), encoded)
@@ -325,15 +370,17 @@ class _Decoder:
         codec = self.codecs.get(tag)
         if codec is None:
             raise CheckpointError(
-                f"The encoded state has the tag {tag[:40]!a} with a {type(encoded).__name__}, which this version does "
-                "not know: it is damaged, or a newer version has written it"
+                f"The encoded state has the tag {tag[:40]!a} with a {type(encoded).__name__}, "
+                f"which this version does not know: it is damaged, or a newer version has written "
+                f"it"
             )
         parts = self.decode(encoded)
         try:
             return codec.build(parts)
         except Exception as error:  # noqa: BLE001 - parts are anything, and each type refuses them in its own way
             raise CheckpointError(
-                f"The encoded state is damaged: its {type(parts).__name__} makes no {codec.tag}: {str(error)[:200]}"
+                f"The encoded state is damaged: its {type(parts).__name__} makes no {codec.tag}: "
+                f"{str(error)[:200]}"
             ) from None
 
 
@@ -347,8 +394,11 @@ def _is_plain_scalar(value: Any) -> bool:
 
 
 def _is_plain_text(value: Any) -> bool:
-    # File names may hold bytes that are no text, as halves of surrogate pairs, which the parser refuses.
-    return type(value) is str and (value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value))
+    # File names may hold bytes that are no text, as halves of surrogate pairs, which the parser
+    # refuses.
+    return type(value) is str and (
+        value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+    )
 
 
 def _is_plain_key(key: Any) -> bool:
@@ -425,13 +475,17 @@ def _datetime_parts(value: datetime.datetime) -> Any:
 def _array_parts(value: np.ndarray[Any, Any]) -> Any:
     native = value.dtype.newbyteorder("=")
     return (
-        torch.from_numpy(np.array(value, dtype=native, order="C")) if native.type in _NUMPY.values() else NotImplemented
+        torch.from_numpy(np.array(value, dtype=native, order="C"))
+        if native.type in _NUMPY.values()
+        else NotImplemented
     )
 
 
 def _build_scalar(kind: type[np.generic], parts: Any) -> np.generic:
     # The limit is for numpy, which would put all digits into its error.
-    if not isinstance(parts, (int, float, complex)) or (isinstance(parts, int) and parts.bit_length() > 64):
+    if not isinstance(parts, (int, float, complex)) or (
+        isinstance(parts, int) and parts.bit_length() > 64
+    ):
         raise TypeError(f"expected a number of at most 64 bits, found a {type(parts).__name__}")
     return kind(parts)
 
@@ -441,11 +495,26 @@ def sparse_parts(value: torch.Tensor) -> Any:
     layout = str(value.layout).removeprefix("torch.")
     value = value.detach()
     if value.layout is torch.sparse_coo:
-        return [layout, list(value.shape), [value._indices(), value._values()], value.is_coalesced()]
+        return [
+            layout,
+            list(value.shape),
+            [value._indices(), value._values()],
+            value.is_coalesced(),
+        ]
     if value.layout in _COMPRESSED_ROWS:
-        return [layout, list(value.shape), [value.crow_indices(), value.col_indices(), value.values()], True]
+        return [
+            layout,
+            list(value.shape),
+            [value.crow_indices(), value.col_indices(), value.values()],
+            True,
+        ]
     if value.layout in _COMPRESSED_COLUMNS:
-        return [layout, list(value.shape), [value.ccol_indices(), value.row_indices(), value.values()], True]
+        return [
+            layout,
+            list(value.shape),
+            [value.ccol_indices(), value.row_indices(), value.values()],
+            True,
+        ]
     return NotImplemented
 
 
@@ -453,14 +522,23 @@ def _build_sparse(parts: Any) -> torch.Tensor:
     layout, shape, tensors, coalesced = _list(parts)
     if not all(isinstance(tensor, torch.Tensor) for tensor in _list(tensors)):
         raise TypeError("expected the tensors of a sparse one")
-    size, tensors = _build_size(shape), [tensor.clone() for tensor in tensors]  # its elements have to be there
+    size, tensors = (
+        _build_size(shape),
+        [tensor.clone() for tensor in tensors],
+    )  # its elements have to be there
     if layout == "sparse_coo":
         indices, values = tensors
-        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=bool(coalesced), check_invariants=True)
-    layouts = {str(it).removeprefix("torch."): it for it in (*_COMPRESSED_ROWS, *_COMPRESSED_COLUMNS)}
+        return torch.sparse_coo_tensor(
+            indices, values, size, is_coalesced=bool(coalesced), check_invariants=True
+        )
+    layouts = {
+        str(it).removeprefix("torch."): it for it in (*_COMPRESSED_ROWS, *_COMPRESSED_COLUMNS)
+    }
     compressed, plain, values = tensors
     found = layouts[_text(layout)]
-    return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=found, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, size, layout=found, check_invariants=True
+    )
 
 
 def _build_size(parts: Any) -> torch.Size:
@@ -479,11 +557,30 @@ def _build_namespace(parts: Any) -> Namespace:
     return namespace
 
 
-_FACTORIES: dict[str, type] = {it.__name__: it for it in (dict, list, set, tuple, int, float, bool, str)}
-_DTYPES = {str(it).removeprefix("torch."): it for it in vars(torch).values() if isinstance(it, torch.dtype)}
+_FACTORIES: dict[str, type] = {
+    it.__name__: it for it in (dict, list, set, tuple, int, float, bool, str)
+}
+_DTYPES = {
+    str(it).removeprefix("torch."): it for it in vars(torch).values() if isinstance(it, torch.dtype)
+}
 _NUMPY: dict[str, type[np.generic]] = {
     np.dtype(name).name: np.dtype(name).type
-    for name in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+    for name in (
+        "bool",
+        "i1",
+        "i2",
+        "i4",
+        "i8",
+        "u1",
+        "u2",
+        "u4",
+        "u8",
+        "f2",
+        "f4",
+        "f8",
+        "c8",
+        "c16",
+    )
 }
 
 
@@ -522,13 +619,26 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
         lambda it: [it.days, it.seconds, it.microseconds],
         lambda it: datetime.timedelta(*_list(it)),
     ),
-    (datetime.datetime, "datetime", _datetime_parts, lambda parts: datetime.datetime.fromisoformat(parts)),
-    (torch.dtype, "dtype", lambda it: str(it).removeprefix("torch."), lambda parts: _DTYPES[_text(parts)]),
+    (
+        datetime.datetime,
+        "datetime",
+        _datetime_parts,
+        lambda parts: datetime.datetime.fromisoformat(parts),
+    ),
+    (
+        torch.dtype,
+        "dtype",
+        lambda it: str(it).removeprefix("torch."),
+        lambda parts: _DTYPES[_text(parts)],
+    ),
     (torch.device, "device", str, lambda parts: torch.device(_text(parts))),
     (torch.Size, "size", list, _build_size),
     (torch.Tensor, "sparse", sparse_parts, _build_sparse),
     (np.ndarray, "array", _array_parts, lambda parts: parts.detach().cpu().numpy()),
-    *((kind, f"numpy.{name}", lambda it: it.item(), partial(_build_scalar, kind)) for name, kind in _NUMPY.items()),
+    *(
+        (kind, f"numpy.{name}", lambda it: it.item(), partial(_build_scalar, kind))
+        for name, kind in _NUMPY.items()
+    ),
 )
 CODECS: tuple[Codec, ...] = tuple(
     Codec(kind=kind, tag=tag, parts=parts, build=build) for kind, tag, parts, build in _BUILT_IN

@@ -1,4 +1,4 @@
-"""Verification and inspection: every byte compared with its checksum; rows of tensors and modules."""
+"""Verification and inspection: checksums of every byte; rows of tensors and modules."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
 
     Args:
         manifest: Of the checkpoint.
-        pattern: Of the names, as in a shell, with or without what they begin with (``model.``); a pattern without
-            wildcards is a part of the name.
+        pattern: Of the names, as in a shell, with or without what they begin with (``model.``); a
+            pattern without wildcards is a part of the name.
     """
     wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
     owners: dict[Any, str] = {}
@@ -85,7 +85,7 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
 
 
 def module_rows(manifest: Manifest) -> list[Row]:
-    """One row for each outermost module that has more than one neighbour, and for each kind of optimizer state."""
+    """One row per outermost module with several neighbours, and per kind of optimizer state."""
     roots: defaultdict[str, list[tuple[StoredTensor, Row]]] = defaultdict(list)
     for row in tensor_rows(manifest):
         tensor = manifest.tensors[row.name]
@@ -99,7 +99,9 @@ def module_rows(manifest: Manifest) -> list[Row]:
         else:
             words = [[root, *".".join(map(str, tensor.path[1:])).split(".")] for tensor, _ in found]
             depth = _common(words) + 1
-            if all(name[depth - 1].isdigit() for name in words):  # repeated blocks and nothing beside them
+            if all(
+                name[depth - 1].isdigit() for name in words
+            ):  # repeated blocks and nothing beside them
                 depth -= 1
             for (_, row), name in zip(found, words, strict=True):
                 groups[".".join(name[:depth])].append(row)
@@ -179,9 +181,11 @@ def _common(words: list[list[str]]) -> int:
     return depth
 
 
-# -- Verification: every byte of a checkpoint compared with its checksum, by one process, at the speed of the disk
+# -- Verification: every byte of a checkpoint compared with its checksum, by one process, at the
+#    speed of the disk
 #
-# It reads each file once from its start to its end, into one buffer. Nothing is unpickled, and no tensor is made.
+# It reads each file once from its start to its end, into one buffer. Nothing is unpickled, and no
+# tensor is made.
 
 Progress = Callable[[int], None]
 """Told how many more bytes have been checked."""
@@ -223,7 +227,7 @@ class Verification:
 
     damages: list[Damage]
     unchecked: list[str] = field(default_factory=list[str])
-    """What of it carries no checksum, so that nothing can be said (checkpoints of other tools only)."""
+    """What of it carries no checksum and cannot be checked (checkpoints of other tools only)."""
 
     @property
     def good(self) -> bool:
@@ -235,7 +239,8 @@ def verify(path: StrPath, progress: Progress | None = None) -> list[Damage]:
     """Compare all bytes of a checkpoint with their checksums.
 
     Args:
-        path: The directory of a sharded checkpoint, of this package or of another tool, or a plain file.
+        path: The directory of a sharded checkpoint, of this package or of another tool, or a plain
+            file.
         progress: Called as it goes on.
 
     Returns:
@@ -247,8 +252,13 @@ def verify(path: StrPath, progress: Progress | None = None) -> list[Damage]:
     return examine(path, progress).damages
 
 
-def examine(path: StrPath, progress: Progress | None = None, started: Progress | None = None) -> Verification:
-    """Do what :func:`verify` does, and tell more of it; ``started`` is told how many bytes there are to check."""
+def examine(
+    path: StrPath, progress: Progress | None = None, started: Progress | None = None
+) -> Verification:
+    """Do what :func:`verify` does, and tell more of it.
+
+    ``started`` is told how many bytes there are to check.
+    """
     path = Path(path)
     progress, started = progress or _silent, started or _silent
     if path.is_file() and (path.suffix == PLAIN_SUFFIX or zipfile.is_zipfile(path)):
@@ -257,9 +267,16 @@ def examine(path: StrPath, progress: Progress | None = None, started: Progress |
         return _examine_own(path, progress, started)
     if os.path.lexists(path / DCP_METADATA):
         return _examine_foreign(path, progress, started)
-    what = "nothing" if not os.path.lexists(path) else "a directory" if path.is_dir() else kind_of(path.stat().st_mode)
+    what = (
+        "nothing"
+        if not os.path.lexists(path)
+        else "a directory"
+        if path.is_dir()
+        else kind_of(path.stat().st_mode)
+    )
     raise CheckpointError(
-        f"{path} is no sharded checkpoint: expected a directory with {MANIFEST} (or, by another tool, {DCP_METADATA}), "
+        f"{path} is no sharded checkpoint: expected a directory with {MANIFEST} (or, by another "
+        f"tool, {DCP_METADATA}), "
         f"found {what}" + (" without them" if what == "a directory" else "")
     )
 
@@ -281,7 +298,9 @@ def newest_verified(directory: StrPath, within_s: float | None = None) -> Path |
 
     def progress(nbytes: int) -> None:
         if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError(f"not all checkpoints in {os.fspath(directory)} could be verified in {within_s} s")
+            raise TimeoutError(
+                f"not all checkpoints in {os.fspath(directory)} could be verified in {within_s} s"
+            )
 
     for candidate in reversed(find_checkpoints(directory).checkpoints):
         with contextlib.suppress(CheckpointError):  # it was removed meanwhile
@@ -295,12 +314,17 @@ def checkpoints_in(directory: StrPath) -> list[Path]:
     found = find_checkpoints(directory)
     whole = [candidate.path for candidate in reversed(found.checkpoints)]
     with disk_errors("looking for checkpoints in", directory):
-        rest = [Path(directory) / name for name in sorted(os.listdir(directory)) if not name.startswith(".")]
+        rest = [
+            Path(directory) / name
+            for name in sorted(os.listdir(directory))
+            if not name.startswith(".")
+        ]
     seen = {path.name for path in whole}
     return whole + [
         path
         for path in rest
-        if path.name not in seen and (os.path.lexists(path / MANIFEST) or os.path.lexists(path / DCP_METADATA))
+        if path.name not in seen
+        and (os.path.lexists(path / MANIFEST) or os.path.lexists(path / DCP_METADATA))
     ]
 
 
@@ -314,10 +338,14 @@ def _examine_file(path: Path, progress: Progress, started: Progress) -> Verifica
     if carries_index(path):
         records = damaged_records(path, progress=progress)
         damages = [
-            Damage(file=path.name, tensor=it.name, where=it.where, expected=it.expected, found=it.found)
+            Damage(
+                file=path.name, tensor=it.name, where=it.where, expected=it.expected, found=it.found
+            )
             for it in records
         ]
-        return Verification(path=path, step=read_index(path).run.step, nbytes=nbytes, damages=damages)
+        return Verification(
+            path=path, step=read_index(path).run.step, nbytes=nbytes, damages=damages
+        )
     unchecked, damages = list[str](), list[Damage]()
     item = Item(file=path.name, offset=0, nbytes=nbytes)
     try:
@@ -334,10 +362,14 @@ def _examine_own(path: Path, progress: Progress, started: Progress) -> Verificat
     try:
         with _opened(path, MANIFEST) as (descriptor, nbytes):
             if nbytes > MAX_MANIFEST_NBYTES:
-                raise CheckpointError(f"expected at most {MAX_MANIFEST_NBYTES:,} bytes, found {nbytes:,}")
+                raise CheckpointError(
+                    f"expected at most {MAX_MANIFEST_NBYTES:,} bytes, found {nbytes:,}"
+                )
             manifest = manifest_from_bytes(os.pread(descriptor, nbytes, 0))
         if manifest.algorithm != ALGORITHM:
-            raise CheckpointError(f"expected checksums by {ALGORITHM}, found {manifest.algorithm!r}")
+            raise CheckpointError(
+                f"expected checksums by {ALGORITHM}, found {manifest.algorithm!r}"
+            )
     except (CheckpointError, OSError) as error:
         damage = Damage(file=MANIFEST, expected="a manifest that can be read", found=str(error))
         return Verification(path=path, step=None, nbytes=0, damages=[damage])
@@ -362,7 +394,7 @@ class _Block:
 
 
 def _blocks(manifest: Manifest) -> defaultdict[str, list[_Block]]:
-    """By file, in the order of bytes; those of tensors that are stored once under several names are there once."""
+    """Blocks by file, in byte order; a tensor stored once under several names is there once."""
     found: defaultdict[str, dict[int, _Block]] = defaultdict(dict)
     for tensor in manifest.tensors.values():
         for piece in tensor.pieces:
@@ -388,7 +420,14 @@ class _FileCheck:
         buffer: Of ``BLOCK_NBYTES``.
     """
 
-    def __init__(self, path: Path, name: str, manifest: Manifest, blocks: Sequence[_Block], buffer: memoryview) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        manifest: Manifest,
+        blocks: Sequence[_Block],
+        buffer: memoryview,
+    ) -> None:
         self._path = path
         self._name = name
         self._expected = manifest.files[name]
@@ -404,16 +443,24 @@ class _FileCheck:
             found = "no such file"
         except (CheckpointError, OSError) as error:
             found = str(error)
-        return [Damage(file=self._name, expected=f"a file of {self._expected.nbytes:,} bytes", found=found)]
+        return [
+            Damage(
+                file=self._name, expected=f"a file of {self._expected.nbytes:,} bytes", found=found
+            )
+        ]
 
     def _check(self, descriptor: int, nbytes: int, progress: Progress) -> Iterator[Damage]:
         size = self._expected.nbytes
         if nbytes != size:
-            yield Damage(file=self._name, expected=f"a file of {size:,} bytes", found=f"{nbytes:,} bytes")
+            yield Damage(
+                file=self._name, expected=f"a file of {size:,} bytes", found=f"{nbytes:,} bytes"
+            )
         end = 0
         for block in self._blocks:
             if block.start < end:
-                yield self._damage(block, "bytes of its own", f"bytes that {MANIFEST} gives to others as well")
+                yield self._damage(
+                    block, "bytes of its own", f"bytes that {MANIFEST} gives to others as well"
+                )
                 continue
             self._read_frames(descriptor, end, block.start, progress)
             found = self._digest(descriptor, block)
@@ -424,12 +471,18 @@ class _FileCheck:
         self._read_frames(descriptor, end, size, progress)
         frames = self._frames.hexdigest()
         if frames != self._expected.checksum and nbytes >= size:
-            of_what = f"{self._expected.checksum} over the bytes around its tensors" if self._blocks else ""
+            of_what = (
+                f"{self._expected.checksum} over the bytes around its tensors"
+                if self._blocks
+                else ""
+            )
             yield Damage(file=self._name, expected=of_what or self._expected.checksum, found=frames)
 
     def _damage(self, block: _Block, expected: str, found: str) -> Damage:
         where = Interval(block.start, block.stop)
-        return Damage(file=self._name, tensor=block.tensor, where=where, expected=expected, found=found)
+        return Damage(
+            file=self._name, tensor=block.tensor, where=where, expected=expected, found=found
+        )
 
     def _read_frames(self, descriptor: int, start: int, stop: int, progress: Progress) -> None:
         while start < stop and (count := self._read(descriptor, start, stop)):
@@ -451,7 +504,7 @@ class _FileCheck:
 
 
 def _extra(path: Path, known: set[str]) -> list[Damage]:
-    """What lies in a checkpoint and does not belong to it: hidden damage, or what somebody has put there."""
+    """What lies in a checkpoint but is not part of it: hidden damage, or something put there."""
     return [
         Damage(file=name, expected="no such file", found=kind_of(os.lstat(path / name).st_mode))
         for name in sorted(os.listdir(path))
@@ -463,13 +516,17 @@ def _examine_foreign(path: Path, progress: Progress, started: Progress) -> Verif
     try:
         checkpoint = ForeignCheckpoint(path)
     except CheckpointError as error:
-        damage = Damage(file=DCP_METADATA, expected="an index that fits the files", found=str(error))
+        damage = Damage(
+            file=DCP_METADATA, expected="an index that fits the files", found=str(error)
+        )
         return Verification(path=path, step=None, nbytes=0, damages=[damage])
-    items = {piece.item: tensor.name for tensor in checkpoint.tensors.values() for piece in tensor.pieces} | {
-        stored.item: "" for stored in checkpoint.objects.values()
-    }
+    items = {
+        piece.item: tensor.name for tensor in checkpoint.tensors.values() for piece in tensor.pieces
+    } | {stored.item: "" for stored in checkpoint.objects.values()}
     if (path / LIGHTNING_META).is_file():
-        items[Item(file=LIGHTNING_META, offset=0, nbytes=(path / LIGHTNING_META).stat().st_size)] = ""
+        items[
+            Item(file=LIGHTNING_META, offset=0, nbytes=(path / LIGHTNING_META).stat().st_size)
+        ] = ""
     nbytes = sum(item.nbytes for item in items)
     started(nbytes)
     damages: list[Damage] = []
@@ -482,7 +539,15 @@ def _examine_foreign(path: Path, progress: Progress, started: Progress) -> Verif
                     unchecked.append(items[item] or f"{item.file} from byte {item.offset:,}")
         except (CheckpointError, OSError) as error:
             intact = "items whose CRCs are those of their bytes"
-            damages.append(Damage(file=item.file, tensor=items[item], where=where, expected=intact, found=str(error)))
+            damages.append(
+                Damage(
+                    file=item.file,
+                    tensor=items[item],
+                    where=where,
+                    expected=intact,
+                    found=str(error),
+                )
+            )
         progress(item.nbytes)
     return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
 

@@ -34,13 +34,21 @@ from shardeddp.checkpoint.manifest import (
     manifest_to_bytes,
     name_of,
 )
-from shardeddp.checkpoint.snapshot import BoxKey, Described, HostMemory, Snapshot, compare_replicas, plain_elements
+from shardeddp.checkpoint.snapshot import (
+    BoxKey,
+    Described,
+    HostMemory,
+    Snapshot,
+    compare_replicas,
+    plain_elements,
+)
 from shardeddp.comm import run_on_all_ranks
 from shardeddp.comm.agreement import gather_results
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.layout import Box
 
-# -- Writing: each rank its shares into a data file of its own, rank 0 the indexes; committed when all agree
+# -- Writing: each rank its shares into a data file of its own, rank 0 the indexes; committed when
+#    all agree
 
 log = logging.getLogger(__name__)
 
@@ -82,19 +90,26 @@ class Report:
 
 
 def write_checkpoint(
-    snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup | None, options: CheckpointOptions
+    snapshot: Snapshot,
+    target: Path,
+    run: Run,
+    group: dist.ProcessGroup | None,
+    options: CheckpointOptions,
 ) -> None:
     """Write a checkpoint and commit it; a collective of all ranks that ends the same way on each.
 
     Args:
         snapshot: What this rank has of it.
-        target: The directory that it becomes; what is there is replaced when the new one is whole and on the disk.
+        target: The directory that it becomes; what is there is replaced when the new one is whole
+            and on the disk.
         run: What to say of the training.
-        group: Host group of all ranks that nothing else uses meanwhile; None for a process that saves alone.
+        group: Host group of all ranks that nothing else uses meanwhile; None for a process that
+            saves alone.
         options: How safe, and for whom to read.
 
     Raises:
-        CheckpointError: Some rank could not write, or replicas differ. What was at ``target`` is still there.
+        CheckpointError: Some rank could not write, or replicas differ. What was at ``target`` is
+            still there.
     """
     _Writing(snapshot, target, run, group, options).run()
 
@@ -103,7 +118,12 @@ class _Writing:
     """One save, from the side of one rank."""
 
     def __init__(
-        self, snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup | None, options: CheckpointOptions
+        self,
+        snapshot: Snapshot,
+        target: Path,
+        run: Run,
+        group: dist.ProcessGroup | None,
+        options: CheckpointOptions,
     ) -> None:
         self._snapshot = snapshot
         self._target = target
@@ -146,7 +166,10 @@ class _Writing:
         name = f"__{self._rank}_0.distcp"
         pieces: dict[BoxKey, tuple[Item, int, tuple[str, ...]]] = {}
         copies: dict[BoxKey, tuple[str, ...]] = {}
-        with self._created(name) as descriptor, disk_errors("writing", self._folder / name, self._snapshot.nbytes):
+        with (
+            self._created(name) as descriptor,
+            disk_errors("writing", self._folder / name, self._snapshot.nbytes),
+        ):
             file = DataFile(descriptor, name, crc=self._options.zip_crc)
             for share in self._snapshot.shares:
                 elements = plain_elements(share.elements)
@@ -155,11 +178,15 @@ class _Writing:
                     pieces[key] = file.put_tensor(elements.view(share.box.sizes))
                 else:
                     copies[key] = block_checksums(elements)
-            objects = [file.put_object(value) for _, value in self._snapshot.objects] if self._rank == 0 else []
+            objects = (
+                [file.put_object(value) for _, value in self._snapshot.objects]
+                if self._rank == 0
+                else []
+            )
             return Report(file.close(), pieces, copies, objects).to_bytes()
 
     def _commit(self, reports: Sequence[bytes]) -> bytes:
-        """Rank 0 alone: the indexes, the manifest last, and the change of names that makes it a checkpoint."""
+        """On rank 0: write the indexes, the manifest last, and rename to make it a checkpoint."""
         if self._staging is None:
             return b""
         merged = [Report.from_bytes(report) for report in reports]
@@ -190,7 +217,9 @@ class _Writing:
         return b""
 
     def _put(self, name: str, content: bytes) -> None:
-        directory.write_file(self._folder, name, content, self._permissions, self._options.durability)
+        directory.write_file(
+            self._folder, name, content, self._permissions, self._options.durability
+        )
 
     @contextmanager
     def _created(self, name: str) -> Generator[int]:
@@ -208,10 +237,15 @@ def _index(described: Sequence[Described], reports: Sequence[Report]) -> dict[st
     pieces: defaultdict[str, list[Piece]] = defaultdict(list)
     for report in reports:
         for (name, offsets, sizes), (item, payload, checksums) in report.pieces.items():
-            pieces[name].append(Piece(box=Box(offsets, sizes), item=item, payload=payload, checksums=checksums))
+            pieces[name].append(
+                Piece(box=Box(offsets, sizes), item=item, payload=payload, checksums=checksums)
+            )
     return {
         name_of(it.path): StoredTensor(
-            path=it.path, dtype=it.dtype, shape=it.shape, pieces=tuple(pieces[it.same_as or name_of(it.path)])
+            path=it.path,
+            dtype=it.dtype,
+            shape=it.shape,
+            pieces=tuple(pieces[it.same_as or name_of(it.path)]),
         )
         for it in described
     }
@@ -221,7 +255,8 @@ def _key(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> BoxKey:
     return name, tuple(offsets), tuple(sizes)
 
 
-# -- Saver: saves one checkpoint after the other, in the caller's time or in a thread's, and deletes in the same order
+# -- Saver: saves one checkpoint after the other, in the caller's time or in a thread's, and deletes
+#    in the same order
 
 
 class Saver:
@@ -241,7 +276,7 @@ class Saver:
 
     @property
     def started(self) -> bool:
-        """Whether a save was given to the thread and nobody has waited for it yet; the same on all ranks."""
+        """Whether the thread got a save that nobody has waited for yet; the same on all ranks."""
         return self._thread is not None
 
     @property
@@ -268,12 +303,15 @@ class Saver:
 
         def copied() -> Snapshot:
             if dist.get_rank(group) == 0:
-                # Callbacks may look there, or link to what is going to be there, before the thread comes to it.
+                # Callbacks may look there, or link to what is going to be there, before the thread
+                # comes to it.
                 make_directories(target.parent, self._permissions, self._options.durability)
             return snapshot.copied(self._memory)
 
         own = run_on_all_ranks("copying the checkpoint", copied, group)
-        self._thread = threading.Thread(target=self._write, args=(own, target, run, group), name="shardeddp-checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(own, target, run, group), name="shardeddp-checkpoint"
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -293,7 +331,7 @@ class Saver:
             delete()
 
     def then(self, delete: Callable[[], object]) -> None:
-        """Delete something when the save that is under way has succeeded; at once if there is none."""
+        """Delete something once the save under way has succeeded; at once if there is none."""
         if self._thread is None:
             delete()
         else:
@@ -304,4 +342,6 @@ class Saver:
             write_checkpoint(snapshot, target, run, group, self._options)
         except BaseException as error:  # noqa: BLE001 - raised where the training is
             self._error = error
-            log.error(f"saving {target} failed: {error}")  # where nobody asks any more, this is all that is said
+            log.error(
+                f"saving {target} failed: {error}"
+            )  # where nobody asks any more, this is all that is said

@@ -1,9 +1,9 @@
-"""The only place that issues collectives: groups of ranks, collectives per backend, streams, agreement."""
+"""The only issuer of collectives: groups of ranks, collectives per backend, streams, agreement."""
 
 from shardeddp.comm.agreement import (
     agree_on_any,
-    agree_on_any_alike,
     agree_on_highest,
+    agree_on_highest_alike,
     agree_on_layout,
     all_gather_bytes,
     gather_results,
@@ -21,8 +21,8 @@ __all__ = [
     "StreamHandle",
     "Traffic",
     "agree_on_any",
-    "agree_on_any_alike",
     "agree_on_highest",
+    "agree_on_highest_alike",
     "agree_on_layout",
     "all_gather_bytes",
     "barrier",

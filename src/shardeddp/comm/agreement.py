@@ -24,14 +24,16 @@ from shardeddp.errors import (
     RankError,
 )
 
-# -- Sequence numbers: which operation a rank has begun on its host groups, and that all ranks have begun the same one
+# -- Sequence numbers: which operation a rank has begun on its host groups, and that all ranks have
+#    begun the same one
 #
-# All ranks of a group come to its operations in one order, so equal places in a program have equal numbers. Counting
-# costs a microsecond on the host and sends nothing; :mod:`shardeddp.comm.desync` looks at the numbers when a rank has
-# been waiting for a while.
+# All ranks of a group come to its operations in one order, so equal places in a program have equal
+# numbers. Counting costs a microsecond on the host and sends nothing; :mod:`shardeddp.comm.desync`
+# looks at the numbers when a rank has been waiting for a while.
 #
-# What is agreed on travels in messages of one size that begin with a fingerprint of the operation. Ranks that have come
-# to different ones thus all know it at once. Messages of different sizes would end the process: gloo aborts it.
+# What is agreed on travels in messages of one size that begin with a fingerprint of the operation.
+# Ranks that have come to different ones thus all know it at once. Messages of different sizes would
+# end the process: gloo aborts it.
 
 MESSAGE_NBYTES = 512
 """Small enough to take no longer than a byte; large enough for a step of a hundred units."""
@@ -40,26 +42,29 @@ _HEADER_NBYTES = 8
 _PAYLOAD_NBYTES = MESSAGE_NBYTES - _HEADER_NBYTES
 
 ABOUT_COLLECTIVES = (
-    "All ranks have to communicate alike, in one order: move this out of conditions that only some ranks fulfil, and "
-    "give tensors one shape and dtype on all ranks. Barriers, gathers, self.log(sync_dist=True), saving a checkpoint "
-    "(trainer.save_checkpoint) and whatever reads a sharded parameter are for all ranks"
+    "All ranks have to communicate alike, in one order: move this out of conditions that only "
+    "some ranks fulfil, and give tensors one shape and dtype on all ranks. Barriers, gathers, "
+    "self.log(sync_dist=True), saving a checkpoint (trainer.save_checkpoint) and whatever reads a "
+    "sharded parameter are for all ranks"
 )
 ABOUT_PARAMETERS = (
-    "A sharded parameter has to be asked by all ranks alike. Move this out of rank_zero_only functions and out of "
-    "conditions that only some ranks fulfil, or put it inside of strategy.summon_full_params(), which all ranks enter: "
-    "there parameters are whole, and each rank may do what it likes"
+    "A sharded parameter has to be asked by all ranks alike. Move this out of rank_zero_only "
+    "functions and out of conditions that only some ranks fulfil, or put it inside of "
+    "strategy.summon_full_params(), which all ranks enter: there parameters are whole, and each "
+    "rank may do what it likes"
 )
 ABOUT_UNITS = (
-    "All ranks gather units in one order. If they may use different parts of the model in a step (experts, modalities, "
-    "random depth), set ShardedDP(uneven_units=True): then they agree before each gather, and those that do not use a "
-    "unit take part with zeros. Or let auto_wrap_policy put all such parts into one unit"
+    "All ranks gather units in one order. If they may use different parts of the model in a step "
+    "(experts, modalities, random depth), set ShardedDP(uneven_units=True): then they agree "
+    "before each gather, and those that do not use a unit take part with zeros. Or let "
+    "auto_wrap_policy put all such parts into one unit"
 )
 ABOUT_TRAINED = (
-    "All ranks have to train the same parameters: freeze and unfreeze (requires_grad_) the same ones on each of them, "
-    "at the same time"
+    "All ranks have to train the same parameters: freeze and unfreeze (requires_grad_) the same "
+    "ones on each of them, at the same time"
 )
 ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS, ABOUT_TRAINED)
-"""Kinds of advice; where ranks wait in different operations, the last one that fits any of them is the most useful."""
+"""Kinds of advice; for ranks in different operations, the last that fits any is most useful."""
 
 Describe = Callable[[str, str], str]
 """From the name of a meeting and what this rank has come to, which ranks have come to what."""
@@ -92,7 +97,10 @@ def begun(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def describe_mismatches(group: dist.ProcessGroup, describe: Describe) -> None:
-    """Let errors say which ranks have come to what; what ``describe`` holds must not hold the group."""
+    """Let errors say which ranks have come to what.
+
+    What ``describe`` holds must not hold the group.
+    """
     _record_of(group).describe = describe
 
 
@@ -158,9 +166,14 @@ class Reduction:
         if self.work is not None:
             self.work.wait()
         header = self.message[:_HEADER_NBYTES].tolist()
-        if any(code + complement != 255 for code, complement in zip(header[:4], header[4:], strict=True)):
+        if any(
+            code + complement != 255
+            for code, complement in zip(header[:4], header[4:], strict=True)
+        ):
             describe = _record_of(self._group).describe
-            described = self.operation if describe is None else describe(self._meeting, self.operation)
+            described = (
+                self.operation if describe is None else describe(self._meeting, self.operation)
+            )
             raise DesyncError(f"{described}. {self.advice}")
         numbers, payload = self._numbers.view(-1), self.message[_HEADER_NBYTES:]
         numbers[:_PAYLOAD_NBYTES] = payload[: numbers.numel()]
@@ -169,23 +182,32 @@ class Reduction:
         return self._numbers
 
 
-# -- Agreement: what all ranks decide together, over the host group; errors of one rank become errors of all
+# -- Agreement: what all ranks decide together, over the host group; errors of one rank become
+#    errors of all
 
 T = TypeVar("T")
 
 
 def all_gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Give every rank's bytes to every rank, by rank. Bytes, so that nothing that arrives is ever unpickled."""
+    """Give every rank's bytes to every rank, by rank.
+
+    Bytes, so that nothing that arrives is ever unpickled.
+    """
     begin(group, "exchange")
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
     longest = max(int(length) for length in lengths)
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+    padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
+        : len(payload)
+    ]
     arrived = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(arrived, padded, group=group)
-    return [tensor[: int(length)].numpy().tobytes() for tensor, length in zip(arrived, lengths, strict=True)]
+    return [
+        tensor[: int(length)].numpy().tobytes()
+        for tensor, length in zip(arrived, lengths, strict=True)
+    ]
 
 
 def run_on_all_ranks(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
@@ -193,13 +215,16 @@ def run_on_all_ranks(step: str, action: Callable[[], T], group: dist.ProcessGrou
 
     Args:
         step: What the step does, as a noun phrase for the message.
-        action: The step; it must not communicate, else a rank that fails leaves the others waiting inside it.
+        action: The step; it must not communicate, else a rank that fails leaves the others waiting
+            inside it.
         group: The host group of all ranks.
 
     Raises:
         ConfigurationError: Every rank found the same configuration wrong.
-        CheckpointError: All that failed found a checkpoint wrong; with what the first of them found.
-        RankError: Some rank failed in another way, this one or another; it carries the traceback of each.
+        CheckpointError: All that failed found a checkpoint wrong; with what the first of them
+            found.
+        RankError: Some rank failed in another way, this one or another; it carries the traceback of
+            each.
     """
     results: list[T] = []
 
@@ -218,8 +243,12 @@ def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGr
         result = action()
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
         failure, cause = _Failure(type(error).__name__, str(error), traceback.format_exc()), error
-    sent = all_gather_bytes(b"+" + result if failure is None else b"-" + json.dumps(failure).encode(), group)
-    failures = {rank: _Failure(*json.loads(text[1:])) for rank, text in enumerate(sent) if text[:1] == b"-"}
+    sent = all_gather_bytes(
+        b"+" + result if failure is None else b"-" + json.dumps(failure).encode(), group
+    )
+    failures = {
+        rank: _Failure(*json.loads(text[1:])) for rank, text in enumerate(sent) if text[:1] == b"-"
+    }
     if not failures:
         return [text[1:] for text in sent]
     if isinstance(cause, ConfigurationError) and len(failures) == len(sent):
@@ -228,7 +257,9 @@ def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGr
     kinds = {failure.kind for failure in failures.values()}
     if kinds <= _OF_CHECKPOINTS.keys():
         ranks = ", ".join(map(str, failures))
-        raise _OF_CHECKPOINTS[failures[first].kind](f"{failures[first].text} (found on rank {ranks})") from cause
+        raise _OF_CHECKPOINTS[failures[first].kind](
+            f"{failures[first].text} (found on rank {ranks})"
+        ) from cause
     raise RankError(step, {rank: failure.trace for rank, failure in failures.items()}) from cause
 
 
@@ -249,26 +280,35 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
         group: The host group of all ranks.
 
     Raises:
-        LayoutMismatchError: Some rank has other lines; names the first difference and the ranks on either side.
+        LayoutMismatchError: Some rank has other lines; names the first difference and the ranks on
+            either side.
     """
-    everyones = [json.loads(text) for text in all_gather_bytes(json.dumps(list(lines)).encode(), group)]
+    everyones = [
+        json.loads(text) for text in all_gather_bytes(json.dumps(list(lines)).encode(), group)
+    ]
     reference = everyones[0]
     odd = [rank for rank, other in enumerate(everyones) if other != reference]
     if not odd:
         return
     other = everyones[odd[0]]
     index = next(
-        (i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b), min(len(reference), len(other))
+        (i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b),
+        min(len(reference), len(other)),
     )
-    expected, found = (side[index] if index < len(side) else "nothing more" for side in (reference, other))
+    expected, found = (
+        side[index] if index < len(side) else "nothing more" for side in (reference, other)
+    )
     raise LayoutMismatchError(
-        f"the ranks do not shard the same model: rank 0 has {expected!r} where rank {odd[0]} has {found!r}"
-        f" (ranks that differ from rank 0: {odd}). Build the same model with the same options on every rank; "
-        f"look for sizes that depend on the rank, on a random number or on a file that only some ranks see"
+        f"the ranks do not shard the same model: rank 0 has {expected!r} where rank {odd[0]} has "
+        f"{found!r} (ranks that differ from rank 0: {odd}). Build the same model with the same "
+        f"options on every rank; look for sizes that depend on the rank, on a random number or on "
+        f"a file that only some ranks see"
     )
 
 
-def agree_on_highest(numbers: torch.Tensor, group: dist.ProcessGroup, operation: str = "agreement on units") -> None:
+def agree_on_highest(
+    numbers: torch.Tensor, group: dist.ProcessGroup, operation: str = "agreement on units"
+) -> None:
     """Replace each number by the highest that any rank has in its place.
 
     Args:
@@ -279,23 +319,27 @@ def agree_on_highest(numbers: torch.Tensor, group: dist.ProcessGroup, operation:
     reduce_highest(numbers, operation, group).wait()
 
 
-def agree_on_any_alike(
-    flags: Sequence[bool], checksum: int, group: dist.ProcessGroup, operation: str
-) -> tuple[list[bool], bool]:
-    """For each flag, whether any rank has it set; and whether all ranks have the same checksum of 32 bits."""
+def agree_on_highest_alike(
+    levels: Sequence[int], checksum: int, group: dist.ProcessGroup, operation: str
+) -> tuple[list[int], bool]:
+    """The highest of each level (up to 255) on any rank, and whether all 32-bit checksums agree."""
     if dist.get_world_size(group) == 1:
-        return list(flags), True
+        return list(levels), True
     said = checksum.to_bytes(4, "big")
-    # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte are equal.
-    message = torch.tensor([*said, *(255 - octet for octet in said), *flags], dtype=torch.uint8)
+    # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte
+    # are equal.
+    message = torch.tensor([*said, *(255 - octet for octet in said), *levels], dtype=torch.uint8)
     agree_on_highest(message, group, operation)
     numbers = message.tolist()
     same = all(high + low == 255 for high, low in zip(numbers[:4], numbers[4:8], strict=True))
-    return [bool(flag) for flag in numbers[8:]], same
+    return numbers[8:], same
 
 
 def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
-    """For each flag, whether any rank has it set. The flags' number must be the same on all ranks."""
+    """For each flag, whether any rank has it set.
+
+    The number of flags must be the same on all ranks.
+    """
     if dist.get_world_size(group) == 1:
         return list(flags)
     tensor = torch.tensor(flags, dtype=torch.uint8)
@@ -303,13 +347,14 @@ def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     return [bool(flag) for flag in tensor.tolist()]
 
 
-# -- AsyncMaximum: the highest of a number that every rank contributes, asked for in one batch and known in the next
+# -- AsyncMaximum: the highest of a number that every rank contributes, asked for in one batch and
+#    known in the next
 
 _LET_GO_S = 1.0
 
 
 class AsyncMaximum:
-    """One small maximum over all ranks in flight at a time, on the host, so that nobody waits for it.
+    """A small maximum over all ranks, one in flight at a time, on the host so that nobody waits.
 
     Every rank has to call the methods in the same order.
 
@@ -321,7 +366,9 @@ class AsyncMaximum:
         self._group = group
         self._alone = group.size() == 1
         self._message = torch.zeros(1, dtype=torch.uint8)
-        self._under_way: Callable[[], int] | None = None  # gives the highest number of those that are under way
+        self._under_way: Callable[[], int] | None = (
+            None  # gives the highest number of those that are under way
+        )
 
     def contribute(self, number: int) -> None:
         """Send this rank's number on its way; what was under way is dropped.
@@ -333,20 +380,26 @@ class AsyncMaximum:
         if self._alone:
             self._under_way = lambda: number
             return
-        reduction = reduce_highest(torch.tensor([number], dtype=torch.uint8), "agreement on signals", self._group)
+        reduction = reduce_highest(
+            torch.tensor([number], dtype=torch.uint8), "agreement on signals", self._group
+        )
         self._message = reduction.message
         self._under_way = lambda: int(reduction.wait())
 
     def result(self) -> int:
-        """The highest number contributed; 0 if none was since the last result. Waits for what is not there yet."""
+        """The highest number contributed; 0 if none was since the last result.
+
+        Waits for what is not there yet.
+        """
         under_way, self._under_way = self._under_way, None
         return 0 if under_way is None else under_way()
 
     def close(self) -> int:
         """The last result, after which nothing is on its way.
 
-        A process may end right after it, so this also waits until gloo's thread has let go of the message: for that it
-        needs the interpreter, and a thread that asks for one that is ending aborts the process.
+        A process may end right after it, so this also waits until gloo's thread has let go of the
+        message: for that it needs the interpreter, and a thread that asks for one that is ending
+        aborts the process.
         """
         highest = self.result()
         deadline = time.monotonic() + _LET_GO_S

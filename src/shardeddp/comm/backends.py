@@ -6,12 +6,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm.collectives import REDUCE_OPS, CollectiveHandle, Collectives, ReduceKind, Traffic, Work
+from shardeddp.comm.collectives import (
+    REDUCE_OPS,
+    CollectiveHandle,
+    Collectives,
+    ReduceKind,
+    Traffic,
+    Work,
+)
 
 # -- Collectives for gloo, composed of the transfers that it does fastest
 #
-# Slices travel point to point, straight between the places where they are needed: gloo's own all-gather and
-# reduce-scatter pass everything through buffers of their own. ``benchmarks/collectives.py`` compares the compositions.
+# Slices travel point to point, straight between the places where they are needed: gloo's own
+# all-gather and reduce-scatter pass everything through buffers of their own.
+# ``benchmarks/collectives.py`` compares the compositions.
 
 MEAN_BLOCK_NUMEL = 1 << 16
 
@@ -63,7 +71,9 @@ class GlooCollectives(Collectives):
 
         return CollectiveHandle(_works(work), divide if kind == "mean" else None, keep=(tensor,))
 
-    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
+    def all_to_all(  # noqa: D102
+        self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
+    ) -> CollectiveHandle:
         self.count_leaving(leaving)
         works: list[Work] = []
         for target, source in self._peers():
@@ -79,7 +89,7 @@ class GlooCollectives(Collectives):
         return buffer.view(self.size, -1).unbind()
 
     def _peers(self) -> Iterator[tuple[int, int]]:
-        """Group ranks (to send to, to receive from), a different pair in each round so that no rank is a hot spot."""
+        """Group ranks (to send to, to receive from), a different pair each round: no hot spots."""
         for distance in range(1, self.size):
             yield (self.rank + distance) % self.size, (self.rank - distance) % self.size
 
@@ -89,8 +99,10 @@ class GlooCollectives(Collectives):
             works += self._transfer(slices[self.rank], target, slices[source], source)
         return works
 
-    def _transfer(self, sent: torch.Tensor, target: int, received: torch.Tensor, source: int) -> list[Work]:
-        """Send to one group rank and receive from another; nothing travels where there is nothing."""
+    def _transfer(
+        self, sent: torch.Tensor, target: int, received: torch.Tensor, source: int
+    ) -> list[Work]:
+        """Send to one group rank and receive from another; empty tensors are not transferred."""
         works: list[Work] = []
         if received.numel():
             works += _works(dist.irecv(received, group=self._group, group_src=source))
@@ -100,10 +112,10 @@ class GlooCollectives(Collectives):
 
 
 def disconnect(group: dist.ProcessGroup) -> None:
-    """Fail all transfers of this rank in a gloo group, and with them those of ranks that wait for it.
+    """Fail this rank's transfers in a gloo group, and with them those of ranks that wait for it.
 
-    A time-out is what makes gloo do that. Ranks that wait for another rank's transfer would else wait until their own
-    timeout.
+    A time-out is what makes gloo do that. Ranks that wait for another rank's transfer would else
+    wait until their own timeout.
     """
     for other in range(group.size()):
         if other != group.rank():
@@ -116,7 +128,8 @@ def disconnect(group: dist.ProcessGroup) -> None:
 def _mean(output: torch.Tensor, own: torch.Tensor, others: torch.Tensor) -> None:
     """Average 1D ``own`` and the rows of ``others`` into ``output``, which may be ``own`` itself.
 
-    In blocks that stay in the processor's cache, so that the sum and the product cost one pass over memory.
+    In blocks that stay in the processor's cache, so that the sum and the product cost one pass over
+    memory.
     """
     scale = 1.0 / (1 + others.shape[0])
     for start in range(0, own.numel(), MEAN_BLOCK_NUMEL):
@@ -135,14 +148,19 @@ def _works(work: Work | None) -> list[Work]:
 
 # torch 2.13 renamed both and deprecated the names that 2.11 knows.
 _NAMES = vars(dist)
-_all_gather: Callable[..., Work | None] = _NAMES.get("all_gather_single") or _NAMES["all_gather_into_tensor"]
-_reduce_scatter: Callable[..., Work | None] = _NAMES.get("reduce_scatter_single") or _NAMES["reduce_scatter_tensor"]
+_all_gather: Callable[..., Work | None] = (
+    _NAMES.get("all_gather_single") or _NAMES["all_gather_into_tensor"]
+)
+_reduce_scatter: Callable[..., Work | None] = (
+    _NAMES.get("reduce_scatter_single") or _NAMES["reduce_scatter_tensor"]
+)
 
 
 class NativeCollectives(Collectives):
     """Collectives among the ranks of a group whose backend orders them on streams.
 
-    They are issued on the current stream and complete in its order, so nothing is left to wait for on the host.
+    They are issued on the current stream and complete in its order, so nothing is left to wait for
+    on the host.
 
     Args:
         group: The process group.
@@ -177,7 +195,9 @@ class NativeCollectives(Collectives):
         dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group)
         return CollectiveHandle(keep=(tensor,))
 
-    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
+    def all_to_all(  # noqa: D102
+        self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
+    ) -> CollectiveHandle:
         self.count_leaving(leaving)
         transfers: list[dist.P2POp] = []
         for rank, (here, there) in enumerate(zip(arriving, leaving, strict=True)):

@@ -14,9 +14,10 @@ import torch.distributed as dist
 class Traffic:
     """Bytes and calls that this rank has issued since the last reset.
 
-    Bytes are those that the rank has to send when the collective is done as well as a ring does it, whatever the
-    backend does: ``(n - 1) / n`` of the whole buffer for an all-gather, a reduce-scatter or a broadcast among ``n``
-    ranks, twice that for an all-reduce. A group of one rank counts nothing.
+    Bytes are those that the rank has to send when the collective is done as well as a ring does it,
+    whatever the backend does: ``(n - 1) / n`` of the whole buffer for an all-gather, a
+    reduce-scatter or a broadcast among ``n`` ranks, twice that for an all-reduce. A group of one
+    rank counts nothing.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,8 @@ class Traffic:
         return sum(self.nbytes.values())
 
 
-# -- The interface behind which the collectives of one group of ranks are issued, and its group of one rank
+# -- The interface behind which the collectives of one group of ranks are issued, and its group of
+#    one rank
 
 ReduceKind = Literal["sum", "mean", "max", "min"]
 
@@ -80,18 +82,25 @@ class CollectiveHandle:
         self._following: list[Callable[[], CollectiveHandle]] = []
 
     def then(self, issue: Callable[[], "CollectiveHandle"]) -> "CollectiveHandle":
-        """Let something follow on this one's result: at once where streams keep the order, else when it has arrived."""
+        """Let something follow on this one's result.
+
+        It is issued at once where streams keep the order, else when the result has arrived.
+        """
         if self._is_complete():
             return issue()
         self._following.append(issue)
         return self
 
     def advance(self) -> bool:
-        """Complete what is under way and issue what follows; whether that is still to be waited for."""
+        """Complete what is under way and issue what follows; whether that is still to wait for."""
         self._complete()
         while self._following and self._is_complete():
             following = self._following.pop(0)()
-            self._works, self._finish, self._keep = following._works, following._finish, following._keep
+            self._works, self._finish, self._keep = (
+                following._works,
+                following._finish,
+                following._keep,
+            )
             self._following = following._following + self._following
         return not self._is_complete()
 
@@ -112,7 +121,9 @@ class CollectiveHandle:
 
 
 class Collectives(ABC):
-    """Collectives among the ranks of one group. Every rank of the group makes the same calls in the same order.
+    """Collectives among the ranks of one group.
+
+    Every rank of the group makes the same calls in the same order.
 
     Args:
         ranks: Global ranks of the group, ascending.
@@ -121,8 +132,10 @@ class Collectives(ABC):
     """
 
     averages: bool = True
-    """Whether an average costs no more than a sum. Else it takes one more pass over memory, which the caller can save
-    where it scales what it puts in."""
+    """Whether an average costs no more than a sum.
+
+    Else it takes one more pass over memory, which a caller that scales its input can save.
+    """
 
     def __init__(self, ranks: Sequence[int], rank: int, traffic: Traffic) -> None:
         self.ranks = tuple(ranks)
@@ -136,17 +149,26 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:
-        """Fill ``buffer`` (1D, ``size`` equal slices) with every rank's slice; this rank's own is already in place."""
+        """Fill ``buffer`` (1D, ``size`` equal slices) with every rank's slice.
+
+        This rank's own is already in place.
+        """
 
     @abstractmethod
     def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:
-        """Fill ``pieces`` (1D, any lengths, one per rank) with every rank's piece; this rank's own is in place."""
+        """Fill ``pieces`` (1D, any lengths, one per rank) with every rank's piece.
+
+        This rank's own is in place.
+        """
 
     @abstractmethod
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:
-        """Average slice ``rank`` of every rank's ``buffer`` (1D, ``size`` equal slices) into ``output`` (one slice).
+        """Average slice ``rank`` of every rank's ``buffer`` into ``output``.
 
-        ``buffer`` must not be touched before the collective is complete. ``output`` may be slice ``rank`` of it.
+        ``buffer`` is 1D with ``size`` equal slices, ``output`` is one slice.
+
+        ``buffer`` must not be touched before the collective is complete. ``output`` may be slice
+        ``rank`` of it.
         """
 
     @abstractmethod
@@ -154,8 +176,10 @@ class Collectives(ABC):
         """Reduce ``tensor`` over the group, in place."""
 
     @abstractmethod
-    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> CollectiveHandle:
-        """Send ``leaving[r]`` to every other group rank ``r``, and fill ``arriving[r]`` with what that one sends here.
+    def all_to_all(
+        self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
+    ) -> CollectiveHandle:
+        """Send ``leaving[r]`` to every other group rank ``r``, and fill ``arriving[r]`` from it.
 
         Pieces are 1D and of any lengths; this rank's own are not looked at.
         """
@@ -166,7 +190,10 @@ class Collectives(ABC):
 
     def count_leaving(self, leaving: Sequence[torch.Tensor]) -> None:
         """Count what an all-to-all sends."""
-        self.traffic.add("all_to_all", sum(piece.nbytes for rank, piece in enumerate(leaving) if rank != self.rank))
+        self.traffic.add(
+            "all_to_all",
+            sum(piece.nbytes for rank, piece in enumerate(leaving) if rank != self.rank),
+        )
 
     def count(self, kind: str, nbytes: int, passes: int = 1) -> None:
         """Count one collective over ``nbytes`` in all; see :class:`Traffic`."""
@@ -190,7 +217,9 @@ class SoloCollectives(Collectives):
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
         return CollectiveHandle()
 
-    def all_to_all(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
+    def all_to_all(  # noqa: D102
+        self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
+    ) -> CollectiveHandle:
         return CollectiveHandle()
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:  # noqa: D102

@@ -1,4 +1,4 @@
-"""Consistency of writes: a digest of what a rank has written to sharded parameters, compared between ranks."""
+"""Consistency of writes: a digest of writes to sharded parameters, compared between ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,24 @@ _FACTOR = 6_364_136_223_846_793_005
 class WriteDigest:
     """Checksums of what has been written to parameters since the ranks last compared them.
 
-    A sharded parameter has one value for all ranks, and each keeps its part of what it has written itself. Where ranks
-    write different values, the parameter becomes a mixture of them.
+    A sharded parameter has one value for all ranks, and each keeps its part of what it has written
+    itself. Where ranks write different values, the parameter becomes a mixture of them.
     """
 
     def __init__(self) -> None:
         self._operations: dict[str, int] = {}  # by parameter
-        self._values: list[tuple[str, torch.Tensor]] = []  # 0-dim, on the device of what was written
-        self._states: dict[str, torch.Tensor] = {}  # by parameter written to inside of its unit; 0-dim
-        self._options: dict[str, dict[str, object]] = {}  # in the last step, by the optimizer's group
-        self._changed: dict[str, str] | None = {}  # options since the last comparison; None: not compared any more
+        self._values: list[
+            tuple[str, torch.Tensor]
+        ] = []  # 0-dim, on the device of what was written
+        self._states: dict[
+            str, torch.Tensor
+        ] = {}  # by parameter written to inside of its unit; 0-dim
+        self._options: dict[
+            str, dict[str, object]
+        ] = {}  # in the last step, by the optimizer's group
+        self._changed: (
+            dict[str, str] | None
+        ) = {}  # options since the last comparison; None: not compared any more
 
     def note(self, fqn: str, operation: str, values: torch.Tensor | None = None) -> None:
         """Note a write.
@@ -42,7 +50,7 @@ class WriteDigest:
             self._values.append((fqn, checksum(values)))
 
     def note_state(self, fqn: str, memory: Sequence[torch.Tensor]) -> None:
-        """Note what a parameter has become inside of its unit; the last such note counts, however many there are.
+        """Note what a parameter has become inside of its unit; only the last such note counts.
 
         Args:
             fqn: The parameter's name.
@@ -74,7 +82,10 @@ class WriteDigest:
         return found
 
     def end_options(self) -> dict[str, str]:
-        """All options with their values; they are not compared from now on, for it is said that they differ."""
+        """All options with their values.
+
+        They are not compared from now on, for it is said that they differ.
+        """
         self._changed = None
         return {
             f"{option} of {name}": repr(value)
@@ -98,7 +109,7 @@ class WriteDigest:
 
 @torch.no_grad()
 def checksum(values: torch.Tensor) -> torch.Tensor:
-    """A number (0-dim, int64) that depends on every bit of a tensor and on where it is; on the tensor's device."""
+    """A checksum of every bit and its position: 0-dim int64, on the tensor's device."""
     octets = values.detach().contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % 8:
         octets = octets.clone()
@@ -112,6 +123,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    # Random: weights that grow with the place are the same in sum for all masks that are permutations of each other.
+    # Random: weights that grow with the place are the same in sum for all masks that are
+    # permutations of each other.
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator).to(device)

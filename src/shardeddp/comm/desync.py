@@ -21,7 +21,8 @@ from shardeddp.comm.propagation import ErrorPropagation
 from shardeddp.errors import DesyncError
 from shardeddp.torch_private import COLLECTIVES_FILE, backend_config, process_groups
 
-# -- CallFingerprints: before an operation that needs all ranks, and that a user may call anywhere, see that all come
+# -- CallFingerprints: before an operation that needs all ranks, and that a user may call anywhere,
+#    see that all come
 
 WARNING_S = 10.0
 """After how long a rank tells its user that it waits."""
@@ -33,17 +34,18 @@ def note_that_runs_alone(function: Callable[..., Any], explanation: str) -> None
     """Note that a function runs on one rank only.
 
     Args:
-        function: Either itself, or anything that a decorator has wrapped; all that it wraps share their code.
+        function: Either itself, or anything that a decorator has wrapped; all that it wraps share
+            their code.
         explanation: For people, with ``{name}`` for the name of what was decorated.
     """
     _ALONE[function.__code__] = explanation
 
 
 class CallFingerprints:
-    """Fingerprints of calls, compared in a small host message before operations that are no part of a step.
+    """Fingerprints of calls, compared in a small host message before operations outside a step.
 
-    Ranks that come together and to different operations raise; those that do not come at all are found by
-    :class:`~shardeddp.comm.desync.DesyncCheck`.
+    Ranks that come together and to different operations raise; those that do not come at all are
+    found by :class:`~shardeddp.comm.desync.DesyncCheck`.
 
     Args:
         group: The ranks that have to come, on the host; None: no others.
@@ -90,7 +92,9 @@ class CallFingerprints:
             here = self._describe(operation)
             raise DesyncError(f"{here}, who never come: it is inside of {decorated}. {advice}")
         if self._failure:
-            raise DesyncError(f"{self._describe(operation)}, which were not together before: {self._failure}")
+            raise DesyncError(
+                f"{self._describe(operation)}, which were not together before: {self._failure}"
+            )
         nothing = torch.empty(0, dtype=torch.uint8)
         self._wait(reduce_highest(nothing, operation, self.group, kind=self._kind, advice=advice))
 
@@ -100,7 +104,9 @@ class CallFingerprints:
                 call.work.wait(timedelta(seconds=WARNING_S))
         except RuntimeError:
             if call.work is not None and not call.work.is_completed():
-                sys.stderr.write(f"rank {self._rank} waits: {self._describe(call.operation)}. {call.advice}\n")
+                sys.stderr.write(
+                    f"rank {self._rank} waits: {self._describe(call.operation)}. {call.advice}\n"
+                )
         try:
             call.wait()
         except DesyncError as error:
@@ -116,7 +122,9 @@ class CallFingerprints:
 
     def _describe(self, operation: str) -> str:
         where = place_of(sys._getframe())
-        return f"{operation} at {where} on rank {self._rank} needs ranks {self._others} to do the same"
+        return (
+            f"{operation} at {where} on rank {self._rank} needs ranks {self._others} to do the same"
+        )
 
 
 def _decorated_caller() -> str:
@@ -134,22 +142,26 @@ def _decorated_caller() -> str:
 # -- Desync: finds out why a rank waits, when the others will never come to what it waits for
 #
 # Every rank counts what it begins: agreements and calls on the host by group and kind
-# (:mod:`shardeddp.comm.agreement`), gathers and reductions by stream. All ranks begin them in one order, so of two
-# ranks that are in step none is ahead of the other in one thing and behind it in another. Where that is so and both
-# stand still, neither can ever go on: it is an error on both, however long the timeout is. A rank that is merely late
-# is behind in everything, and waited for.
+# (:mod:`shardeddp.comm.agreement`), gathers and reductions by stream. All ranks begin them in one
+# order, so of two ranks that are in step none is ahead of the other in one thing and behind it in
+# another. Where that is so and both stand still, neither can ever go on: it is an error on both,
+# however long the timeout is. A rank that is merely late is behind in everything, and waited for.
 #
-# Nothing is sent while ranks go on. One that has stood still in communication for a second asks its neighbours in
-# each of its groups, some six ranks however many there are: between those that have come to one place and those that
-# have come to another there is always a pair of neighbours.
+# Nothing is sent while ranks go on. One that has stood still in communication for a second asks its
+# neighbours in each of its groups, some six ranks however many there are: between those that have
+# come to one place and those that have come to another there is always a pair of neighbours.
 #
-# What a user asks torch for, without us, is seen in the stack of the thread that waits for it and counted by torch.
+# What a user asks torch for, without us, is seen in the stack of the thread that waits for it and
+# counted by torch.
 
 ALARM_S = 1.0
-"""After how long without any progress a rank that waits asks its neighbours, and counts as standing still."""
+"""Time without progress after which a waiting rank asks its neighbours.
+
+From then on it counts as standing still.
+"""
 
 _BUSY_S = 5.0
-"""The same for a rank that does not wait in communication that we know of: it may be about to go on."""
+"""The same for a rank that waits in no communication we know of: it may be about to go on."""
 
 _COMM = str(Path(__file__).parent)
 _STANDARD = str(Path(threading.__file__).parent)
@@ -161,7 +173,10 @@ _OF_TORCH = {
 """Collectives that block; a rank that sends or receives waits for one other rank alone."""
 
 Progress = dict[str, dict[str, int]]
-"""What a rank has begun: by group the operations of each kind. The group ``STREAMS`` comes in no order with itself."""
+"""Operations that a rank has begun, by group and kind.
+
+The group ``STREAMS`` comes in no order with itself.
+"""
 
 STREAMS = "streams"
 
@@ -234,7 +249,11 @@ class DesyncCheck:
         if self._asked:
             answers = self._liveness_probe.answers(self._neighbours, self._asked)
             reports = {rank: answer["reports"].get("desync") for rank, answer in answers.items()}
-            odd = {rank: report for rank, report in reports.items() if report and _crossed(self._report, report)}
+            odd = {
+                rank: report
+                for rank, report in reports.items()
+                if report and _crossed(self._report, report)
+            }
             if odd:
                 self._fail(odd)
                 return
@@ -242,11 +261,13 @@ class DesyncCheck:
 
     def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
         reports = dict(sorted((odd | {self._rank: self._report}).items()))
-        places = "; ".join(f"rank {rank} waits in {report['what']}" for rank, report in reports.items())
+        places = "; ".join(
+            f"rank {rank} waits in {report['what']}" for rank, report in reports.items()
+        )
         advice = max((report["advice"] for report in reports.values()), key=ADVICE.index)
         self._error_propagation.report_desync(
-            f"ranks have come to different operations, each of which needs the other ranks, and none of them can go "
-            f"on: {places}. {advice}"
+            f"ranks have come to different operations, each of which needs the other ranks, and "
+            f"none of them can go on: {places}. {advice}"
         )
         self._break_off()
 
@@ -275,7 +296,8 @@ def _ahead(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     return {
         group
         for group, counts in one["begun"].items()
-        # What is sent between two ranks counts as well with torch: it takes a collective that is waited for.
+        # What is sent between two ranks counts as well with torch: it takes a collective that is
+        # waited for.
         if group in other["begun"] and (not group.startswith(_TORCH) or one["torch"] == group)
         if any(count > other["begun"][group].get(kind, 0) for kind, count in counts.items())
     }
@@ -295,8 +317,12 @@ def _counted_by_torch(own: set[str]) -> Progress:
 
 
 def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:
-    """Whether a thread waits in communication, and in which group of torch's if that is not ours."""
-    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD) and "-packages" not in _file(frame):
+    """Whether a thread waits in communication, and in which of torch's groups if it is not ours."""
+    while (
+        frame is not None
+        and frame.f_code.co_filename.startswith(_STANDARD)
+        and "-packages" not in _file(frame)
+    ):
         frame = frame.f_back  # an event or a lock that is waited for
     if frame is None:
         return False, ""
@@ -311,7 +337,9 @@ def _describe(frame: FrameType | None) -> tuple[str, str]:
     innermost, place, callee, within = frame, place_of(frame), None, None
     while frame is not None and f"{_file(frame)}:{frame.f_lineno}" != place:
         if frame.f_code is CallFingerprints.call.__code__:
-            return frame.f_locals["operation"], frame.f_locals["advice"] or frame.f_locals["self"].advice
+            return frame.f_locals["operation"], frame.f_locals["advice"] or frame.f_locals[
+                "self"
+            ].advice
         if within is None and _package(frame) in LIGHTNING:
             within = frame
         callee, frame = frame, frame.f_back

@@ -1,4 +1,4 @@
-"""Liveness: a thread that answers for a rank where its main thread is, when another rank waits for it."""
+"""Liveness: a thread that tells waiting ranks where this rank's main thread is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Look = Callable[[FrameType | None], None]
 
 
 class LivenessProbe:
-    """Asks where other ranks are, and answers for this one; the thread ends with what it answers for.
+    """Asks where other ranks are, and answers for this one on a thread that ends with the probe.
 
     Args:
         rank: This rank.
@@ -42,7 +42,9 @@ class LivenessProbe:
         self._rank = rank
         self._client = StoreClient("liveness", rank)
         self._reports: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
-        self._watchers: list[tuple[weakref.WeakMethod[Look], weakref.WeakMethod[Callable[[], None]]]] = []
+        self._watchers: list[
+            tuple[weakref.WeakMethod[Look], weakref.WeakMethod[Callable[[], None]]]
+        ] = []
         self._trains = threading.get_ident()
         self._answered = -1  # so that all soon have an answer that can be read at once
         self._over: SimpleQueue[None] = SimpleQueue()
@@ -52,7 +54,8 @@ class LivenessProbe:
         """Answer from now on."""
         if self._thread is None:
             over = self._over
-            # A put, unlike an event's set, takes no lock: garbage may be collected on any thread, at any time.
+            # A put, unlike an event's set, takes no lock: garbage may be collected on any thread,
+            # at any time.
             alive = weakref.ref(self, lambda _: over.put(None))
             self._thread = threading.Thread(
                 target=_answer_probes, args=(alive, over), name="shardeddp-liveness", daemon=True
@@ -69,7 +72,9 @@ class LivenessProbe:
     def end(self) -> None:
         """Let those that wait for this rank know that its program ends."""
         with contextlib.suppress(LostStoreError):
-            self._write_answer({"question": _LAST_QUESTION, "where": "the end of its program", "reports": {}})
+            self._write_answer(
+                {"question": _LAST_QUESTION, "where": "the end of its program", "reports": {}}
+            )
 
     def begin_run(self) -> None:
         """From here on the thread that calls this is the one that trains."""
@@ -79,7 +84,8 @@ class LivenessProbe:
         """Let methods of one object be called on the thread, which is not kept alive by that.
 
         Args:
-            look: Called before others are answered, with the innermost frame of the thread that trains.
+            look: Called before others are answered, with the innermost frame of the thread that
+                trains.
             judge: Called afterwards.
         """
         self._watchers.append((weakref.WeakMethod(look), weakref.WeakMethod(judge)))
@@ -89,7 +95,8 @@ class LivenessProbe:
 
         Args:
             name: Of what is said.
-            report: A method, called on the thread, that gives what JSON can hold. Its object is not kept alive.
+            report: A method, called on the thread, that gives what JSON can hold. Its object is not
+                kept alive.
         """
         self._reports[name] = weakref.WeakMethod(report)
 
@@ -102,9 +109,15 @@ class LivenessProbe:
         return list(self.answers(ranks, _LAST_QUESTION))
 
     def answers(self, ranks: Iterable[int], question: int = 1) -> dict[int, dict[str, Any]]:
-        """What ranks have answered last, to this question or a later one: ``where`` each is, and what it reports."""
+        """Last answers of ranks to this or a later question.
+
+        They tell ``where`` each rank is, and what it reports.
+        """
         names = {f"answer/{rank}": rank for rank in ranks}
-        found = {names[name]: json.loads(text) for name, text in self._client.read_all(list(names)).items()}
+        found = {
+            names[name]: json.loads(text)
+            for name, text in self._client.read_all(list(names)).items()
+        }
         return {rank: answer for rank, answer in found.items() if answer["question"] >= question}
 
     def ask_now(self, ranks: Iterable[int], within_s: float) -> dict[int, dict[str, Any]]:
@@ -124,7 +137,11 @@ class LivenessProbe:
         where = self._see([look for look, _ in watchers if look is not None])
         question = self._client.count("question", 0)
         if question > self._answered:
-            reports = {name: report() for name, method in self._reports.items() if (report := method()) is not None}
+            reports = {
+                name: report()
+                for name, method in self._reports.items()
+                if (report := method()) is not None
+            }
             self._write_answer({"question": question, "where": where, "reports": reports})
             self._answered = question
         for _, judge in watchers:
@@ -145,8 +162,9 @@ class LivenessProbe:
 def innermost_frame(thread: int) -> FrameType | None:
     """Where a thread of this process is; None: it has ended.
 
-    No garbage is collected meanwhile: Python before 3.11.9 and 3.12.3 waits for itself for ever if a finalizer lets
-    other threads run then, as that of a process group does (https://github.com/python/cpython/issues/106883).
+    No garbage is collected meanwhile: Python before 3.11.9 and 3.12.3 waits for itself for ever if
+    a finalizer lets other threads run then, as that of a process group does
+    (https://github.com/python/cpython/issues/106883).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -160,14 +178,22 @@ def innermost_frame(thread: int) -> FrameType | None:
 def place_of(frame: FrameType | None) -> str:
     """The innermost line of the user's own code, or of what is there instead."""
     innermost = frame
-    foreign = tuple(place for name in _ENGINE if name in sys.modules for place in sys.modules[name].__path__)
+    foreign = tuple(
+        place for name in _ENGINE if name in sys.modules for place in sys.modules[name].__path__
+    )
     standard = os.path.dirname(threading.__file__)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(foreign) and ("site-packages" in file or not file.startswith(standard)):
+        if not file.startswith(foreign) and (
+            "site-packages" in file or not file.startswith(standard)
+        ):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return "an unknown line" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+    return (
+        "an unknown line"
+        if innermost is None
+        else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+    )
 
 
 def lightning_calls() -> bool:

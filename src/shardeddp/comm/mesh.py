@@ -14,7 +14,13 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ABOUT_PARAMETERS, begin, begun, describe_mismatches
+from shardeddp.comm.agreement import (
+    ABOUT_COLLECTIVES,
+    ABOUT_PARAMETERS,
+    begin,
+    begun,
+    describe_mismatches,
+)
 from shardeddp.comm.backends import GlooCollectives, NativeCollectives
 from shardeddp.comm.collectives import Collectives, ReduceKind, SoloCollectives, Traffic
 from shardeddp.comm.consistency import WriteDigest
@@ -25,17 +31,20 @@ from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
 
-# -- Groups: torch's process groups by what they are for and who is in them; one run of a process uses them after
+# -- Groups: torch's process groups by what they are for and who is in them; one run of a process
+#    uses them after
 #    another
 #
-# Torch keeps a group, its threads and its connections until somebody destroys it, and destroying one needs all of its
-# ranks to be done with it. So a mesh gives its groups back when its run has ended well, and the next mesh that asks for
-# the same ones is given those. What a model of an earlier run is asked for still travels in them: all ranks ask in one
-# order, and wait.
+# Torch keeps a group, its threads and its connections until somebody destroys it, and destroying
+# one needs all of its ranks to be done with it. So a mesh gives its groups back when its run has
+# ended well, and the next mesh that asks for the same ones is given those. What a model of an
+# earlier run is asked for still travels in them: all ranks ask in one order, and wait.
 
 _Key = tuple[str, tuple[tuple[int, ...], ...], timedelta, str | None]
 
-_RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 """By the default process group, the groups whose runs have ended well on this rank."""
 
 
@@ -51,11 +60,19 @@ class Groups:
         self._rank = rank
         self._own: dict[_Key, dist.ProcessGroup] = {}
         self._returned = _RETURNED.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
-        if dist.get_world_size() > 1 and dist.get_backend() != "fake" and not self._all_have_the_same(timeout):
+        if (
+            dist.get_world_size() > 1
+            and dist.get_backend() != "fake"
+            and not self._all_have_the_same(timeout)
+        ):
             self._returned.clear()
 
     def get(
-        self, purpose: str, ranks: Sequence[Sequence[int]], timeout: timedelta, backend: str | None = None
+        self,
+        purpose: str,
+        ranks: Sequence[Sequence[int]],
+        timeout: timedelta,
+        backend: str | None = None,
     ) -> dist.ProcessGroup:
         """The group that this rank is in.
 
@@ -71,7 +88,10 @@ class Groups:
         return self._own[key]
 
     def give_back(self) -> None:
-        """Let later meshes of this process use them, too: nothing has failed in them, and nothing is under way."""
+        """Let later meshes of this process use the groups, too.
+
+        Nothing has failed in them, and nothing is under way.
+        """
         self._returned.update(self._own)
 
     def names(self) -> set[str]:
@@ -80,7 +100,8 @@ class Groups:
 
     def _make(self, key: _Key) -> dist.ProcessGroup:
         _, ranks, timeout, backend = key
-        # Torch wants every rank to make every group; what is no group of this rank's stands for those of others.
+        # Torch wants every rank to make every group; what is no group of this rank's stands for
+        # those of others.
         made = [dist.new_group(list(each), timeout=timeout, backend=backend) for each in ranks]
         own = next(group for group, each in zip(made, ranks, strict=True) if self._rank in each)
         return cast(dist.ProcessGroup, own)
@@ -105,14 +126,15 @@ _OTHERS_S = 3.0
 class Mesh:
     """Everything through which the engine of this rank talks to other ranks.
 
-    Gathers and reductions have communicators and streams of their own, so neither waits behind the other. Building a
-    mesh is a collective of all ranks of the default process group.
+    Gathers and reductions have communicators and streams of their own, so neither waits behind the
+    other. Building a mesh is a collective of all ranks of the default process group.
 
     Args:
         topology: Which ranks share a model.
         device: Where this rank computes.
         timeout: After how long a collective of these groups gives up.
-        regather_size: Neighbouring ranks of a shard group that gather for the backward; None: all of it.
+        regather_size: Neighbouring ranks of a shard group that gather for the backward; None: all
+            of it.
         saving_timeout: The same while checkpoints are saved; None: ``timeout``.
         debug: Whether to compare what users communicate.
     """
@@ -138,28 +160,40 @@ class Mesh:
         replicate_group = self._groups.get("replicate", replicate_groups, timeout)
         self.gather = self._collectives(gather_group, shard_groups)
         """Among the ranks that share a model: all-gathers."""
-        self.regather = self.gather if regather_size is None else self._regather(regather_size, timeout)
+        self.regather = (
+            self.gather if regather_size is None else self._regather(regather_size, timeout)
+        )
         """Among some of them: all-gathers for the backward of what the forward's have left."""
-        self.reduce = self._collectives(self._groups.get("reduce", shard_groups, timeout), shard_groups)
+        self.reduce = self._collectives(
+            self._groups.get("reduce", shard_groups, timeout), shard_groups
+        )
         """Among the same ranks: reduce-scatters."""
         self.replicate = self._collectives(replicate_group, replicate_groups)
         """Among the ranks that hold equal shards: all-reduces."""
         owner_groups = topology.owner_groups()
         split = topology.split_replicas
         self.owners = (
-            self._collectives(self._groups.get("owners", owner_groups, timeout), owner_groups) if split else self.gather
+            self._collectives(self._groups.get("owners", owner_groups, timeout), owner_groups)
+            if split
+            else self.gather
         )
-        """Among the ranks that own all of the model together: what is asked of a parameter outside its unit. Used on
-        both streams, which is safe because each use is waited for before the next is issued."""
+        """Among the ranks that together own the model: what is asked of parameters outside units.
+
+        Used on both streams, which is safe because each use is waited for before the next is
+        issued.
+        """
         self.collect = (
-            self._collectives(self._groups.get("collect", replicate_groups, timeout), replicate_groups)
+            self._collectives(
+                self._groups.get("collect", replicate_groups, timeout), replicate_groups
+            )
             if split
             else SoloCollectives([self.rank], 0, self.traffic)
         )
         """Among the ranks that split a shard: all-gathers of its slices."""
         self.world = self._collectives(dist.group.WORLD, [list(range(topology.world_size))])
         """Among all ranks: buffers, and everything outside the steady state."""
-        # On torch's fake process group, which stands for ranks that are not there, gloo finds no peers.
+        # On torch's fake process group, which stands for ranks that are not there, gloo finds no
+        # peers.
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         everyone = [range(topology.world_size)]
         self.control = self._groups.get("control", everyone, timeout, backend)
@@ -167,10 +201,12 @@ class Mesh:
         self.saving = self._groups.get("saving", everyone, saving_timeout or timeout, backend)
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = WriteDigest()
-        """What users write to sharded parameters; compared when the ranks agree at the end of a backward."""
+        """User writes to sharded parameters; compared when ranks agree at a backward's end."""
         self.liveness_probe = LivenessProbe(self.rank)
         """Says where ranks are that others wait for."""
-        self.error_propagation = ErrorPropagation(self.rank, topology.world_size, self.liveness_probe)
+        self.error_propagation = ErrorPropagation(
+            self.rank, topology.world_size, self.liveness_probe
+        )
         """Where errors are left for the other ranks."""
         self.gather_stream: CommStream = make_stream(device)
         self.reduce_stream: CommStream = make_stream(device)
@@ -183,7 +219,9 @@ class Mesh:
         self.fingerprints = self._fingerprints("owners", owner_groups, timeout)
         """Of the ranks that own all of the model together."""
         self.world_fingerprints = (
-            self.fingerprints if len(owner_groups) == 1 else self._fingerprints("everyone", everyone, timeout)
+            self.fingerprints
+            if len(owner_groups) == 1
+            else self._fingerprints("everyone", everyone, timeout)
         )
         """Of all ranks."""
         neighbours = {
@@ -217,7 +255,7 @@ class Mesh:
         return self.topology.slice_rank(self.rank)
 
     def drain(self) -> None:
-        """Block the host until both streams have done what they were given, for what they copied to host memory."""
+        """Block the host until both streams are done, for data that they copied to host memory."""
         self.gather_stream.drain()
         self.reduce_stream.drain()
 
@@ -245,7 +283,11 @@ class Mesh:
         return progress
 
     def _fingerprints(
-        self, name: str, groups: Sequence[Sequence[int]], timeout: timedelta, advice: str = ABOUT_PARAMETERS
+        self,
+        name: str,
+        groups: Sequence[Sequence[int]],
+        timeout: timedelta,
+        advice: str = ABOUT_PARAMETERS,
     ) -> CallFingerprints:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         alone = len(ranks) == 1 or dist.get_backend() == "fake"
@@ -258,19 +300,28 @@ class Mesh:
         if group is not None:
             self._describe_mismatches(group, ranks)
         return CallFingerprints(
-            group, ranks=ranks, rank=self.rank, error_propagation=self.error_propagation, name=name, advice=advice
+            group,
+            ranks=ranks,
+            rank=self.rank,
+            error_propagation=self.error_propagation,
+            name=name,
+            advice=advice,
         )
 
     def _describe_mismatches(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         # Torch knows a group for longer than anybody needs the liveness probe.
         liveness_probe = weakref.ref(self.liveness_probe)
-        describe_mismatches(group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank))
+        describe_mismatches(
+            group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank)
+        )
 
     def _regather(self, size: int, timeout: timedelta) -> Collectives:
         groups = self.topology.subgroups(size)
         return self._collectives(self._groups.get("regather", groups, timeout), groups)
 
-    def _collectives(self, group: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]) -> Collectives:
+    def _collectives(
+        self, group: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]
+    ) -> Collectives:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         if group is None or len(ranks) == 1:
             return SoloCollectives(ranks, 0, self.traffic)
@@ -287,28 +338,46 @@ def _describe(
     meeting: str,
     operation: str,
 ) -> str:
-    """Who has come to what, where that is not the same; all ranks that have come to a meeting call it."""
+    """Who has come to what, where that differs; called by all ranks that have come to a meeting."""
     place = f"{operation} at {place_of(sys._getframe())}"
     others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
     listed: dict[int, str] = {}
     with suppress(LostStoreError):
         client.write(f"{meeting}/{rank}", place)
         texts = client.wait_for([*others.values()], _OTHERS_S)
-        listed = {other: f"rank {other} has come to {texts[name]}" for other, name in others.items() if name in texts}
+        listed = {
+            other: f"rank {other} has come to {texts[name]}"
+            for other, name in others.items()
+            if name in texts
+        }
         # Who has only begun it, and waits for something else, does not know of the meeting.
         liveness_probe = alive()
-        answers = liveness_probe.ask_now(others.keys() - listed.keys(), _OTHERS_S) if liveness_probe is not None else {}
+        answers = (
+            liveness_probe.ask_now(others.keys() - listed.keys(), _OTHERS_S)
+            if liveness_probe is not None
+            else {}
+        )
         for other, answer in answers.items():
-            listed[other] = f"rank {other} is in {answer['reports'].get('desync', {}).get('what', answer['where'])}"
+            listed[other] = (
+                f"rank {other} is in "
+                f"{answer['reports'].get('desync', {}).get('what', answer['where'])}"
+            )
     elsewhere = "; ".join(listed[other] for other in sorted(listed)) or "nobody knows what"
     return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"
 
 
-# -- What a strategy offers its users beside training: barrier, broadcast of objects, reduction of logged values
+# -- What a strategy offers its users beside training: barrier, broadcast of objects, reduction of
+#    logged values
 
 T = TypeVar("T")
 
-_REDUCE_KINDS: dict[str, ReduceKind] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+_REDUCE_KINDS: dict[str, ReduceKind] = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+}
 
 
 def barrier(mesh: Mesh, operation: str = "barrier()") -> None:
@@ -316,13 +385,17 @@ def barrier(mesh: Mesh, operation: str = "barrier()") -> None:
 
     Args:
         mesh: The ranks.
-        operation: What this is, for ranks that have come to something else; those that have come to it meet.
+        operation: What this is, for ranks that have come to something else; those that have come to
+            it meet.
     """
     mesh.users.call(operation)
 
 
 def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
-    """Give every rank the source rank's object. It is pickled: the ranks of one job trust each other."""
+    """Give every rank the source rank's object.
+
+    It is pickled: the ranks of one job trust each other.
+    """
     if mesh.topology.world_size == 1:
         return value
     mesh.users.call(f"broadcast(src={source})")
@@ -332,12 +405,15 @@ def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
 
 
 def reduce_tensor(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
-    """Reduce a tensor over all ranks into a new one; an average of integers is a float, as Lightning has it.
+    """Reduce a tensor over all ranks into a new one.
+
+    An average of integers is a float, as Lightning has it.
 
     Args:
         mesh: The ranks.
         tensor: Any shape, on the host or on this rank's device.
-        reduce_op: "mean", "avg", "sum", "max", "min" (in any case), or the ``ReduceOp`` of that name.
+        reduce_op: "mean", "avg", "sum", "max", "min" (in any case), or the ``ReduceOp`` of that
+            name.
     """
     name = str(reduce_op).removeprefix("RedOpType.").removeprefix("ReduceOp.").lower()
     if name not in _REDUCE_KINDS:

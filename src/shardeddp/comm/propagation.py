@@ -18,10 +18,14 @@ from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 from shardeddp.errors import DesyncError, LostRankError, RankError
 from shardeddp.torch_private import process_groups
 
-# -- Failures: the first rank that fails leaves its traceback where the others find it when their transfers break
+# -- Failures: the first rank that fails leaves its traceback where the others find it when their
+#    transfers break
 
 LOOKUP_S = 1.0
-"""How long a rank whose transfer broke waits for the explanation: long enough for every rank that runs to say so."""
+"""How long a rank whose transfer broke waits for the explanation.
+
+It is long enough for every rank that runs to say so.
+"""
 
 _MISMATCH = "Detected mismatch between collectives on ranks"
 """What torch says where it compares collectives (see ``ShardedDP(debug=True)``)."""
@@ -37,7 +41,9 @@ _NOBODY = json.dumps(None)
 
 
 class ErrorPropagation:
-    """A note board for errors, in the store of the process group: no collective, so it works when those don't.
+    """Note board for errors, in the store of the process group.
+
+    It uses no collective, so it works when collectives do not.
 
     Args:
         rank: This rank.
@@ -63,19 +69,22 @@ class ErrorPropagation:
         return not self._explained and self._client.has([_FIRST])
 
     def report_desync(self, text: str) -> None:
-        """Leave for all ranks, this one too, that they are in different places and wait for each other."""
+        """Tell all ranks, this one too, that they wait for each other in different places."""
         self._client.claim(_FIRST, json.dumps({"desync": text}))
 
     def explain(self, error: BaseException) -> None:
-        """Make known what happened: a rank's own error is left for the others; a broken transfer gets its origin.
+        """Make known what happened.
 
-        If the process ends without another run, that is seen by the others at once, and rank 0, where it hosts the
-        store, stays until they have read in it.
+        A rank's own error is left for the others; a broken transfer gets its origin.
+
+        If the process ends without another run, that is seen by the others at once, and rank 0,
+        where it hosts the store, stays until they have read in it.
 
         Args:
-            error: What this rank is about to end with. If it only says that a transfer broke, its text and its cause
-                become what has happened first: another rank's error, with its traceback; that ranks wait for each
-                other; or which ranks have not said anything, because they were killed or do not run.
+            error: What this rank is about to end with. If it only says that a transfer broke, its
+                text and its cause become what has happened first: another rank's error, with its
+                traceback; that ranks wait for each other; or which ranks have not said anything,
+                because they were killed or do not run.
         """
         if self._world_size == 1:
             return
@@ -99,14 +108,19 @@ class ErrorPropagation:
         atexit.register(_leave, self._client, self._world_size - len(lost_ranks) if hosts else 0)
 
     def leave(self) -> None:
-        """Do now what :meth:`explain` has planned for the end, in a process that ends without coming to it."""
+        """Do now what :meth:`explain` has planned for the end.
+
+        For a process that ends without coming to it.
+        """
         atexit.unregister(_leave)
         _leave(self._client, self._world_size if self._rank == 0 and not has_agent_store() else 0)
 
     def _report(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         said = "".join(traceback.format_exception_only(type(error), error)).strip()
-        self._client.claim(_FIRST, json.dumps({"rank": self._rank, "error": said, "traceback": text}))
+        self._client.claim(
+            _FIRST, json.dumps({"rank": self._rank, "error": said, "traceback": text})
+        )
 
     def _find_places(self, error: BaseException) -> str:
         """Where each rank has asked for what differs between them."""
@@ -130,21 +144,31 @@ class ErrorPropagation:
             return DesyncError(note["desync"])
         if note["rank"] == self._rank:
             return None
-        return RankError("training", {note["rank"]: note["traceback"]}, f"rank {note['rank']} failed: {note['error']}")
+        return RankError(
+            "training",
+            {note["rank"]: note["traceback"]},
+            f"rank {note['rank']} failed: {note['error']}",
+        )
 
     def _compare_places(self) -> DesyncError:
-        """Where some ranks were when transfers of all of them broke and none had an error of its own."""
+        """Where some ranks were when transfers of all ranks broke and none had its own error."""
         ranks = sorted({self._rank, *range(min(self._world_size, _LISTED))})
         places = self._client.read_all([f"{_INTERRUPTED}/{rank}" for rank in ranks])
-        listed = ", ".join(f"rank {rank} was at {places.get(f'{_INTERRUPTED}/{rank}', '?')}" for rank in ranks)
+        listed = ", ".join(
+            f"rank {rank} was at {places.get(f'{_INTERRUPTED}/{rank}', '?')}" for rank in ranks
+        )
         return DesyncError(
-            f"what ranks sent each other did not fit together or did not arrive, and no rank has an error of its own: "
-            f"{listed}. Where these are different lines, move what only some ranks come to out of its condition; where "
-            f"they are one, tensors differ in shape or dtype between ranks, or the network has failed"
+            f"what ranks sent each other did not fit together or did not arrive, and no rank has "
+            f"an error of its own: {listed}. Where these are different lines, move what only some "
+            f"ranks come to out of its condition; where they are one, tensors differ in shape or "
+            f"dtype between ranks, or the network has failed"
         )
 
     def _is_known_soon(self) -> bool:
-        """Whether anybody says who was first, or all ranks say that they were not. One call per look for all ranks."""
+        """Whether a rank says who was first, or all ranks say that they were not.
+
+        Each look is one call for all ranks.
+        """
         deadline, pause = time.monotonic() + LOOKUP_S, _POLL_S
         while not self._client.has([_FIRST]):
             if time.monotonic() > deadline:
@@ -154,25 +178,31 @@ class ErrorPropagation:
         return True
 
     def _find_lost(self, question: int) -> LostRankError | DesyncError | None:
-        """Who neither was interrupted nor runs; where there is nobody, those that run and were not interrupted."""
+        """Ranks that neither were interrupted nor run.
+
+        Where there are none, those that run and were not interrupted.
+        """
         names = {f"{_INTERRUPTED}/{rank}": rank for rank in range(self._world_size)}
         silent = [names[name] for name in self._client.missing(list(names))]
-        running = {rank: answer["where"] for rank, answer in self._liveness_probe.answers(silent, question).items()}
+        running = {
+            rank: answer["where"]
+            for rank, answer in self._liveness_probe.answers(silent, question).items()
+        }
         lost = [rank for rank in silent if rank not in running]
         ended = self._liveness_probe.ended(silent)
         if not silent:
             return None
         if ended and not lost:
             return DesyncError(
-                f"ranks {ended} have come to the end of their program without an error, and this rank to something "
-                f"that needs them: all ranks have to communicate alike. Move it out of conditions that only some ranks "
-                f"fulfil"
+                f"ranks {ended} have come to the end of their program without an error, and this "
+                f"rank to something that needs them: all ranks have to communicate alike. Move it "
+                f"out of conditions that only some ranks fulfil"
             )
         return LostRankError(lost) if lost else LostRankError(silent, running)
 
 
 def is_transfer_error(error: BaseException) -> bool:
-    """Whether an error is what a collective raises when another rank is gone, and not a rank's own."""
+    """Whether an error is what a collective raises when another rank is gone, not a rank's own."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, LostStoreError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_TRANSFERS)
@@ -198,8 +228,9 @@ def _place_of_error(error: BaseException) -> str:
 
 def _leave(client: StoreClient, readers: int) -> None:
     """Let the others see that this rank ends, and this many of them read why."""
-    # The end of the process closes connections only after all other exit handlers (a logger's upload may take minutes).
-    # Ranks that look for the reason must also break their wait while the store is there, which ends with its host.
+    # The end of the process closes connections only after all other exit handlers (a logger's
+    # upload may take minutes). Ranks that look for the reason must also break their wait while the
+    # store is there, which ends with its host.
     for group in process_groups():
         disconnect(group)
     deadline = time.monotonic() + LOOKUP_S
@@ -208,11 +239,13 @@ def _leave(client: StoreClient, readers: int) -> None:
             time.sleep(_POLL_S)
 
 
-# -- Ending: before the interpreter ends, gloo's threads let go of the last tensors that were communicated
+# -- Ending: before the interpreter ends, gloo's threads let go of the last tensors that were
+#    communicated
 #
-# A collective that has been waited for is held for another moment by the thread that has carried it out. If that thread
-# lets go last of a tensor that Python knows, it needs the interpreter; where that has begun to end, the process is
-# aborted, although all of its work is done. On a busy machine the moment can be long.
+# A collective that has been waited for is held for another moment by the thread that has carried it
+# out. If that thread lets go last of a tensor that Python knows, it needs the interpreter; where
+# that has begun to end, the process is aborted, although all of its work is done. On a busy machine
+# the moment can be long.
 
 LIMIT_S = 0.5
 """How long to wait at most; threads that compute for themselves do not end by waiting."""
@@ -228,13 +261,17 @@ def end_quietly() -> None:
 
 
 def wait_until_idle(limit_s: float = LIMIT_S) -> None:
-    """Return when no other thread of this process runs or is about to; where that cannot be told, after a while.
+    """Return when no other thread of this process runs or is about to.
+
+    Where that cannot be told, return after a while.
 
     Args:
         limit_s: Return after that time in any case.
     """
     deadline, idle = time.monotonic() + limit_s, 0
-    while idle < 2 and time.monotonic() < deadline:  # one look may fall between two steps of a thread
+    while (
+        idle < 2 and time.monotonic() < deadline
+    ):  # one look may fall between two steps of a thread
         time.sleep(_LOOK_S)  # in which others have the interpreter
         idle = 0 if _others_run() else idle + 1
 

@@ -1,12 +1,14 @@
 """Rendezvous: how the ranks of a job find each other, before there is a process group.
 
-They meet in a store. Rank 0 hosts it, or torchrun's agent does, whose store outlives restarts: it still holds what the
-ranks of an earlier attempt have left, addresses of theirs among it, and nothing that torchrun tells a rank says which
-attempt this is. So nothing is kept under names that were used before. Each rank comes with a random name, rank 0
-answers each with the random name of this attempt, and all that follows is kept under that.
+They meet in a store. Rank 0 hosts it, or torchrun's agent does, whose store outlives restarts: it
+still holds what the ranks of an earlier attempt have left, addresses of theirs among it, and
+nothing that torchrun tells a rank says which attempt this is. So nothing is kept under names that
+were used before. Each rank comes with a random name, rank 0 answers each with the random name of
+this attempt, and all that follows is kept under that.
 
-On one machine everything listens on the loopback interface alone. Across machines the store listens on the address of
-rank 0 where that is given as a number, else on all interfaces: what a name stands for may differ between machines.
+On one machine everything listens on the loopback interface alone. Across machines the store listens
+on the address of rank 0 where that is given as a number, else on all interfaces: what a name stands
+for may differ between machines.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ _AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 _AGENT_TIMEOUT = timedelta(seconds=60)
 _POLL_S = 0.01
 _LATE_S = 2.0
-"""How long rank 0 waits for more ranks, to list them, once it knows that they do not fit together."""
+"""How long rank 0 waits for more ranks to list, once it knows that they do not fit together."""
 
 
-def meet(address: str, port: int, info: RankInfo, timeout: timedelta) -> tuple[dist.Store, list[RankInfo]]:
+def meet(
+    address: str, port: int, info: RankInfo, timeout: timedelta
+) -> tuple[dist.Store, list[RankInfo]]:
     """Find the other ranks; every rank calls it, once per attempt.
 
     Args:
@@ -53,7 +57,9 @@ def meet(address: str, port: int, info: RankInfo, timeout: timedelta) -> tuple[d
         TimeoutError: Some have not come.
     """
     if has_agent_store():
-        store = _join(address, port, min(timeout, _AGENT_TIMEOUT))  # it was there before any rank was started
+        store = _join(
+            address, port, min(timeout, _AGENT_TIMEOUT)
+        )  # it was there before any rank was started
     else:
         address = LOOPBACK if info.num_nodes == 1 else address
         store = _host(address, port, timeout) if info.rank == 0 else _join(address, port, timeout)
@@ -64,8 +70,8 @@ def meet(address: str, port: int, info: RankInfo, timeout: timedelta) -> tuple[d
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
             f"rank {info.rank} has found the store at {address}:{port} but not rank 0 within "
-            f"{timeout.total_seconds():g} s ({error}). Rank 0 has not started or has ended: look at its output"
-            f"{_advice()}"
+            f"{timeout.total_seconds():g} s ({error}). Rank 0 has not started or has ended: look "
+            f"at its output{_advice()}"
         ) from error
 
 
@@ -79,7 +85,7 @@ _ours: set[str] = set()  # of the variables
 
 
 def stay_on_loopback() -> None:
-    """Let this process's gloo and NCCL listen on the loopback interface, unless the user has chosen one.
+    """Let this process's gloo and NCCL listen on the loopback interface, unless the user chose one.
 
     They look whenever a group is made or first used, so it is for the whole of a run.
     """
@@ -90,7 +96,7 @@ def stay_on_loopback() -> None:
 
 
 def leave_loopback() -> None:
-    """Take back what :func:`stay_on_loopback` has set: processes that are started after a run have other tasks."""
+    """Undo :func:`stay_on_loopback`: processes that are started after a run have other tasks."""
     for variable in _ours:
         if os.environ.get(variable) == _LOOPBACK_INTERFACE:
             del os.environ[variable]
@@ -102,9 +108,9 @@ def _join(address: str, port: int, timeout: timedelta) -> dist.Store:
         return dist.TCPStore(address, port, is_master=False, timeout=timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
-            f"nobody answers at {address}:{port} within {timeout.total_seconds():g} s ({error}). Rank 0 hosts the "
-            f"store there: it has not started, or MASTER_ADDR and MASTER_PORT lead elsewhere, or a firewall is between"
-            f"{_advice()}"
+            f"nobody answers at {address}:{port} within {timeout.total_seconds():g} s ({error}). "
+            f"Rank 0 hosts the store there: it has not started, or MASTER_ADDR and MASTER_PORT "
+            f"lead elsewhere, or a firewall is between{_advice()}"
         ) from error
 
 
@@ -112,8 +118,8 @@ def _advice() -> str:
     if not has_agent_store():
         return ""
     return (
-        ". When torchrun has replaced the machine of rank 0, agents that stay may still send their ranks to its old "
-        "store: start all of them with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        ". When torchrun has replaced the machine of rank 0, agents that stay may still send "
+        "their ranks to its old store: start all of them with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     )
 
 
@@ -132,8 +138,8 @@ def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
         )
     except dist.DistNetworkError as error:
         raise RuntimeError(
-            f"rank 0 cannot listen on {address}:{port} ({error}). If another program has the port, choose a free one "
-            f"with MASTER_PORT"
+            f"rank 0 cannot listen on {address}:{port} ({error}). If another program has the port, "
+            f"choose a free one with MASTER_PORT"
         ) from error
 
 
@@ -146,7 +152,10 @@ def _is_chosen(address: str) -> bool:
 
 
 def _bind(address: str, port: int) -> socket.socket | None:
-    """A socket on one interface; None: the address is not of this machine (a forwarded one), or the port is taken."""
+    """A socket on one interface.
+
+    None: the address is not of this machine (a forwarded one), or the port is taken.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -158,7 +167,9 @@ def _bind(address: str, port: int) -> socket.socket | None:
     return listener
 
 
-def _exchange_infos(store: dist.Store, info: RankInfo, timeout: timedelta) -> tuple[dist.Store, list[RankInfo]]:
+def _exchange_infos(
+    store: dist.Store, info: RankInfo, timeout: timedelta
+) -> tuple[dist.Store, list[RankInfo]]:
     """A store under names of this attempt, and the infos of all ranks."""
     if info.rank == 0:
         name = uuid.uuid4().hex
@@ -171,7 +182,11 @@ def _exchange_infos(store: dist.Store, info: RankInfo, timeout: timedelta) -> tu
         verdict = json.loads(names.get("verdict"))
     if "infos" not in verdict:
         _leave(names, info.rank)
-        raise TimeoutError(verdict["late"]) if "late" in verdict else ConfigurationError(verdict["wrong"])
+        raise (
+            TimeoutError(verdict["late"])
+            if "late" in verdict
+            else ConfigurationError(verdict["wrong"])
+        )
     return dist.PrefixStore("group", names), [RankInfo(**each) for each in verdict["infos"]]
 
 
@@ -181,13 +196,21 @@ def _ask_for_name(store: dist.Store) -> str:
     return store.get(f"answer/{own}").decode()
 
 
-def _gather(store: dist.Store, name: str, own: RankInfo, timeout: timedelta) -> tuple[list[RankInfo], bool]:
-    """Answer everybody, those of earlier attempts too, until all ranks sit; who does, and whether some do not agree."""
+def _gather(
+    store: dist.Store, name: str, own: RankInfo, timeout: timedelta
+) -> tuple[list[RankInfo], bool]:
+    """Answer all arrivals, of earlier attempts too, until all ranks sit.
+
+    Returns who sits, and whether some do not agree.
+    """
     arrivals, sitting = _Inbox(store, "arrival"), _Inbox(dist.PrefixStore(name, store), "info")
     deadline = time.monotonic() + timeout.total_seconds()
     infos, odd = [own], False
     while len(infos) < own.world_size and time.monotonic() < deadline:
-        arrived, known = arrivals.collect(), [RankInfo(**json.loads(text)) for text in sitting.collect()]
+        arrived, known = (
+            arrivals.collect(),
+            [RankInfo(**json.loads(text)) for text in sitting.collect()],
+        )
         for each in arrived:
             store.set(f"answer/{each}", name)
         infos += known
@@ -199,7 +222,10 @@ def _gather(store: dist.Store, name: str, own: RankInfo, timeout: timedelta) -> 
 
 
 class _Inbox:
-    """Texts from many ranks under numbers of one name. Who is killed between number and text holds up nobody else."""
+    """Texts from many ranks, numbered under one name.
+
+    A rank that is killed between number and text holds up nobody else.
+    """
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store, self._name = store, name

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from shardeddp.torch_private import default_store
 
-# -- Notes: what ranks leave for each other in the store of the process group, where collectives cannot be relied on
+# -- Notes: what ranks leave for each other in the store of the process group, where collectives
+#    cannot be relied on
 
 T = TypeVar("T")
 Question = tuple[Callable[[], Any], "Future[Any]"]  # and where its answer goes
@@ -48,8 +49,8 @@ class SilentStoreError(LostStoreError):
 class StoreClient:
     """Texts under names that are new; every call ends soon, whatever has become of the store.
 
-    All ranks make those of a topic equally often: what one makes as its third are the third of every rank. Making them
-    waits as long as the store itself does, since nothing goes on without.
+    All ranks make those of a topic equally often: what one makes as its third are the third of
+    every rank. Making them waits as long as the store itself does, since nothing goes on without.
 
     Args:
         topic: What they are about.
@@ -70,7 +71,10 @@ class StoreClient:
         self._desk.ask(lambda: self._store.set(name, text))
 
     def claim(self, name: str, text: str) -> str:
-        """Leave a text where there is none yet; the one that stands there now. It must not be empty."""
+        """Set a text where there is none yet; gives the one that is there now.
+
+        The text must not be empty.
+        """
         return self._desk.ask(lambda: self._store.compare_set(name, "", text)).decode()
 
     def read(self, name: str) -> str | None:
@@ -78,7 +82,7 @@ class StoreClient:
         return self.read_all([name]).get(name)
 
     def read_all(self, names: Sequence[str]) -> dict[str, str]:
-        """The texts that are there, by name: two calls where all are, a few more for each that is not."""
+        """The texts that exist, by name: two calls if all do, a few more for each that does not."""
         missing = set(self.missing(names))
         found = [name for name in names if name not in missing]
         texts = self._desk.ask(lambda: self._store.multi_get(found)) if found else []
@@ -110,7 +114,7 @@ class StoreClient:
 
 
 class _Desk:
-    """Where this process asks: a connection to the store that nobody else keeps busy, and a thread that waits there.
+    """Where this process asks: its own connection to the store, and a thread that waits on it.
 
     What waits for the store cannot be interrupted, and never ends if its host is frozen.
 
@@ -122,10 +126,14 @@ class _Desk:
         described = cast(DefaultStore, default)
         self._patience_s = described.timeout.total_seconds()
         self._questions: SimpleQueue[Question | None] = SimpleQueue()
-        self._overdue: Future[Any] | None = None  # nobody waits for it any more, and it may be on its way still
+        self._overdue: Future[Any] | None = (
+            None  # nobody waits for it any more, and it may be on its way still
+        )
         self._thread: threading.Thread | None = None  # a single rank is the host of its store
         if not dist.is_initialized() or dist.get_world_size() > 1:
-            self._thread = threading.Thread(target=_serve, args=(self._questions,), name="shardeddp-notes", daemon=True)
+            self._thread = threading.Thread(
+                target=_serve, args=(self._questions,), name="shardeddp-notes", daemon=True
+            )
             self._thread.start()
         weakref.finalize(self, self._questions.put, None).atexit = False
         self.store = self.ask(described.clone, patiently=True)
@@ -134,7 +142,8 @@ class _Desk:
         """What the store answers, soon; or as late as the store itself allows.
 
         Raises:
-            LostStoreError: It is gone, or silent. Who asks while an earlier question waits is not kept waiting as well.
+            LostStoreError: It is gone, or silent. Who asks while an earlier question waits is not
+                kept waiting as well.
         """
         if self._thread is None:
             return question()
@@ -148,14 +157,16 @@ class _Desk:
         if not answer.done():
             if not answer.cancel():
                 self._overdue = answer
-            raise SilentStoreError(f"the store of the process group has not answered within {patience_s:g} s")
+            raise SilentStoreError(
+                f"the store of the process group has not answered within {patience_s:g} s"
+            )
         try:
             return answer.result()
         except (RuntimeError, ValueError) as error:
             raise LostStoreError(f"the store of the process group is gone ({error})") from error
 
     def end(self) -> None:
-        """Let the thread end before the interpreter does, unless it waits for what may never come."""
+        """End the thread before the interpreter ends, unless it waits for what may never come."""
         self._questions.put(None)
         if self._thread is not None:
             self._thread.join(_END_S)
@@ -182,7 +193,8 @@ def _end_all() -> None:
         desk.end()
 
 
-# -- StoreBarrier: whether all ranks have come to one point, without a collective, so that nobody enters one alone
+# -- StoreBarrier: whether all ranks have come to one point, without a collective, so that nobody
+#    enters one alone
 
 PATIENCE_S = 5.0
 """How long a rank waits for the others."""
@@ -205,10 +217,10 @@ class StoreBarrier:
         self._client = StoreClient("barrier", rank)
 
     def wait_for_all(self, place: str, patience_s: float = PATIENCE_S) -> bool:
-        """Whether every rank calls this within the time, from one place; the answer is the same on all that do.
+        """Whether every rank calls this in time, from one place; all that do get the same answer.
 
-        A rank that comes later, or finds the store gone, gets False; one that finds it silent asks on, since others may
-        have had their answer.
+        A rank that comes later, or finds the store gone, gets False; one that finds it silent asks
+        on, since others may have had their answer.
 
         Args:
             place: Where this rank is; ranks in different places are not together.

@@ -13,7 +13,8 @@ class StreamHandle:
 
     Args:
         pending: The collective at its end.
-        done: Recorded on the stream after the collective -> waited for by the compute stream. None on CPU.
+        done: Recorded on the stream after the collective -> waited for by the compute stream. None
+            on CPU.
     """
 
     def __init__(self, pending: CollectiveHandle, done: torch.cuda.Event | None) -> None:
@@ -27,7 +28,7 @@ class StreamHandle:
         self._pending.wait()
 
     def advance(self) -> bool:
-        """Wait for the collective under way, and issue the one that follows it; whether there is one.
+        """Wait for the collective under way, and issue the one that follows; whether there is one.
 
         Where streams keep the order all of them have been issued: this waits for the last.
         """
@@ -45,15 +46,15 @@ class CommStream(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Block the host until everything that was issued is done, for what it copied to host memory."""
+        """Block the host until everything issued is done, for what it copied to host memory."""
 
     @abstractmethod
     def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:
         """Run ``action`` on the stream, behind everything that compute has enqueued so far.
 
-        That order is what makes memory safe without ``record_stream``: a buffer that compute has released is filled
-        again on the stream only after compute's last use of it, and a buffer that compute allocated is waited for by
-        compute before it is released.
+        That order is what makes memory safe without ``record_stream``: a buffer that compute has
+        released is filled again on the stream only after compute's last use of it, and a buffer
+        that compute allocated is waited for by compute before it is released.
         """
 
 
@@ -76,11 +77,13 @@ class CudaStream(CommStream):
     """
 
     def __init__(self, device: torch.device) -> None:
-        # High priority, so that a collective's few blocks are not queued behind the kernels it should overlap with.
+        # High priority, so that a collective's few blocks are not queued behind the kernels it
+        # should overlap with.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def drain(self) -> None:  # noqa: D102
-        # What compute's stream copies is meant too: sums that accumulate on the host are completed there.
+        # What compute's stream copies is meant too: sums that accumulate on the host are completed
+        # there.
         self._stream.wait_stream(torch.cuda.current_stream())
         self._stream.synchronize()
 

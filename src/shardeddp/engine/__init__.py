@@ -1,1 +1,1 @@
-"""Engine: shards a model, and keeps its units, their memory and their gradients in step with the ranks."""
+"""Engine: shards a model; keeps its units, their memory and gradients in step with the ranks."""

@@ -1,12 +1,14 @@
-"""Autocast copies: parameters that autocast casts, gathered in its dtype, for the forward of their module alone.
+"""Autocast copies: parameters gathered in autocast's dtype, for the forward of their module alone.
 
-Under autocast a ``Linear`` casts its weight before it multiplies with it, so the cast can be made before the gather,
-at half the bytes and with the same result. Whatever else reads the weight (a penalty, a cosine head, a moving average
-that is written in the step) has to see the parameter itself, in its own dtype: an unsharded run shows it nothing else.
-So the module keeps its sharded parameters, and its forward runs on a shadow of it that holds the gathered ones.
+Under autocast a ``Linear`` casts its weight before it multiplies with it, so the cast can be made
+before the gather, at half the bytes and with the same result. Whatever else reads the weight (a
+penalty, a cosine head, a moving average that is written in the step) has to see the parameter
+itself, in its own dtype: an unsharded run shows it nothing else. So the module keeps its sharded
+parameters, and its forward runs on a shadow of it that holds the gathered ones.
 
-The forward is a bound method, which a deep copy of the module binds to the copy, and a function without side effects on
-the module's parameters: ``torch.compile`` traces it without a break, and into one graph for all blocks.
+The forward is a bound method, which a deep copy of the module binds to the copy, and a function
+without side effects on the module's parameters: ``torch.compile`` traces it without a break, and
+into one graph for all blocks.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ class AutocastCopies:
     Args:
         module: The module.
         names: Of its parameters that are gathered in autocast's dtype.
-        inner: By name of a child whose parameters the module's forward reads itself, the child's own copies.
+        inner: By name of a child whose parameters the module's forward reads itself, the child's
+            own copies.
     """
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...], inner: Mapping[str, AutocastCopies]) -> None:
+    def __init__(
+        self, module: nn.Module, names: tuple[str, ...], inner: Mapping[str, AutocastCopies]
+    ) -> None:
         self.active = False
         """Whether the gathered parameters are usable."""
 
@@ -55,16 +60,26 @@ class AutocastCopies:
 
     def are_current(self, module: nn.Module) -> bool:
         """Whether the module's forward would make these very copies now, and they are usable."""
-        if not self.active or any(module._parameters[name] is not it for name, it in self.sharded.items()):
+        if not self.active or any(
+            module._parameters[name] is not it for name, it in self.sharded.items()
+        ):
             return False
         device = self._device_type
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != self.dtype:
             return False  # the forward is called outside of autocast, or inside of one that the user has changed
-        if not torch.compiler.is_compiling() and [local._version for local in self._locals] != self._versions:
+        if (
+            not torch.compiler.is_compiling()
+            and [local._version for local in self._locals] != self._versions
+        ):
             return False  # written to in the step; compiled code sees that when the unit is entered next
-        return all(copies.are_current(module._modules[name]) for name, copies in self._inner.items())  # type: ignore[arg-type]
+        return all(
+            copies.are_current(module._modules[name])  # type: ignore[arg-type]
+            for name, copies in self._inner.items()
+        )
 
-    def hold(self, name: str, sharded: torch.Tensor, gathered: nn.Parameter, dtype: torch.dtype) -> None:
+    def hold(
+        self, name: str, sharded: torch.Tensor, gathered: nn.Parameter, dtype: torch.dtype
+    ) -> None:
         """Compute with a gathered parameter, in its dtype, where the module holds a sharded one."""
         self.sharded[name], self._gathered[name] = sharded, gathered
         self.dtype, self._device_type = dtype, sharded.device.type
@@ -79,7 +94,10 @@ class AutocastCopies:
         self.uses, self.active = 0, True
 
     def note_use(self) -> None:
-        """Let gradients of several uses add up in the parameters' own dtype: Lightning's autocast casts for each."""
+        """Accumulate gradients of several uses in the parameters' own dtype.
+
+        Lightning's autocast casts for each use.
+        """
         self.uses += 1
         if self.uses == 2:
             for name, gathered in self._gathered.items():
@@ -105,15 +123,20 @@ class AutocastCopies:
         self._locals, self._versions = [], []
 
 
-def compute_with_copies(module: nn.Module, names: tuple[str, ...], inner: Mapping[str, nn.Module]) -> None:
-    """Let a module's forward compute with gathered parameters, once they are told to :func:`copies_of`.
+def compute_with_copies(
+    module: nn.Module, names: tuple[str, ...], inner: Mapping[str, nn.Module]
+) -> None:
+    """Make a module's forward compute with gathered parameters, once :func:`copies_of` has them.
 
     Args:
         module: Without a ``forward`` of its own in its dictionary.
         names: Of its parameters.
-        inner: By name, children whose parameters its forward reads without calling them; prepared already.
+        inner: By name, children whose parameters its forward reads without calling them; prepared
+            already.
     """
-    children = {name: copies for name, child in inner.items() if (copies := copies_of(child)) is not None}
+    children = {
+        name: copies for name, child in inner.items() if (copies := copies_of(child)) is not None
+    }
     vars(module)[_COPIES] = AutocastCopies(module, names, children)
     vars(module)["forward"] = MethodType(_forward, module)
 

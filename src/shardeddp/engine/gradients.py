@@ -31,7 +31,9 @@ class GradientMemory:
         reduce_dtype: Of the gradient buffer, in which gradients travel.
     """
 
-    def __init__(self, layout: FlatLayout, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: FlatLayout, mesh: Mesh, main_shard: torch.Tensor, reduce_dtype: torch.dtype
+    ) -> None:
         self.mesh = mesh
         self.shard: torch.Tensor | None = None
         """1D, shard_numel; made at the first reduction, then kept."""
@@ -41,12 +43,16 @@ class GradientMemory:
 
         # A rank that owns the whole buffer can pack straight into its gradient shard.
         self.packs_into_shard = (
-            layout.shard_size == 1 and reduce_dtype is main_shard.dtype and main_shard.device == mesh.device
+            layout.shard_size == 1
+            and reduce_dtype is main_shard.dtype
+            and main_shard.device == mesh.device
         )
         self._layout = layout
         self._main_shard = main_shard
         self._reduce_dtype = reduce_dtype
-        self._buffer: torch.Tensor | None = None  # 1D, padded_numel; storage emptied between reductions
+        self._buffer: torch.Tensor | None = (
+            None  # 1D, padded_numel; storage emptied between reductions
+        )
         self._buffer_slots: list[torch.Tensor] = []
         self._shard_slots: list[torch.Tensor] = []
 
@@ -55,7 +61,9 @@ class GradientMemory:
         if self.shard is None:
             on_host = self._main_shard.device != self.mesh.device
             self.shard = (
-                empty_on_host(self._main_shard, self.mesh.device) if on_host else torch.empty_like(self._main_shard)
+                empty_on_host(self._main_shard, self.mesh.device)
+                if on_host
+                else torch.empty_like(self._main_shard)
             )
             self.shard.zero_()
             if self.packs_into_shard:
@@ -65,7 +73,9 @@ class GradientMemory:
     def open_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The gradient buffer, with memory, and its slots."""
         if self._buffer is None:
-            self._buffer = torch.empty(self._layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device)
+            self._buffer = torch.empty(
+                self._layout.padded_numel, dtype=self._reduce_dtype, device=self.mesh.device
+            )
             self._buffer_slots = self._slots_of(self._buffer)
         allocate(self._buffer)
         return self._buffer, self._buffer_slots
@@ -76,7 +86,7 @@ class GradientMemory:
             release(self._buffer)
 
     def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
-        """The same elements outside of the gradient buffer, so that it need not wait for the replicas."""
+        """The same elements outside of the gradient buffer, so that it waits for no replicas."""
         return output if output is self.shard else output.clone()
 
     def keep_partial(self, output: torch.Tensor) -> None:
@@ -87,10 +97,14 @@ class GradientMemory:
             self.partial.add_(output)
 
     def partial_of(self, index: int) -> torch.Tensor:
-        """This rank's elements of one parameter in the partial sums, which are zero where nothing was put by; 1D."""
+        """This rank's elements of one parameter in the partial sums, 1D.
+
+        They are zero where nothing was put by.
+        """
         if self.mesh.topology.split_replicas:
             raise RuntimeError(
-                f"the gradient of {self._layout.slots[index].fqn} is not complete before the step's last micro-batch: "
+                f"the gradient of {self._layout.slots[index].fqn} is not complete before the "
+                f"step's last micro-batch: "
                 f'with optimizer_shard="world" and reduce_every_backward=True ranks keep sums of other parts than they '
                 f"own until then. Look at it there, or set reduce_every_backward=False"
             )
@@ -100,7 +114,10 @@ class GradientMemory:
 
     def holds(self, local: torch.Tensor) -> bool:
         """Whether a tensor is a view of the partial sums."""
-        return self.partial is not None and local.untyped_storage()._cdata == self.partial.untyped_storage()._cdata
+        return (
+            self.partial is not None
+            and local.untyped_storage()._cdata == self.partial.untyped_storage()._cdata
+        )
 
     def drop_partial_of(self, index: int) -> None:
         """Forget the partial sums of one parameter."""
@@ -123,23 +140,32 @@ class GradientMemory:
         if not any(kept):
             shard.copy_(output, non_blocking=True)
             return
-        total = shard.to(output.device, non_blocking=True)  # the shard itself, unless it lives on the host
+        total = shard.to(
+            output.device, non_blocking=True
+        )  # the shard itself, unless it lives on the host
         if all(kept):
             total.add_(output)
         else:
             for i, keep in enumerate(kept):
-                mine, arrived = (local_view(flat, self._layout, i, self.mesh.slice_rank) for flat in (total, output))
+                mine, arrived = (
+                    local_view(flat, self._layout, i, self.mesh.slice_rank)
+                    for flat in (total, output)
+                )
                 mine.add_(arrived) if keep else mine.copy_(arrived)
         if total is not shard:
             shard.copy_(total, non_blocking=True)
 
     def _slots_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of every parameter's slot in its shape, then of every stretch of padding."""
-        views = [flat[slot.interval.start : slot.interval.stop].view(slot.shape) for slot in self._layout.slots]
+        views = [
+            flat[slot.interval.start : slot.interval.stop].view(slot.shape)
+            for slot in self._layout.slots
+        ]
         return views + [flat[gap.start : gap.stop] for gap in self._layout.padding_intervals]
 
 
-# -- Reduction: one group's packed gradients on their way, in the shard group first, then across replicas
+# -- Reduction: one group's packed gradients on their way, in the shard group first, then across
+#    replicas
 
 
 class Arrival(Enum):
@@ -161,10 +187,12 @@ class Reduction:
     Args:
         memory: Where they lie.
         buffer: 1D, padded_numel; their packed gradients.
-        output: 1D, shard_numel; where averages arrive: the gradient shard, or a slice of the buffer.
+        output: 1D, shard_numel; where averages arrive: the gradient shard, or a slice of the
+            buffer.
         arrival: Where they go from there.
         kept: By parameter, whether earlier gradients in the gradient shard are added to.
-        partial: 1D, shard_numel; sums of earlier micro-batches that are shared with these gradients.
+        partial: 1D, shard_numel; sums of earlier micro-batches that are shared with these
+            gradients.
         kind: What the replicas make of theirs.
     """
 
@@ -181,8 +209,9 @@ class Reduction:
         self._partial = partial
         self._kind: ReduceKind = kind
         self._memory, self._output, self._arrival, self._kept = memory, output, arrival, kept
-        # A gradient that autograd leaves on a parameter used outside its unit may be added to the shard at any time.
-        # On compute's stream that is in order with what is added here, on the stream it would not be.
+        # A gradient that autograd leaves on a parameter used outside its unit may be added to the
+        # shard at any time. On compute's stream that is in order with what is added here, on the
+        # stream it would not be.
         self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
         self._in_buffer = True
         mesh = memory.mesh
@@ -193,7 +222,7 @@ class Reduction:
         self._handle: StreamHandle = mesh.reduce_stream.issue(action)
 
     def advance(self) -> bool:
-        """Wait for the collective under way and issue the next; True when the gradient shard is complete."""
+        """Wait for the collective and issue the next; True when the gradient shard is complete."""
         more = self._handle.advance()
         if not more and self._adds:
             self._memory.absorb(self._output, self._kept)
@@ -235,11 +264,12 @@ class Reduction:
         return CollectiveHandle(keep=(self._output,))
 
 
-# -- GroupGradients: the gradients of a flat group, packed where autograd left them, reduced, and kept as a shard
+# -- GroupGradients: the gradients of a flat group, packed where autograd left them, reduced, and
+#    kept as a shard
 
 
 class GroupGradients:
-    """What autograd leaves on the parameters of a flat group, until it is the parameters' ``.grad``.
+    """What autograd leaves on a flat group's parameters, until it is the parameters' ``.grad``.
 
     Args:
         layout: Where parameters lie in the buffer.
@@ -271,14 +301,18 @@ class GroupGradients:
         self._unsharded = unsharded
         self._sharded = sharded
         self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
-        self._outside: dict[int, torch.Tensor] = {}  # by parameter, whole gradients of uses outside of the unit
+        self._outside: dict[
+            int, torch.Tensor
+        ] = {}  # by parameter, whole gradients of uses outside of the unit
         self.assigned: set[int] = set()
         """Of parameters whose gradient users have assigned since the last backward."""
 
         self.kept_by_others = False
         """Whether an optimizer may have kept local gradients, where nothing tells that it has."""
-        self._on_outside: Callable[[], None] | None = None
-        self._packed = [False] * len(unsharded)  # whose gradient went into a reduction since the backward began
+        self._on_outside: Callable[[int], None] | None = None
+        self._packed = [False] * len(
+            unsharded
+        )  # whose gradient went into a reduction since the backward began
         self._reduced = False  # whether there was a reduction since the backward began
         self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
 
@@ -287,11 +321,11 @@ class GroupGradients:
         """1D, shard_numel; None before the first reduction."""
         return self._memory.shard
 
-    def attach(self, on_outside: Callable[[], None]) -> None:
+    def attach(self, on_outside: Callable[[int], None]) -> None:
         """Reduce gradients of uses outside of the unit as well, from now on.
 
         Args:
-            on_outside: Called when one arrives.
+            on_outside: Called when one arrives, with the index of its parameter.
         """
         self._on_outside = on_outside
         for index, parameter in enumerate(self._sharded):
@@ -305,10 +339,11 @@ class GroupGradients:
         self._reduced = False
 
     def take_assigned(self, reduces: bool) -> None:
-        """Add what users have assigned to what the running backward brings, so that the sum is averaged.
+        """Add what users have assigned to the running backward's gradients, to average the sum.
 
         Args:
-            reduces: Whether this backward's gradients are reduced; else they stay this rank's own, whole.
+            reduces: Whether this backward's gradients are reduced; else they stay this rank's own,
+                whole.
         """
         assigned, self.assigned = sorted(self.assigned), set()
         for index in assigned:
@@ -327,14 +362,16 @@ class GroupGradients:
             store_gradient(self._sharded[index], None)
 
     def add_up(self) -> None:
-        """Let autograd add up gradients in the dtype that they are reduced in, as it does without gathered copies."""
+        """Let autograd add up gradients in their reduce dtype, as without gathered copies."""
         if self._param_dtype is self._reduce_dtype or self._param_dtype is self._main_dtype:
             return
         for unsharded in self._unsharded:
             accumulate_in(unsharded, self._reduce_dtype)
 
     def add_outside(self, index: int, gradient: torch.Tensor) -> None:
-        """Take this rank's gradient of a use of a parameter outside of its unit; it is reduced with the unit's.
+        """Take this rank's gradient of a parameter's use outside of its unit.
+
+        It is reduced with the unit's.
 
         Args:
             index: Of the parameter.
@@ -342,7 +379,7 @@ class GroupGradients:
         """
         self._add_outside(index, gradient)
         if self._on_outside is not None:
-            self._on_outside()
+            self._on_outside(index)
 
     def _add_outside(self, index: int, gradient: torch.Tensor) -> None:
         former = self._outside.get(index)
@@ -352,7 +389,8 @@ class GroupGradients:
     def unreduced(self, index: int) -> torch.Tensor | None:
         """What there is of a parameter's gradient before a later micro-batch completes it.
 
-        This rank's own, whole; where micro-batches are reduced in the shard group, their average so far, sharded.
+        This rank's own, whole; where micro-batches are reduced in the shard group, their average so
+        far, sharded.
         """
         gradient, outside = stored_gradient(self._unsharded[index]), self._outside.pop(index, None)
         if outside is not None:
@@ -379,8 +417,14 @@ class GroupGradients:
             self._partly_used[index] = False
 
     def used(self) -> list[bool]:
-        """By parameter, whether a gradient of this rank waits, was packed in this backward, or is in partial sums."""
-        return [any(flags) for flags in zip(self._packed, self._partly_used, self._waiting(), strict=True)]
+        """Whether this rank has a gradient, by parameter.
+
+        It waits, was packed in this backward, or is in partial sums.
+        """
+        return [
+            any(flags)
+            for flags in zip(self._packed, self._partly_used, self._waiting(), strict=True)
+        ]
 
     @property
     def partial(self) -> bool:
@@ -407,29 +451,41 @@ class GroupGradients:
     # -- reduction
 
     def reduce(self, across_replicas: bool) -> Reduction:
-        """Pack the unsharded gradients, drop them, and issue their averaging into the gradient shard.
+        """Pack and drop the unsharded gradients; issue their averaging into the gradient shard.
 
         Args:
-            across_replicas: Whether the sums of the shard groups are averaged now, or wait for a later micro-batch.
+            across_replicas: Whether the sums of the shard groups are averaged now, or wait for a
+                later micro-batch.
         """
         with without_torch_function():
             kept = self._kept()
             if self._memory.shard is None or self._are_held(kept):
-                self._renew_shard(kept)
+                self._renew_shard()
+                kept = [False] * len(kept)
             shard, shard_slots = self._memory.open_shard()
             self._reduced = True
             arrival = self._arrival(across_replicas)
-            direct = self._memory.packs_into_shard and not any(kept) and arrival is not Arrival.IN_PARTIAL_SUMS
+            direct = (
+                self._memory.packs_into_shard
+                and not any(kept)
+                and arrival is not Arrival.IN_PARTIAL_SUMS
+            )
             buffer, slots = (shard, shard_slots) if direct else self._memory.open_buffer()
-            # A shard of one rank is shared as it was packed, so it can be packed as what the replicas' sum is made of.
+            # A shard of one rank is shared as it was packed, so it can be packed as what the
+            # replicas' sum is made of.
             replicate = self._mesh.replicate
-            scales = direct and arrival is Arrival.SHARED and not replicate.averages and not self.partial
+            scales = (
+                direct and arrival is Arrival.SHARED and not replicate.averages and not self.partial
+            )
             # In a narrower dtype the product would be rounded to that, where a copy is exact.
             scaled = scales and self._param_dtype is self._reduce_dtype
             self._pack(slots, 1.0 / replicate.size if scaled else None)
         if arrival is Arrival.IN_PARTIAL_SUMS:
-            self._partly_used = [any(flags) for flags in zip(self._partly_used, self._packed, strict=True)]
-        # What is to be added, or to change dtype or device, waits in this rank's slice of the buffer.
+            self._partly_used = [
+                any(flags) for flags in zip(self._partly_used, self._packed, strict=True)
+            ]
+        # What is to be added, or to change dtype or device, waits in this rank's slice of the
+        # buffer.
         waits = (
             any(kept)
             or arrival is Arrival.IN_PARTIAL_SUMS
@@ -439,7 +495,9 @@ class GroupGradients:
         )
         output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank] if waits else shard
         partial = self._take_partial() if arrival is Arrival.SHARED else None
-        return Reduction(self._memory, buffer, output, arrival, kept, partial, "sum" if scaled else "mean")
+        return Reduction(
+            self._memory, buffer, output, arrival, kept, partial, "sum" if scaled else "mean"
+        )
 
     def _kept(self) -> list[bool]:
         """By parameter, whether its former gradient is added to."""
@@ -457,18 +515,16 @@ class GroupGradients:
             count > _IN_A_LIST and not keep for count, keep in zip(references, kept, strict=True)
         )
 
-    def _renew_shard(self, kept: Sequence[bool]) -> None:
-        """Take other memory for the gradient shard, and leave the former to those who hold gradients in it."""
-        former, self.kept_by_others = self._views, False
+    def _renew_shard(self) -> None:
+        """Take new memory for the gradient shard; holders of gradients in the old one keep it.
+
+        A gradient that is still a parameter's `.grad` stays there, too, apart from the new shard:
+        what holds it, or a view of it, is to see what is added.
+        """
+        self.kept_by_others = False
         self._memory.shard = None
         shard, _ = self._memory.open_shard()
         self._views = self._views_of(shard)
-        for index, keep in enumerate(kept):
-            if keep:
-                # The same object for those who see it as `.grad`.
-                self._views[index].to_local().copy_(former[index].to_local())
-                former[index].move_to(self._views[index].to_local())
-                self._views[index] = former[index]
 
     def _take_partial(self) -> torch.Tensor | None:
         """What earlier micro-batches have left to share, which now counts as packed."""
@@ -488,14 +544,20 @@ class GroupGradients:
             for i, sharded in enumerate(self._sharded):
                 if not used[i]:
                     continue
-                found = stored_gradient(sharded)
-                if found is not self._views[i]:
+                found, view = stored_gradient(sharded), self._views[i]
+                if (
+                    isinstance(found, ShardTensor)
+                    and found.spec is sharded.spec
+                    and found is not view
+                ):
+                    # One that lies apart, or that the user has assigned. Whoever holds it sees the
+                    # sum, as in DDP.
+                    found.to_local().add_(view.to_local())
+                elif found is not view:
                     if found is not None:
-                        # One that the user has assigned.
-                        mine = self._views[i].to_local()
+                        mine = view.to_local()
                         mine.add_(sharded.spec.localize(found).to(mine.device))
-                    store_gradient(sharded, self._views[i])
-                sharded.gradient_completes()
+                    store_gradient(sharded, view)
 
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Execution order: which unit comes next, whether all ranks agree on it, and what they do where they do not."""
+"""Execution order: the next unit, whether all ranks agree on it, and what happens if not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 @dataclass(frozen=True)
 class OrderChange:
-    """A visit that the recorded order did not expect; ``expected`` is None where the recorded pass had ended."""
+    """A visit that the recorded order did not expect.
+
+    ``expected`` is None where the recorded pass had ended.
+    """
 
     expected: int | None
     found: int
@@ -30,9 +33,10 @@ class OrderChange:
 class ExecutionOrder:
     """Predicts which units come next in a pass.
 
-    The first pass is recorded: the unit numbers in the order of their visits, repeats included. In later passes each
-    visit is matched against the record. A visit that is not the expected one is reported, and the record is taken up
-    again at that unit's next occurrence, so one skipped unit costs one late gather and nothing more.
+    The first pass is recorded: the unit numbers in the order of their visits, repeats included. In
+    later passes each visit is matched against the record. A visit that is not the expected one is
+    reported, and the record is taken up again at that unit's next occurrence, so one skipped unit
+    costs one late gather and nothing more.
     """
 
     def __init__(self) -> None:
@@ -100,8 +104,8 @@ def backward_kind(number: int) -> str:
     """The kind of pass that a backward is; other kinds are those of steps.
 
     Args:
-        number: Of backwards before it since its step began. The second of a step (a gradient penalty, a generator's
-            after a discriminator's) uses other units than the first.
+        number: Of backwards before it since its step began. The second of a step (a gradient
+            penalty, a generator's after a discriminator's) uses other units than the first.
     """
     return f"{_BACKWARD} {number}"
 
@@ -133,18 +137,21 @@ class _Field(IntEnum):
 class OrderAgreement:
     """Keeps ranks together where they gather and reduce units.
 
-    Nothing tells a rank which unit another one gathers: collectives meet in the order in which they are issued. So
-    ranks have to issue them in one order, although they may use different units (experts without a token, batches
-    without an image), or, in evaluation, have different numbers of batches.
+    Nothing tells a rank which unit another one gathers: collectives meet in the order in which they
+    are issued. So ranks have to issue them in one order, although they may use different units
+    (experts without a token, batches without an image), or, in evaluation, have different numbers
+    of batches.
 
-    The first pass of each kind is agreed on, visit by visit: each rank says on the host which unit it comes to. Where
-    that is the same on all ranks, later passes go on without asking. Where it is not, the first of those units is
-    gathered by all ranks, also by those that do not need it, and those that wait for another one ask again; from then
-    on every pass of this model is agreed on. Gradients are reduced between two visits, when no rank needs a unit any
-    more, with zeros of the ranks that have not used it.
+    The first pass of each kind is agreed on, visit by visit: each rank says on the host which unit
+    it comes to. Where that is the same on all ranks, later passes go on without asking. Where it is
+    not, the first of those units is gathered by all ranks, also by those that do not need it, and
+    those that wait for another one ask again; from then on every pass of this model is agreed on.
+    Gradients are reduced between two visits, when no rank needs a unit any more, with zeros of the
+    ranks that have not used it.
 
-    A rank that finds, in a pass that has been alike so far, that it uses other units than before, asks whether all do.
-    They may change together, alone it is an error: what the others have issued cannot be taken back.
+    A rank that finds, in a pass that has been alike so far, that it uses other units than before,
+    asks whether all do. They may change together, alone it is an error: what the others have issued
+    cannot be taken back.
 
     Args:
         progresses: All units, the root first.
@@ -167,12 +174,18 @@ class OrderAgreement:
         self._mesh = mesh
         self._reducer = reducer
         self._apart = apart
-        self._open = False  # an evaluation is running in which each rank has its own number of passes
+        self._open = (
+            False  # an evaluation is running in which each rank has its own number of passes
+        )
         self._orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
         self._alike: set[str] = set()  # kinds of passes that all ranks have been through alike
-        self._changed: set[str] = set()  # kinds of which the pass that is running is another than those before
+        self._changed: set[str] = (
+            set()
+        )  # kinds of which the pass that is running is another than those before
         self._warned = False
-        self.gathers: bool = mesh.gather.size > 1 and any(progress.unit.groups for progress in progresses)
+        self.gathers: bool = mesh.gather.size > 1 and any(
+            progress.unit.groups for progress in progresses
+        )
         """Whether forwards need other ranks."""
 
         self._gathers_in_backward = mesh.world.size > 1 and sharding.reshard is not Reshard.NEVER
@@ -180,16 +193,19 @@ class OrderAgreement:
     # -- evaluation
 
     def open(self) -> None:
-        """From here on each rank may run as many passes as it likes, until all have come to :meth:`close`."""
+        """From here on each rank may run any number of passes, until all come to :meth:`close`."""
         self._open = self.gathers
 
     def wait(self) -> None:
-        """This rank runs no more passes for now; take part in those of others until all have come here."""
+        """End this rank's passes for now; take part in those of others until all are here."""
         if self._open:
             self._serve()
 
     def close(self) -> None:
-        """From here on all ranks run the same passes again; to be called behind :meth:`wait`, or after a failure."""
+        """From here on all ranks run the same passes again.
+
+        Call it after :meth:`wait`, or after a failure.
+        """
         self._open = False
 
     # -- passes
@@ -197,17 +213,23 @@ class OrderAgreement:
     def begin(self, kind: str) -> None:
         """A pass of this rank begins."""
         if kind not in self._alike:
-            self._orders[kind] = ExecutionOrder()  # only what all ranks have agreed on foretells what all will do
+            self._orders[kind] = (
+                ExecutionOrder()
+            )  # only what all ranks have agreed on foretells what all will do
         self._orders[kind].begin()
 
     def visit(self, progress: UnitProgress, kind: str) -> None:
-        """Return when it is this rank's turn to come to a unit, with what it needs of others for that.
+        """Return when it is this rank's turn to come to a unit, with what it needs of others.
 
         Raises:
             RuntimeError: This rank uses other units than in former passes, and not all ranks do.
         """
         # The root is where a forward begins; a backward comes to it as to any other.
-        change = self._orders[kind].visit(progress.index) if is_backward(kind) or progress.index else None
+        change = (
+            self._orders[kind].visit(progress.index)
+            if is_backward(kind) or progress.index
+            else None
+        )
         if self.agrees(kind):
             self._await_turn(progress, kind)
         elif change is not None:
@@ -217,11 +239,13 @@ class OrderAgreement:
             if self._involves_others(kind):
                 self._confirm(found, expected)
                 self._changed.add(kind)
-            if is_backward(kind) or torch.is_grad_enabled():  # evaluation may do as it likes: nothing waits for it
+            if (
+                is_backward(kind) or torch.is_grad_enabled()
+            ):  # evaluation may do as it likes: nothing waits for it
                 self._warn_once(found, expected)
 
     def revisit(self, progress: UnitProgress, kind: str) -> None:
-        """The same within a visit to a unit around it, which computes again what it has computed in forward."""
+        """The same within a visit to an outer unit, which recomputes its forward."""
         if self.agrees(kind) and self._needs(progress):
             self._await_turn(progress, kind)
 
@@ -234,7 +258,7 @@ class OrderAgreement:
         return not self.agrees(kind) and self._orders[kind].at_end()
 
     def end(self, kind: str) -> None:
-        """A pass of this rank ends; where ranks agree, return when all have come to the end of theirs.
+        """A pass of this rank ends; where ranks agree, return when all ranks have ended theirs.
 
         Raises:
             RuntimeError: This rank has not used all units of former passes, and other ranks do.
@@ -253,7 +277,9 @@ class OrderAgreement:
 
     def agrees(self, kind: str) -> bool:
         """Whether ranks agree on each visit of a pass of this kind."""
-        return self._involves_others(kind) and (self._apart or self._open or kind not in self._alike)
+        return self._involves_others(kind) and (
+            self._apart or self._open or kind not in self._alike
+        )
 
     def _involves_others(self, kind: str) -> bool:
         return self._gathers_in_backward if is_backward(kind) else self.gathers
@@ -266,7 +292,11 @@ class OrderAgreement:
     def _needs(self, progress: UnitProgress) -> bool:
         """Whether the unit's parameters have to be gathered before this rank can use them."""
         unit = progress.unit
-        return unit.gathers if unit.state is UnitState.SHARDED else unit.state is UnitState.UNSHARDED and unit.stale
+        return (
+            unit.gathers
+            if unit.state is UnitState.SHARDED
+            else unit.state is UnitState.UNSHARDED and unit.stale
+        )
 
     def _serve(self) -> None:
         while self._round(None, _Field.FORWARD) is not None:
@@ -274,8 +304,10 @@ class OrderAgreement:
 
     @torch.no_grad()
     def _round(self, wanted: UnitProgress | None, field: _Field) -> UnitProgress | None:
-        """Ask where all ranks are, reduce what is over, and gather the unit that comes first; it is returned."""
-        message = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8)  # the last column: at the end
+        """Ask where all ranks are, reduce what is over, gather the first unit and return it."""
+        message = torch.zeros(
+            len(_Field), len(self._progresses) + 1, dtype=torch.uint8
+        )  # the last column: at the end
         message[field, -1 if wanted is None else wanted.index] = 1
         if wanted is not None:
             message[_Field.GATHER, wanted.index] = self._needs(wanted)
@@ -284,9 +316,12 @@ class OrderAgreement:
         agree_on_highest(message, self._mesh.control)
         forward, backward, gather, progress = message.tolist()
         self._apart |= not self._open and sum(forward) + sum(backward) > 1
-        self._reducer.issue([index for index, state in enumerate(progress[:-1]) if state == Reduced.DUE])
+        self._reducer.issue(
+            [index for index, state in enumerate(progress[:-1]) if state == Reduced.DUE]
+        )
         places = [index for index, flag in enumerate(forward[:-1]) if flag]
-        # As units were found, and back: most ranks wait least where that is the order in which they are used.
+        # As units were found, and back: most ranks wait least where that is the order in which they
+        # are used.
         places += [index for index, flag in reversed([*enumerate(backward[:-1])]) if flag]
         if not places:
             return None
@@ -313,9 +348,10 @@ class OrderAgreement:
             return
         self._warned = True
         warnings.warn(
-            f"units run in another order than in the first pass: expected {expected}, found {found}. The result is "
-            f"right; gathers that could not be foreseen are not overlapped. To make it fast, let one unit hold the "
-            f"parts whose order changes (auto_wrap_policy), or keep parameters gathered between forward and backward "
+            f"units run in another order than in the first pass: expected {expected}, found "
+            f"{found}. The result is right; gathers that could not be foreseen are not overlapped. "
+            f"To make it fast, let one unit hold the parts whose order changes (auto_wrap_policy), "
+            f"or keep parameters gathered between forward and backward "
             f"(reshard_after_forward=False). Said once, on rank 0",
             stacklevel=2,
         )

@@ -25,15 +25,18 @@ from shardeddp.wrap.tree import ParameterSpec
 
 
 class FlatGroup:
-    """One main shard and one gathered buffer, the parameters that are views of them, and what holds their gradients.
+    """One main shard, one gathered buffer, and the parameters that are views of them.
+
+    It also has what holds the gradients of these parameters.
 
     Args:
         specs: The parameters, in layout order; each becomes a ``ShardTensor`` in place.
         layout: Where they lie.
         mesh: Through which they are gathered and reduced.
-        sharding: Where main shards live, and whether gathered buffers keep their memory when the unit is resharded.
-        lender: The group of one parameter whose memory the only parameter of this one has. They have gradients and
-            optimizer states of their own.
+        sharding: Where main shards live, and whether gathered buffers keep their memory when the
+            unit is resharded.
+        lender: The group of one parameter whose memory the only parameter of this one has. They
+            have gradients and optimizer states of their own.
     """
 
     def __init__(
@@ -52,32 +55,56 @@ class FlatGroup:
             self._sharing = lender._sharing
             self._sharing.append(self)
         self._mesh = mesh
-        dtype, param_dtype, reduce_dtype = specs[0].dtype, specs[0].param_dtype, specs[0].reduce_dtype
+        dtype, param_dtype, reduce_dtype = (
+            specs[0].dtype,
+            specs[0].param_dtype,
+            specs[0].reduce_dtype,
+        )
         on_host = sharding.offload_params and mesh.device.type != "cpu"
         self._resident = layout.shard_size == 1 and param_dtype is dtype and not on_host
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = self._resident or sharding.reshard is Reshard.NEVER
 
-        self.main_shard = lender.main_shard if lender else _zeros(layout.shard_numel, dtype, mesh.device, on_host)
+        self.main_shard = (
+            lender.main_shard if lender else _zeros(layout.shard_numel, dtype, mesh.device, on_host)
+        )
         """1D, shard_numel; lives as long as the model."""
         memory = self.main_shard if self._resident else None
         self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory)
         """Whole parameters; with memory while the unit is unsharded, or always."""
         self.unsharded = self.buffer.parameters
         self._part = (
-            torch.empty(layout.padded_numel // mesh.gather.size, dtype=param_dtype, device=mesh.device)
+            torch.empty(
+                layout.padded_numel // mesh.gather.size, dtype=param_dtype, device=mesh.device
+            )
             if mesh.topology.split_replicas
             else None
         )
-        """1D; where replicas split the main shard, all of it in the dtype that travels. Filled when it has changed."""
-        self._kept_part: torch.Tensor | None = None  # 1D; this rank's part of the gathered buffer, forward -> backward
-        self.local = self._local_parameters() if lender is None else [local.detach() for local in lender.local]
+        """1D; all of a main shard that replicas split, in the dtype that travels.
+
+        Filled when the main shard has changed.
+        """
+        self._kept_part: torch.Tensor | None = (
+            None  # 1D; this rank's part of the gathered buffer, forward -> backward
+        )
+        self.local = (
+            self._local_parameters()
+            if lender is None
+            else [local.detach() for local in lender.local]
+        )
         """By parameter, this rank's elements; 1D."""
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
         self.was_trained = False
-        """Whether any parameter has required a gradient in a backward whose gradients may not be reduced yet."""
-        self._gathered_versions: list[int] = []  # of the local parameters when they were gathered; none: gather anew
-        self._known_versions = self._versions()  # of those that the versions of unsharded parameters account for
+        """Whether any parameter required a gradient in a backward that may not be reduced yet."""
+        self._gathered_versions: list[
+            int
+        ] = []  # of the local parameters when they were gathered; none: gather anew
+        self._versions_of_views: list[
+            int
+        ] = []  # the same when views of former gathers were brought up to date
+        self._known_versions = (
+            self._versions()
+        )  # of those that the versions of unsharded parameters account for
         self._seen_writes = self._writes()
         self.gradients = GroupGradients(
             layout,
@@ -132,13 +159,14 @@ class FlatGroup:
         return handle
 
     def forget(self) -> None:
-        """Let the next :meth:`unshard` gather all of it, as it does on ranks that hold nothing of it."""
+        """Let the next :meth:`unshard` gather all of it, as on ranks that hold nothing of it."""
         self.keep_writes()
         self._gathered_versions = []
         self._kept_part = None
 
     def _gather_shards(self) -> CollectiveHandle:
-        # Memory and copy belong to the stream: its allocator stream, and behind compute's last use of the buffer.
+        # Memory and copy belong to the stream: its allocator stream, and behind compute's last use
+        # of the buffer.
         flat, own = self.buffer.allocate(), self._own_slice()
         main = self.main_shard.to(self._mesh.device, non_blocking=True)
         if self._part is None:
@@ -147,7 +175,9 @@ class FlatGroup:
         if not self.stale:
             return self._gather_split(self._part)
         self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank].copy_(main)
-        return self._mesh.collect.all_gather_(self._part).then(partial(self._gather_split, self._part))
+        return self._mesh.collect.all_gather_(self._part).then(
+            partial(self._gather_split, self._part)
+        )
 
     def _gather_split(self, part: torch.Tensor) -> CollectiveHandle:
         self._own_slice().copy_(part)
@@ -179,8 +209,9 @@ class FlatGroup:
         """Drop the gathered buffer's memory; the unsharded parameters raise from here on.
 
         Args:
-            before_backward: They are needed once more, before they change: a part stays, if the mesh has smaller groups
-                to gather parts from (ZeRO++'s hpZ, https://arxiv.org/abs/2306.10209).
+            before_backward: They are needed once more, before they change: a part stays, if the
+                mesh has smaller groups to gather parts from (ZeRO++'s hpZ,
+                https://arxiv.org/abs/2306.10209).
         """
         self.keep_writes()
         self._keep_requires_grad()
@@ -191,10 +222,16 @@ class FlatGroup:
         self.buffer.release()
 
     def renew_views(self) -> None:
-        """Bring views that have outlived their gather up to date; the buffer has just been gathered."""
+        """Update views that have outlived their gather; the buffer has just been gathered."""
+        self._versions_of_views = self._versions()
         if self.buffer.flat is not None:
             for former in self.buffer.outlived():
                 former.copy_(self.buffer.flat)
+
+    @property
+    def has_stale_views(self) -> bool:
+        """Whether the main shard has changed since views of former gathers were updated."""
+        return self._versions() != self._versions_of_views
 
     # -- versions, and writes by others
 
@@ -202,9 +239,13 @@ class FlatGroup:
         return [local._version for local in self.local]
 
     def _note_gather(self) -> None:
-        """Note what has been gathered: graphs that need former values must fail, as without sharding."""
+        """Note what was gathered: graphs that need former values must fail, as without sharding."""
         versions = self._versions()
-        changed = [index for index, version in enumerate(versions) if version != self._known_versions[index]]
+        changed = [
+            index
+            for index, version in enumerate(versions)
+            if version != self._known_versions[index]
+        ]
         if changed:
             torch.autograd.graph.increment_version([self.unsharded[index] for index in changed])
             self._seen_writes = self._writes()
@@ -216,60 +257,72 @@ class FlatGroup:
 
     @torch.no_grad()
     def keep_writes(self) -> None:
-        """Bring what was written in place to unsharded parameters, or to views of them, to the main shard."""
+        """Copy in-place writes to unsharded parameters, or to views of them, to the main shard."""
         writes = self._writes()
         if writes == self._seen_writes:
             return
-        written = [i for i, (now, seen) in enumerate(zip(writes, self._seen_writes, strict=True)) if now != seen]
+        written = [
+            i
+            for i, (now, seen) in enumerate(zip(writes, self._seen_writes, strict=True))
+            if now != seen
+        ]
         self._seen_writes = writes
         if self._resident:
             return
         fqns = ", ".join(self.layout.slots[i].fqn for i in written)
         if any(self.local[i]._version != self._known_versions[i] for i in written):
             raise RuntimeError(
-                f"{fqns}: written to in place inside a step, and their shards were changed in the same step (by an "
-                f"optimizer): one of the two would be lost. Write to parameters before the forward or after the "
-                f"optimizer's step"
+                f"{fqns}: written to in place inside a step, and their shards were changed in the "
+                f"same step (by an optimizer): one of the two would be lost. Write to parameters "
+                f"before the forward or after the optimizer's step"
             )
         memory = self.buffer.outlived() if self.buffer.flat is None else [self.buffer.flat]
         if not memory:
             raise RuntimeError(
-                f"{fqns}: written to through a view that was made inside of their unit's forward, after the unit was "
-                f"resharded, and the view is gone, with what was written. Write to the parameters themselves"
+                f"{fqns}: written to through a view that was made inside of their unit's forward, "
+                f"after the unit was resharded, and the view is gone, with what was written. Write "
+                f"to the parameters themselves"
             )
         outlived = [] if self.buffer.flat is None else self.buffer.outlived()
         for index in written:
             if outlived:
                 self._refuse_write_elsewhere(index, memory[0], outlived)
             self._keep_write(index, memory)
-            for group in self._sharing or [self]:  # graphs know of it by the version of the parameter written to
+            for group in self._sharing or [
+                self
+            ]:  # graphs know of it by the version of the parameter written to
                 group._known_versions[index] = self.local[index]._version
 
     def keep_write_of(self, index: int) -> None:
-        """Bring what was written to the main shard if this parameter is among it: somebody reads that."""
+        """Copy writes to the main shard if this parameter was written to: somebody reads that."""
         with without_torch_function():
             is_written = self.unsharded[index]._version != self._seen_writes[index]
         if is_written:
             self.keep_writes()
 
     def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
-        """The parameters that were written to inside of their unit and whose shards lack it so far, and their names."""
+        """Parameters written to inside their unit whose shards lack the write, with their names."""
         for index, (now, seen) in enumerate(zip(self._writes(), self._seen_writes, strict=True)):
             if now != seen:
                 yield self.unsharded[index], self.layout.slots[index].fqn
 
-    def _refuse_write_elsewhere(self, index: int, flat: torch.Tensor, outlived: Sequence[torch.Tensor]) -> None:
-        """Raise where what was written is not in the memory of this gather, but in that of an earlier one."""
+    def _refuse_write_elsewhere(
+        self, index: int, flat: torch.Tensor, outlived: Sequence[torch.Tensor]
+    ) -> None:
+        """Raise where a write is not in the memory of this gather but of an earlier one."""
         slot, local = self.layout.slots[index], self.local[index]
         elements = self.layout.parameter_interval(slot, self._mesh.slice_rank).shift(slot.offset)
         known = local.to(flat.device, flat.dtype)
         if not known.numel() or not torch.equal(flat[elements.start : elements.stop], known):
             return
-        whole = slice(slot.offset, slot.offset + slot.numel)  # so that all ranks that have elements see it
+        whole = slice(
+            slot.offset, slot.offset + slot.numel
+        )  # so that all ranks that have elements see it
         if any(not torch.equal(former[whole], flat[whole]) for former in outlived):
             raise RuntimeError(
-                f"{slot.fqn}: written to through a view that was made in an earlier step or forward, whose memory is "
-                f"not the parameter's any more; it is unchanged. Write to the parameter itself, or to a new view of it"
+                f"{slot.fqn}: written to through a view that was made in an earlier step or "
+                f"forward, whose memory is not the parameter's any more; it is unchanged. Write to "
+                f"the parameter itself, or to a new view of it"
             )
 
     def _keep_write(self, index: int, memory: Sequence[torch.Tensor]) -> None:
@@ -280,21 +333,25 @@ class FlatGroup:
         if memory[0].dtype is not local.dtype and "rounded" not in warned:
             warned.append("rounded")
             warnings.warn(
-                f"parameter {slot.fqn} is written to inside of a step, where it is a copy in {memory[0].dtype} "
-                f"(MixedPrecision(param_dtype=...)): what is written is rounded before it reaches the parameter, which "
-                f"is in {local.dtype}. Write to it outside of the step, or use Trainer(precision='bf16-mixed'), where "
-                f"modules read and write the parameters themselves",
+                f"parameter {slot.fqn} is written to inside of a step, where it is a copy in "
+                f"{memory[0].dtype} (MixedPrecision(param_dtype=...)): what is written is rounded "
+                f"before it reaches the parameter, which is in {local.dtype}. Write to it outside "
+                f"of the step, or use Trainer(precision='bf16-mixed'), where modules read and "
+                f"write the parameters themselves",
                 stacklevel=2,
             )
-        self._mesh.written.note_state(slot.fqn, [flat[slot.offset : slot.offset + slot.numel] for flat in memory])
+        self._mesh.written.note_state(
+            slot.fqn, [flat[slot.offset : slot.offset + slot.numel] for flat in memory]
+        )
         for flat in memory:
             found = flat[elements.start : elements.stop]
-            # Where nothing was written, what is gathered is the main shard rounded to the gathered dtype.
+            # Where nothing was written, what is gathered is the main shard rounded to the gathered
+            # dtype.
             known = torch.where(found != known.to(found.dtype), found.to(known.dtype), known)
         local.copy_(known)
 
     def _keep_requires_grad(self) -> None:
-        """Freeze or unfreeze sharded parameters whose unsharded ones were frozen or unfrozen inside a step."""
+        """Freeze or unfreeze sharded parameters as their unsharded ones were inside a step."""
         with without_torch_function():
             for sharded, unsharded in zip(self.sharded, self.unsharded, strict=True):
                 if torch.Tensor.requires_grad.__get__(sharded) != unsharded.requires_grad:  # type: ignore[attr-defined]
@@ -305,7 +362,10 @@ class FlatGroup:
     def _local_parameters(self) -> list[torch.Tensor]:
         count = range(len(self.layout.slots))
         # .data: each has a version counter of its own, as in an unsharded model.
-        return [local_view(self.main_shard, self.layout, index, self._mesh.slice_rank).data for index in count]
+        return [
+            local_view(self.main_shard, self.layout, index, self._mesh.slice_rank).data
+            for index in count
+        ]
 
     def _shard(self, spec: ParameterSpec, index: int) -> ShardTensor:
         """Turn the user's parameter into a ``ShardTensor`` over its part of the main shard."""
@@ -326,15 +386,20 @@ class FlatGroup:
         hooks = take_hooks(parameter)
         sharded = sharded_class(type(parameter))(local, shard_spec, parameter.requires_grad)
         # isinstance(p, nn.Parameter) holds
-        place: dict[str, Any] = {"_unsharded": self.unsharded[index], "_writes": weakref.ref(self), "_place": index}
+        place: dict[str, Any] = {
+            "_unsharded": self.unsharded[index],
+            "_writes": weakref.ref(self),
+            "_place": index,
+        }
         vars(sharded).update(parameter.__dict__, **place, _is_param=True)
         try:
             swap_bodies(parameter, sharded)
             sharded = parameter
         except RuntimeError as error:
             warnings.warn(
-                f"parameter {spec.fqn} cannot be sharded in place ({error}); it was registered anew: references that "
-                f"were taken before, other than its module's, are to a copy that is not trained",
+                f"parameter {spec.fqn} cannot be sharded in place ({error}); it was registered "
+                f"anew: references that were taken before, other than its module's, are to a copy "
+                f"that is not trained",
                 stacklevel=2,
             )
         # Weak: autograd holds unsharded parameters where the garbage collector cannot see it.
@@ -342,7 +407,9 @@ class FlatGroup:
         if any(hooks):
             sharded.adopt_hooks(*hooks)  # type: ignore[attr-defined]
         if gradient is not None:
-            sharded.grad = ShardTensor(shard_spec.localize(gradient).to(local.device, copy=True), shard_spec)
+            sharded.grad = ShardTensor(
+                shard_spec.localize(gradient).to(local.device, copy=True), shard_spec
+            )
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
 
 

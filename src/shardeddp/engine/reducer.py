@@ -11,15 +11,15 @@ from itertools import takewhile
 
 import torch
 
-from shardeddp.comm import Mesh, agree_on_any_alike, all_gather_bytes
+from shardeddp.comm import Mesh, agree_on_highest_alike, all_gather_bytes
 from shardeddp.comm.agreement import ABOUT_TRAINED
 from shardeddp.engine.gradients import Reduction
-from shardeddp.engine.unit import UnitProgress
+from shardeddp.engine.unit import GradientLevel, UnitProgress
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 
 class Reduced(IntEnum):
-    """How far the gradients of a unit are on one rank; the highest of all ranks is what holds for all."""
+    """How far the gradients of a unit are on one rank; the highest of all ranks holds for all."""
 
     NOTHING = 0
     """It has none to reduce, in this backward or any more."""
@@ -34,18 +34,21 @@ class Reduced(IntEnum):
 class Reducer:
     """Issues the reductions of one backward.
 
-    Ranks may use different parameters, so the arrival of gradients must not decide when a unit is reduced: one rank
-    would wait for a reduction that another has put off, which itself waits for the first one's part in a gather. What
-    decides has to happen alike on all ranks. Autograd runs the nodes of a unit before those of any unit that was
-    entered before it, so a unit is over when the backward has reached all its uses and then reaches a unit outside of
-    it. There it is reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that
+    Ranks may use different parameters, so the arrival of gradients must not decide when a unit is
+    reduced: one rank would wait for a reduction that another has put off, which itself waits for
+    the first one's part in a gather. What decides has to happen alike on all ranks. Autograd runs
+    the nodes of a unit before those of any unit that was entered before it, so a unit is over when
+    the backward has reached all its uses and then reaches a unit outside of it. There it is
+    reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that
     arrives later than that is reduced with the leftovers, on which all ranks agree at the end.
 
-    That holds where all ranks use the same units. Where they do not, they agree at every unit on those that no rank is
-    going to reach any more (:class:`OrderAgreement`), and reduce them with zeros of those that have not reached them.
+    That holds where all ranks use the same units. Where they do not, they agree at every unit on
+    those that no rank is going to reach any more (:class:`OrderAgreement`), and reduce them with
+    zeros of those that have not reached them.
 
-    Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even reach different units.
-    Then all units are reduced in one order, that of rank 0's first backward, also those that this rank does not reach.
+    Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even
+    reach different units. Then all units are reduced in one order, that of rank 0's first backward,
+    also those that this rank does not reach.
 
     Args:
         progresses: All units, the root first.
@@ -53,14 +56,18 @@ class Reducer:
         sharding: Whether anything is gathered in a backward.
     """
 
-    def __init__(self, progresses: Sequence[UnitProgress], mesh: Mesh, sharding: ShardingStrategy) -> None:
+    def __init__(
+        self, progresses: Sequence[UnitProgress], mesh: Mesh, sharding: ShardingStrategy
+    ) -> None:
         self._progresses = progresses
         self._mesh = mesh
         self._gathers = sharding.reshard is not Reshard.NEVER
-        self._order = list(reversed(progresses))  # for when nothing is gathered; inner units before outer ones
+        self._order = list(
+            reversed(progresses)
+        )  # for when nothing is gathered; inner units before outer ones
         self._order_is_agreed = self._gathers
         self.leaves_gradients = False
-        """Whether the backward that is running leaves gradients on parameters; `autograd.grad` does not."""
+        """Whether the running backward leaves gradients on parameters; `autograd.grad` does not."""
 
         self._to_host = sharding.offload_params
         self._accumulates_sharded = sharding.reduce_every_backward
@@ -68,15 +75,17 @@ class Reducer:
         self._sync = True
         self._running = False  # between begin() and end()
         self._reached: list[UnitProgress] = []  # in this backward, in order
-        self._trained: list[frozenset[int]] | None = None  # by unit, what requires gradients; None: no backward yet
+        self._trained: list[frozenset[int]] | None = (
+            None  # by unit, what requires gradients; None: no backward yet
+        )
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
 
     def begin(self, sync_gradients: bool) -> None:
         """A backward begins.
 
         Args:
-            sync_gradients: False if a later micro-batch is to complete the gradients. Until then they are reduced in
-                the shard group, or stay on their ranks.
+            sync_gradients: False if a later micro-batch is to complete the gradients. Until then
+                they are reduced in the shard group, or stay on their ranks.
         """
         self._reached = []
         self._running = True
@@ -91,8 +100,11 @@ class Reducer:
                 progress.unit.add_up_gradients()
 
     def _agree_on_trained(self) -> None:
-        """Ask all ranks, where parameters have been frozen or unfrozen: they would reduce other units."""
-        former, self._trained = self._trained, [frozenset(progress.missing) for progress in self._progresses]
+        """Compare what ranks froze or unfroze: with differences, they would reduce other units."""
+        former, self._trained = (
+            self._trained,
+            [frozenset(progress.missing) for progress in self._progresses],
+        )
         if former is None or former == self._trained or self._mesh.world.size == 1:
             return
         changed = [
@@ -104,7 +116,10 @@ class Reducer:
         self._mesh.world_fingerprints.call(operation, ABOUT_TRAINED)
 
     def note_gradient(self) -> None:
-        """A gradient is there: this backward leaves some, even if its graph (of reentrant checkpointing) hid that."""
+        """Note that this backward leaves gradients.
+
+        The graph of reentrant checkpointing may have hidden that.
+        """
         if not self.leaves_gradients:
             self.leaves_gradients = True
             for progress in self._progresses:
@@ -160,7 +175,7 @@ class Reducer:
             self._settle()
         elif self.leaves_gradients:
             for progress in self._progresses:
-                progress.tell_of_gradients()
+                progress.unit.tell_of_gradients(progress.arrived)
         self._running = False
 
     def abort(self) -> None:
@@ -177,11 +192,16 @@ class Reducer:
         if not (self._sync and self.leaves_gradients):
             return []
         candidates = self._reached if self._gathers else self._order
-        return [progress for progress in candidates if progress.gradients_expected and not progress.issued]
+        return [
+            progress
+            for progress in candidates
+            if progress.gradients_expected and not progress.issued
+        ]
 
     @torch.no_grad()  # a backward that keeps its graph for another one enables gradients
     def _issue(self, progress: UnitProgress) -> None:
-        # One unit's gradients are in each collective at a time: that bounds memory, and one unit's backward hides it.
+        # One unit's gradients are in each collective at a time: that bounds memory, and one unit's
+        # backward hides it.
         self._in_flight = [reduction for reduction in self._in_flight if not reduction.advance()]
         progress.issued = True
         self._in_flight += progress.unit.reduce_gradients(self._across_replicas)
@@ -193,28 +213,42 @@ class Reducer:
         self._in_flight = []
 
     def _settle(self) -> None:
-        """Agree on what any rank has used or still holds, reduce the latter, and learn for the next backward."""
+        """Agree on what any rank has used or still holds, and reduce the latter.
+
+        Units learn from it for the next backward.
+        """
         progresses = self._progresses
-        # What earlier micro-batches have summed up in the shard group waits for the replicas, used this time or not.
-        partial = [self._across_replicas and progress.unit.has_partial_gradient() for progress in progresses]
+        # What earlier micro-batches have summed up in the shard group waits for the replicas, used
+        # this time or not.
+        partial = [
+            self._across_replicas and progress.unit.has_partial_gradient()
+            for progress in progresses
+        ]
         left = [
-            progress.unit.has_unsharded_gradient() or waits for progress, waits in zip(progresses, partial, strict=True)
+            progress.unit.has_unsharded_gradient() or waits
+            for progress, waits in zip(progresses, partial, strict=True)
         ]
         entered = [progress.entered for progress in progresses]
         viewed = [progress.unit.is_viewed for progress in progresses]
-        used = [progress.unit.used() for progress in progresses]
-        flags = [*left, *entered, *viewed, *(flag for each in used for flag in each)]
+        gradients = [progress.gradients() for progress in progresses]
+        flags = [*left, *entered, *viewed, *(level for each in gradients for level in each)]
         for progress in progresses:
             progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
         written, options = self._mesh.written.take(), self._mesh.written.take_changed_options()
-        checksum = zlib.crc32(json.dumps([written, options], sort_keys=True).encode()) if written or options else 0
+        checksum = (
+            zlib.crc32(json.dumps([written, options], sort_keys=True).encode())
+            if written or options
+            else 0
+        )
         operation = f"agreement on {len(flags)} flags"
-        each_any, same = agree_on_any_alike(flags, checksum, self._mesh.control, operation)
+        highest, same = agree_on_highest_alike(flags, checksum, self._mesh.control, operation)
         if not same:
             self._tell_of_differences(written)
-        agreed = iter(each_any)
-        any_left, any_entered, any_viewed = ([next(agreed) for _ in progresses] for _ in range(3))
-        any_used = [[next(agreed) for _ in each] for each in used]
+        agreed = iter(highest)
+        any_left, any_entered, any_viewed = (
+            [bool(next(agreed)) for _ in progresses] for _ in range(3)
+        )
+        levels = [[next(agreed) for _ in each] for each in gradients]
         for progress, again in zip(progresses, any_left, strict=True):
             if again:
                 self._issue(progress)
@@ -223,51 +257,61 @@ class Reducer:
             self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
         for progress, is_viewed in zip(progresses, any_viewed, strict=True):
             progress.is_viewed = is_viewed
-        for progress, by_any, each in zip(progresses, any_entered, any_used, strict=True):
+        for progress, by_any, each in zip(progresses, any_entered, levels, strict=True):
+            used = [level > GradientLevel.NONE for level in each]
             if not self._keeps_partial():
-                progress.unit.install_gradients(each)
-            else:
-                progress.tell_of_gradients()
-            progress.learn(by_any, each)
+                progress.unit.install_gradients(used)
+            progress.unit.tell_of_gradients(
+                index for index, level in enumerate(each) if level == GradientLevel.NOW
+            )
+            progress.learn(by_any, used)
         if not self._order_is_agreed:
             self._agree_on_order()
 
     def _tell_of_differences(self, written: dict[str, int]) -> None:
-        """Name what ranks have written different values to, or stepped with differently; all ranks come here."""
+        """Name what differs between ranks: written values or step options; all ranks come here."""
         mine = json.dumps([written, self._mesh.written.end_options()]).encode()
         said = [json.loads(text) for text in all_gather_bytes(mine, self._mesh.control)]
         names = _differing([each for each, _ in said])
         if names:
             raise RuntimeError(
-                f"parameter {', '.join(names)}: ranks have written different values to it since the last backward "
-                f"(this is rank {self._mesh.rank}), and each has kept its part of its own: a sharded parameter has one "
-                f"value for all ranks. Write what all of them get alike: average it first (all_reduce), draw it with "
-                f"torch.randn_like() of the parameter, or keep it in a buffer, of which each rank has its own. An "
-                f"embedding's max_norm writes to the rows that its rank has looked up: limit all rows after the "
-                f"optimizer's step instead"
+                f"parameter {', '.join(names)}: ranks have written different values to it since "
+                f"the last backward (this is rank {self._mesh.rank}), and each has kept its part "
+                f"of its own: a sharded parameter has one value for all ranks. Write what all of "
+                f"them get alike: average it first (all_reduce), draw it with torch.randn_like() "
+                f"of the parameter, or keep it in a buffer, of which each rank has its own. An "
+                f"embedding's max_norm writes to the rows that its rank has looked up: limit all "
+                f"rows after the optimizer's step instead"
             )
         for name in _differing([each for _, each in said]) if self._mesh.rank == 0 else ():
-            values = ", ".join(f"{each.get(name, 'none')} on rank {rank}" for rank, (_, each) in enumerate(said[:8]))
+            values = ", ".join(
+                f"{each.get(name, 'none')} on rank {rank}"
+                for rank, (_, each) in enumerate(said[:8])
+            )
             warnings.warn(
-                f"the ranks' optimizers step with different options: {name} is {values}. Each rank steps on its part "
-                f"of the parameters, so parts are trained differently. Schedulers that follow a metric need the same "
-                f"on all ranks: self.log(..., sync_dist=True)",
+                f"the ranks' optimizers step with different options: {name} is {values}. Each rank "
+                f"steps on its part of the parameters, so parts are trained differently. "
+                f"Schedulers that follow a metric need the same on all ranks: self.log(..., "
+                f"sync_dist=True)",
                 stacklevel=2,
             )
 
     def _agree_on_order(self) -> None:
-        """Take over the order in which rank 0's backward was done with units: outer ones after what is inside."""
+        """Adopt the order in which rank 0's backward finished units: outer after inner ones."""
         place = {progress.index: place for place, progress in enumerate(self._reached)}
         done = {
             progress.index: max(place.get(i, -1) for i in (progress.index, *progress.inner))
             for progress in self._reached
         }
         mine = sorted(done, key=lambda index: (done[index], len(self._progresses[index].inner)))
-        agreed: list[int] = json.loads(all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)[0])
+        agreed: list[int] = json.loads(
+            all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)[0]
+        )
         rest = [progress for progress in self._order if progress.index not in agreed]
         # The root is over last, whether it was reached or not.
         self._order = sorted(
-            [*(self._progresses[index] for index in agreed), *rest], key=lambda progress: progress.index == 0
+            [*(self._progresses[index] for index in agreed), *rest],
+            key=lambda progress: progress.index == 0,
         )
         self._order_is_agreed = True
 
@@ -275,4 +319,6 @@ class Reducer:
 def _differing(said: Sequence[Mapping[str, object]]) -> list[str]:
     """The names of which ranks do not all say the same."""
     names = {name for each in said for name in each}
-    return sorted(name for name in names if any(each.get(name) != said[0].get(name) for each in said))
+    return sorted(
+        name for name in names if any(each.get(name) != said[0].get(name) for each in said)
+    )

@@ -1,4 +1,7 @@
-"""Runtime: when units are unsharded and resharded, in which order, and how far ahead; the hooks that tell it."""
+"""Runtime: when units are unsharded and resharded, in which order, and how far ahead.
+
+Hooks on modules and gradients tell it what happens.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,8 @@ from shardeddp.torch_private import (
 
 # -- BufferSync: buffers follow rank 0, as under DistributedDataParallel
 #
-# Those that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay each rank's own, as
-# they do there with ``broadcast_buffers=False``.
+# Those that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay
+# each rank's own, as they do there with ``broadcast_buffers=False``.
 
 
 class BufferSync:
@@ -75,24 +78,38 @@ class BufferSync:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            self._mesh.world.broadcast_(flat.view(torch.uint8), 0).wait()  # whatever the backend thinks of the dtype
+            self._mesh.world.broadcast_(
+                flat.view(torch.uint8), 0
+            ).wait()  # whatever the backend thinks of the dtype
             if self._mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
-                foreach_copy_(buffers, [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)])
+                foreach_copy_(
+                    buffers, [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)]
+                )
 
 
 def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
-    """Whether elements lie in memory one by one; those of sparse, nested, quantized and expanded buffers do not."""
-    if buffer.layout is not torch.strided or buffer.is_nested or buffer.is_quantized or not buffer.numel():
+    """Whether every element of a buffer has memory of its own.
+
+    Elements of sparse, nested, quantized and expanded buffers do not.
+    """
+    if (
+        buffer.layout is not torch.strided
+        or buffer.is_nested
+        or buffer.is_quantized
+        or not buffer.numel()
+    ):
         return False
-    return all(stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1)
+    return all(
+        stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1
+    )
 
 
 # -- Find the tensors in what a module takes and returns
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in mappings, sequences, sets and dataclasses; other objects are not looked into."""
+    """Tensors in mappings, sequences, sets and dataclasses; other objects are not searched."""
     return list(_tensors(value))
 
 
@@ -112,24 +129,27 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-# -- Where the runtime hears of forwards and gradients: hooks around a unit's call and on its unsharded parameters
+# -- Where the runtime hears of forwards and gradients: hooks around a unit's call and on its
+#    unsharded parameters
 
 _never_traced = never_traced(
-    "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. Compile units one by one "
-    "(block.compile()) to have each in one graph, or compile what contains units without fullgraph=True"
+    "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. "
+    "Compile units one by one (block.compile()) to have each in one graph, or compile what "
+    "contains units without fullgraph=True"
 )
 
 
 class UnitHook:
-    """Tells the runtime when a unit's module is called and has returned, outside of whatever is compiled.
+    """Tells the runtime when a unit's module is called and has returned, outside of compiled code.
 
-    What dynamo traces it could specialize on, or leave out: it takes a module without hooks for its ``forward``, and a
-    module that ``torch.compile`` has wrapped for what is inside. So everything here is an end of a graph for dynamo,
-    and stands where a call is sure to pass:
+    What dynamo traces it could specialize on, or leave out: it takes a module without hooks for its
+    ``forward``, and a module that ``torch.compile`` has wrapped for what is inside. So everything
+    here is an end of a graph for dynamo, and stands where a call is sure to pass:
 
-    - a module that is not compiled has module hooks; compiled code around it breaks there, and goes on inside;
-    - one compiled in place (``module.compile()``) has module hooks *inside* of the compiled code, so the compiled call
-      itself is put in brackets;
+    - a module that is not compiled has module hooks; compiled code around it breaks there, and goes
+      on inside;
+    - one compiled in place (``module.compile()``) has module hooks *inside* of the compiled code,
+      so the compiled call itself is put in brackets;
     - the same for the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
 
     Args:
@@ -140,8 +160,12 @@ class UnitHook:
     def __init__(self, runtime: Runtime, progress: UnitProgress) -> None:
         self.runtime = runtime
         self._unit_progress = progress
-        self._handles: list[RemovableHandle] | None = None  # of module hooks; None before the first follow()
-        self._bracketed: Callable[..., Any] | None = None  # what has taken the place of the compiled call
+        self._handles: list[RemovableHandle] | None = (
+            None  # of module hooks; None before the first follow()
+        )
+        self._bracketed: Callable[..., Any] | None = (
+            None  # what has taken the place of the compiled call
+        )
 
     @_never_traced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -156,11 +180,11 @@ class UnitHook:
             self.runtime.leave(self._unit_progress, (args, kwargs), output)
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """False for a deep copy, which keeps the hook and computes with sharded parameters of its own."""
+        """False for a deep copy: it keeps the hook, but has sharded parameters of its own."""
         return module is self._unit_progress.unit.spec.module
 
     def follow(self) -> None:
-        """Take the place that belongs to the module's call as it is now; users may compile after sharding."""
+        """Attach to the module's call as it is now; users may compile after sharding."""
         module = self._unit_progress.unit.spec.module
         compiled = _compiled_call(module)
         if self._handles is not None and compiled is self._bracketed:
@@ -201,7 +225,7 @@ class UnitHook:
 
 
 class FormerUnitHook:
-    """What is left of a unit's hooks in a module that was pickled: its parameters are whole, nothing is gathered."""
+    """Rest of a unit's hooks in a pickled module: its parameters are whole, nothing is gathered."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Do nothing."""
@@ -218,7 +242,9 @@ def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _not_only_forward(module: nn.Module, args: Any) -> None:
-    """Nothing but a hook: code that dynamo traces around a module without hooks goes straight to its ``forward``.
+    """Do nothing; only the presence of a hook matters.
+
+    Code that dynamo traces around a module without hooks goes straight to its ``forward``.
 
     With one it asks for the module's compiled call, which is in brackets that it cannot trace.
     """
@@ -229,7 +255,7 @@ _RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictiona
 
 
 def runtime_of(module: nn.Module) -> Runtime | None:
-    """The runtime in charge of a module that has been sharded as a root; None for any other module."""
+    """The runtime that drives a module sharded as a root; None for any other module."""
     runtime = _RUNTIMES.get(id(module))
     return runtime if runtime is not None and runtime.root_module is module else None
 
@@ -250,7 +276,8 @@ def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
 def make_plain(module: nn.Module) -> None:
     """Let the deep copy of a sharded module be a module like any other; a collective of all ranks.
 
-    Its parameters become whole ones. What else is sharded, because a setup has failed half way, stays as it is.
+    Its parameters become whole ones. What else is sharded, because a setup has failed half way,
+    stays as it is.
 
     Args:
         module: Any module that is not sharded as a root.
@@ -265,14 +292,18 @@ def make_plain(module: nn.Module) -> None:
         for key, hook in [*each._forward_pre_hooks.items(), *each._forward_hooks.items()]:
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, UnitHook) and not owner.belongs_to(each):
-                for hooks in (each._forward_pre_hooks, each._forward_pre_hooks_with_kwargs, each._forward_hooks):
+                for hooks in (
+                    each._forward_pre_hooks,
+                    each._forward_pre_hooks_with_kwargs,
+                    each._forward_hooks,
+                ):
                     hooks.pop(key, None)
                 for flags in (each._forward_hooks_with_kwargs, each._forward_hooks_always_called):
                     flags.pop(key, None)
 
 
 def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
-    """Let the runtime hear of every forward of a unit's module, and of every gradient of its parameters."""
+    """Report forwards of a unit's module and gradients of its parameters to the runtime."""
     hook = UnitHook(runtime, progress)
     hook.follow()
     parameters = progress.unit.unsharded_parameters()
@@ -284,29 +315,35 @@ def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
             # A frozen parameter takes no hook, and may be unfrozen later.
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)
-            torch.Tensor.register_post_accumulate_grad_hook(parameter, _gradient_hook(runtime, progress.index, index))
+            torch.Tensor.register_post_accumulate_grad_hook(
+                parameter, _gradient_hook(runtime, progress.index, index)
+            )
             view: Any = parameter.view_as(parameter)
             progress.accumulators.append(view.grad_fn.next_functions[0][0])
+            del view  # it refers to the parameter, whose references are counted below
             parameter.requires_grad_(trainable)
+    first = 0
     for group in progress.unit.groups:
         group.buffer.count_references()
-        group.gradients.attach(_outside_hook(runtime))
+        group.gradients.attach(_outside_hook(runtime, progress.index, first))
+        first += len(group.unsharded)
     return hook
 
 
-def _outside_hook(runtime: Runtime) -> Callable[[], None]:
+def _outside_hook(runtime: Runtime, unit: int, first: int) -> Callable[[int], None]:
     reference = weakref.ref(runtime)
 
-    def ready() -> None:
+    def ready(index: int) -> None:
         runtime = reference()
         if runtime is not None:
-            runtime.outside_gradient_ready()
+            runtime.outside_gradient_ready(runtime.progresses[unit], first + index)
 
     return ready
 
 
 def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.Tensor], None]:
-    # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the model for ever.
+    # Weak: autograd holds the hook where the garbage collector cannot see it, and would keep the
+    # model for ever.
     reference = weakref.ref(runtime)
 
     def ready(parameter: torch.Tensor) -> None:
@@ -317,7 +354,8 @@ def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.T
     return ready
 
 
-# -- Runtime: when units are unsharded and resharded, in which order, and how far ahead. The units' only caller
+# -- Runtime: when units are unsharded and resharded, in which order, and how far ahead. The units'
+#    only caller
 
 
 class Phase(Enum):
@@ -338,16 +376,19 @@ class Prefetch:
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}_prefetch={getattr(self, name)}: expected 0 (none) or a number of units")
+                raise ValueError(
+                    f"{name}_prefetch={getattr(self, name)}: expected 0 (none) or a number of units"
+                )
 
 
 class Runtime:
     """Drives the units of one model through forwards and backwards.
 
-    A unit is gathered when its forward is entered and released when it is left; its outputs announce its backward,
-    which gathers it again; when its gradients are complete it is released. The :class:`Reducer` decides when they are
-    reduced. The root unit is entered by :meth:`step`, around everything that the user's step does. Recomputation by
-    activation checkpointing is a forward that is entered during a backward: it neither prefetches nor reshards.
+    A unit is gathered when its forward is entered and released when it is left; its outputs
+    announce its backward, which gathers it again; when its gradients are complete it is released.
+    The :class:`Reducer` decides when they are reduced. The root unit is entered by :meth:`step`,
+    around everything that the user's step does. Recomputation by activation checkpointing is a
+    forward that is entered during a backward: it neither prefetches nor reshards.
 
     Args:
         units: The root unit first.
@@ -368,14 +409,16 @@ class Runtime:
         self.progresses = [UnitProgress(unit=unit, index=index) for index, unit in enumerate(units)]
         self.phase = Phase.IDLE
         self.sync_gradients = True
-        """False while micro-batches accumulate: gradients stay on their rank or in their shard group."""
+        """False while micro-batches accumulate: gradients stay on a rank or in its shard group."""
 
         self._root = self.progresses[0]
         self.mesh = mesh
         self.sharding = sharding
         self._prefetch = prefetch
         self._reducer = Reducer(self.progresses, mesh, sharding)
-        self.agreement = OrderAgreement(self.progresses, mesh, sharding, self._reducer, apart=uneven)
+        self.agreement = OrderAgreement(
+            self.progresses, mesh, sharding, self._reducer, apart=uneven
+        )
         self._keeps_graph = False  # the backward that is running records a graph of itself
         self._step_name = "forward"
         self._backwards = 0  # since the last forward of the root began
@@ -388,17 +431,24 @@ class Runtime:
         self._saves_views = sharding.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
         for progress in self.progresses:
             progress.find_inner(self.progresses)
-            # The root's stay in memory until the backward ends anyway; what graphs hold of them costs nothing.
+            # The root's stay in memory until the backward ends anyway; what graphs hold of them
+            # costs nothing.
             for group in progress.unit.groups if self._saves_views and progress.index else ():
                 group.buffer.watched = self._saved.buffers
         self._progress_of = {
-            id(group.buffer): progress for progress in self.progresses for group in progress.unit.groups
+            id(group.buffer): progress
+            for progress in self.progresses
+            for group in progress.unit.groups
         }
         take_charge(self)
         self.passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit has anything to do: training on one rank."""
 
-        self._hooks = [] if self.passthrough else [attach_hooks(self, progress) for progress in self.progresses]
+        self._hooks = (
+            []
+            if self.passthrough
+            else [attach_hooks(self, progress) for progress in self.progresses]
+        )
 
     @property
     def root_module(self) -> nn.Module:
@@ -409,7 +459,7 @@ class Runtime:
 
     @contextmanager
     def step(self, name: str = "step") -> Generator[list[Any]]:
-        """Surround a user's step: parameters of the root unit are usable, whatever method reads them.
+        """Surround a user's step: root parameters are usable, whatever method reads them.
 
         Args:
             name: The kind of step; steps of one kind are expected to visit units in one order.
@@ -426,14 +476,18 @@ class Runtime:
         try:
             yield outputs
         except BaseException as error:
-            if not is_transfer_error(error):  # else nothing arrives any more, and waiting for it takes as long again
+            if not is_transfer_error(
+                error
+            ):  # else nothing arrives any more, and waiting for it takes as long again
                 self.reset()
             raise
         self.leave(self._root, (), outputs)
         self._step_name = "forward"
 
     def parameters_changed(self, stepped: Sequence[ShardTensor]) -> None:
-        """Take note that an optimizer has stepped: what is in use is gathered anew, the rest when it is used.
+        """Note that an optimizer has stepped.
+
+        Units in use are gathered anew at once, the others when they are next used.
 
         Args:
             stepped: The sharded parameters that had a gradient; the same on all ranks.
@@ -450,7 +504,7 @@ class Runtime:
                 progress.unit.renew_views()
 
     def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
-        """The unsharded parameters that were written to inside of their units since they were gathered, and names."""
+        """Unsharded parameters written to inside their units since the gather, and their names."""
         for progress in self.progresses:
             for group in progress.unit.groups:
                 yield from group.pending_writes()
@@ -460,7 +514,10 @@ class Runtime:
         self._buffers.sync()
 
     def reset(self) -> None:
-        """Back to rest after a failure: finish what is in flight, reshard, drop gradients that were not reduced."""
+        """Return to rest after a failure.
+
+        Finishes what is in flight, reshards, and drops gradients that were not reduced.
+        """
         self._reducer.abort()
         self._saved.clear()
         for progress in self.progresses:
@@ -505,15 +562,19 @@ class Runtime:
             self._ensure_unsharded(progress)
 
     def _take_thread(self, progress: UnitProgress) -> None:
-        """Refuse the forward of a unit while another thread is in that of one: ranks would gather in other orders."""
+        """Refuse a unit's forward while another thread is in the forward of a unit.
+
+        Ranks would gather in different orders.
+        """
         with self._entering:
             thread = threading.get_ident()
             if self._forwards and self._thread != thread and self.mesh.gather.size > 1:
                 raise RuntimeError(
-                    f"the forward of {progress.unit.label} begins while another thread of this process is in the "
-                    f"forward of a unit: each gathers its parameters from the other ranks, which would be asked in "
-                    f"another order. Run units one after the other, or let one unit hold all that threads run at the "
-                    f"same time (auto_wrap_policy)"
+                    f"the forward of {progress.unit.label} begins while another thread of this "
+                    f"process is in the forward of a unit: each gathers its parameters from the "
+                    f"other ranks, which would be asked in another order. Run units one after the "
+                    f"other, or let one unit hold all that threads run at the same time "
+                    f"(auto_wrap_policy)"
                 )
             self._thread = thread
             self._forwards += 1
@@ -537,7 +598,8 @@ class Runtime:
             self._saved.leave()
         if self._in_backward():
             if torch.is_grad_enabled() and not progress.awaiting_backward:
-                # Reentrant checkpointing: only the recomputation has a graph, which is run backward next.
+                # Reentrant checkpointing: only the recomputation has a graph, which is run backward
+                # next.
                 self._announce_backward(progress, inputs, outputs)
             return
         progress.active -= 1
@@ -557,14 +619,19 @@ class Runtime:
             progress.unit.reshard(before_backward=progress.awaiting_backward)
 
     def _enter_transformed(self, progress: UnitProgress) -> None:
-        # Inside of torch.func.grad, vmap and the like, which take no saved-tensor hooks: their graphs hold the memory.
+        # Inside of torch.func.grad, vmap and the like, which take no saved-tensor hooks: their
+        # graphs hold the memory.
         progress.active += 1
         with temporarily_clear_interpreter_stack():
             self._ensure_unsharded(progress)
 
     def _leave_transformed(self, progress: UnitProgress) -> None:
         progress.active -= 1
-        if not progress.active and not progress.awaiting_backward and progress.unit.state is UnitState.UNSHARDED:
+        if (
+            not progress.active
+            and not progress.awaiting_backward
+            and progress.unit.state is UnitState.UNSHARDED
+        ):
             with temporarily_clear_interpreter_stack():
                 progress.unit.reshard()
 
@@ -579,6 +646,9 @@ class Runtime:
         self._backwards = 0
         for progress in self.progresses:
             progress.was_retained = False
+        for progress in self.progresses:
+            if progress.is_viewed and progress.unit.has_stale_views:
+                progress.unit.renew_views()  # what was written to between steps
         self.agreement.begin(self._step_name)
         for hook in self._hooks:
             hook.follow()
@@ -590,8 +660,11 @@ class Runtime:
             return False
         if not progress.awaiting_backward:
             return True
-        # What ends the forward begins the backward: to reshard it would be to gather it again at once.
-        return self.sharding.reshard is not Reshard.AFTER_BACKWARD and not self.agreement.at_end(self._step_name)
+        # What ends the forward begins the backward: to reshard it would be to gather it again at
+        # once.
+        return self.sharding.reshard is not Reshard.AFTER_BACKWARD and not self.agreement.at_end(
+            self._step_name
+        )
 
     def _announce_backward(self, progress: UnitProgress, inputs: Any, outputs: Any) -> None:
         differentiable = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
@@ -602,15 +675,17 @@ class Runtime:
             progress.unit.add_up_gradients()
         use = object()
         progress.unreached_uses.add(use)
-        # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place by a view of it and
-        # gets another hook.
+        # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place
+        # by a view of it and gets another hook.
         for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
             node.register_prehook(partial(self._pre_backward, progress, use))
         if progress.has_frozen_parameters():
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_uses += 1
-                torch.autograd.graph.register_multi_grad_hook(leaves, partial(self._use_finished, progress))
+                torch.autograd.graph.register_multi_grad_hook(
+                    leaves, partial(self._use_finished, progress)
+                )
 
     # -- backward
 
@@ -618,7 +693,7 @@ class Runtime:
         self._reach(progress, use)
 
     def _reach(self, progress: UnitProgress, use: object = None) -> None:
-        """A backward comes to a unit, by a use that its outputs have announced, or by one that nothing has."""
+        """A backward reaches a unit, by a use that its outputs announced or an unannounced one."""
         self._begin_backward()
         first = not progress.entered
         progress.was_retained |= graph_is_retained()
@@ -638,10 +713,11 @@ class Runtime:
                 self._ensure_unsharded(progress)  # somebody looks at the graph
         return saved.buffer.restore(saved)
 
-    def outside_gradient_ready(self) -> None:
+    def outside_gradient_ready(self, progress: UnitProgress, index: int) -> None:
         """Autograd has left a gradient of a use of a parameter outside of its unit."""
         self._begin_backward()
         self._reducer.note_gradient()
+        progress.arrived.add(index)
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
@@ -661,6 +737,7 @@ class Runtime:
         self._begin_backward()
         self._reducer.note_gradient()
         progress.missing.discard(index)
+        progress.arrived.add(index)
         self._reshard_after_backward(progress)
 
     def _use_finished(self, progress: UnitProgress, gradients: Any) -> None:
@@ -700,12 +777,14 @@ class Runtime:
             unit.refresh()
 
     def _reshard_idle(self, also_root: bool = False) -> None:
-        """Reshard every unit that nothing needs: prefetched in vain, or kept for a backward that is over."""
+        """Reshard unneeded units: prefetched in vain, or kept for a backward that is over."""
         for progress in self.progresses:
             unit = progress.unit
             if unit.state is UnitState.UNSHARDING:
                 unit.wait()
-            busy = progress.awaiting_backward or (progress.active and not (also_root and progress is self._root))
+            busy = progress.awaiting_backward or (
+                progress.active and not (also_root and progress is self._root)
+            )
             if unit.state is UnitState.UNSHARDED and not busy:
                 unit.reshard()
             if unit.untidy:

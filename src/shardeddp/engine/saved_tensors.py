@@ -1,11 +1,15 @@
-"""Saved-tensor hooks around the forward of units: graphs keep where in a gathered buffer a view lies, not its memory.
+"""Saved-tensor hooks around the forward of units.
 
-What a unit's forward saves for its backward are mostly its inputs and views of its parameters. If graphs held the
-latter, all parameters would stay in memory from forward to backward. So a graph gets a :class:`SavedView` in their
-place, and when its backward asks for it, the unit is gathered again. That holds for every backward, whether the outputs
-of the unit announced it or not (a loss on a feature that a hook has recorded, a second backward of the same graph).
+Graphs keep where in a gathered buffer a view lies, not its memory.
 
-Hooks change what is in memory, never what is computed: where there are none, graphs hold the memory itself.
+What a unit's forward saves for its backward are mostly its inputs and views of its parameters. If
+graphs held the latter, all parameters would stay in memory from forward to backward. So a graph
+gets a :class:`SavedView` in their place, and when its backward asks for it, the unit is gathered
+again. That holds for every backward, whether the outputs of the unit announced it or not (a loss on
+a feature that a hook has recorded, a second backward of the same graph).
+
+Hooks change what is in memory, never what is computed: where there are none, graphs hold the memory
+itself.
 """
 
 from __future__ import annotations
@@ -19,7 +23,13 @@ from torch import nn
 
 from shardeddp.engine.storage import GatheredBuffer, SavedView
 from shardeddp.tensor.unsharded import UnshardedParameter
-from shardeddp.torch_private import are_hooks_enabled, disable_hooks, pop_hooks, push_hooks, top_hooks
+from shardeddp.torch_private import (
+    are_hooks_enabled,
+    disable_hooks,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -36,9 +46,11 @@ class SavedTensors:
     def __init__(self, restore: Restore) -> None:
         self._restore = restore
         self.buffers: dict[int, GatheredBuffer] = {}
-        """By the storage that is their memory, those whose views are saved without it; kept by the buffers."""
+        """By storage, buffers whose views are saved without memory; kept by the buffers."""
 
-        self._levels: list[_Hooks | None] = []  # one for each enter() without its leave(); None: set no hooks
+        self._levels: list[
+            _Hooks | None
+        ] = []  # one for each enter() without its leave(); None: set no hooks
         _let_transforms_pass()
 
     def enter(self) -> None:
@@ -74,7 +86,10 @@ class _Hooks:
     """
 
     def __init__(
-        self, buffers: Mapping[int, GatheredBuffer], restore: Restore, below: tuple[Pack, Unpack] | None
+        self,
+        buffers: Mapping[int, GatheredBuffer],
+        restore: Restore,
+        below: tuple[Pack, Unpack] | None,
     ) -> None:
         self.buffers = buffers
         self._restore = restore
@@ -99,8 +114,10 @@ class _Hooks:
                 return view
         if self._below is not None:
             return self._below[0](tensor)
-        # Detached: the node that saves its own output would refer to itself, and never be freed.
-        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+        # Detached: a node that saves its own output would refer to itself, and never be freed; a
+        # parameter would lead to the sharded one when its unit is resharded.
+        is_plain = tensor.grad_fn is None and not isinstance(tensor, UnshardedParameter)
+        return tensor if is_plain else torch.Tensor.detach(tensor), tensor._version
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedView:
@@ -110,10 +127,11 @@ class _Hooks:
         tensor, version = saved
         if tensor._version != version:  # autograd leaves this check to hooks
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-                f"instead. Hint: torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute "
-                f"its gradient"
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version "
+                f"{tensor._version}; expected version {version} instead. Hint: "
+                f"torch.autograd.set_detect_anomaly(True) finds the operation that failed to "
+                f"compute its gradient"
             )
         return tensor
 
@@ -124,14 +142,20 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 def _ours(hooks: tuple[Pack, Unpack] | None) -> _Hooks | None:
     pack = None if hooks is None else hooks[0]
-    return pack.__self__ if isinstance(pack, MethodType) and isinstance(pack.__self__, _Hooks) else None
+    return (
+        pack.__self__
+        if isinstance(pack, MethodType) and isinstance(pack.__self__, _Hooks)
+        else None
+    )
 
 
 def _let_transforms_pass() -> None:
-    """Let ``torch.func.grad`` and the like run inside of a unit's forward, though they refuse to run under hooks.
+    """Let ``torch.func.grad`` and the like run inside a unit's forward.
 
-    They say so by one private function of torch, called before anything else; ours take themselves back first, for the
-    rest of that forward.
+    They refuse to run under hooks.
+
+    They say so by one private function of torch, called before anything else; ours take themselves
+    back first, for the rest of that forward.
     """
     disable = disable_hooks.current
     if isinstance(disable, FunctionType):

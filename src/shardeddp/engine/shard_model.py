@@ -1,8 +1,8 @@
-"""Sharding of a model: agreement on the plan, a shard of every parameter, buffers on their device, and the runtime."""
+"""Sharding of a model: agreed plan, a shard of every parameter, placed buffers, and the runtime."""
 
 import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import compress
 
@@ -11,12 +11,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
-from shardeddp.engine.deferred_init import DeferredRecord, Materializer
+from shardeddp.engine.deferred_init import Materializer, record_resets
+from shardeddp.engine.recording import Recording, storage_of
 from shardeddp.engine.runtime import Prefetch, Runtime
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.wrap.tree import ParameterSpec, UnitSpec, join
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three, is_computed, join
 
 # -- Buffers and metrics on the device of a rank
 
@@ -40,22 +41,26 @@ def shard_model(
     mesh: Mesh,
     sharding: ShardingStrategy,
     prefetch: Prefetch,
-    record: DeferredRecord | None = None,
     *,
+    recording: Recording | None = None,
+    load: Callable[[], None] | None = None,
     passthrough: bool = True,
     uneven: bool = False,
 ) -> Runtime:
     """Shard every unit in place and attach the runtime's hooks; a collective of all ranks.
 
-    What is on the meta device gets its values here, when there are shards to take them. A single rank leaves parameters
-    as they are, unless they are to be cast or offloaded: there is nobody to share them with.
+    What is on the meta device gets its values here, when there are shards to take them. A single
+    rank leaves parameters as they are, unless they are to be cast or offloaded: there is nobody to
+    share them with.
 
     Args:
         specs: The model's units, the root first.
         mesh: The ranks that share it.
         sharding: When to reshard and to reduce.
         prefetch: How far ahead to gather.
-        record: What is known of the making of parameters on the meta device; None: nothing.
+        recording: How what is on the meta device was built; None: nobody has recorded it.
+        load: Loads a checkpoint into the shards; what it leaves out is initialised. None: there is
+            none.
         passthrough: Whether a single rank may leave parameters as they are.
         uneven: Whether ranks may use different units in a step.
 
@@ -64,19 +69,32 @@ def shard_model(
         ConfigurationError: Something on the meta device cannot be given values.
         RankError: Some rank failed while it cut its parameters, or initialised them.
     """
-    options = [f"{prefetch}", f"uneven_units={uneven}"]  # what decides in which order units are gathered
+    options = [
+        f"{prefetch}",
+        f"uneven_units={uneven}",
+    ]  # what decides in which order units are gathered
     agree_on_layout([*options, *fingerprint(specs, mesh, sharding)], mesh.control)
-    materializer = run_on_all_ranks(
-        "finding deferred parameters", lambda: Materializer(specs, record or DeferredRecord()), mesh.control
+    recording = recording or Recording()
+
+    def find_deferred() -> Materializer:
+        record_resets(specs[0].module, recording)
+        return Materializer(specs, recording, load)
+
+    materializer = run_on_all_ranks("finding deferred parameters", find_deferred, mesh.control)
+    views = run_on_all_ranks(
+        "finding views of parameters", lambda: _held_views(specs[0].module, specs), mesh.control
     )
-    views = run_on_all_ranks("finding views of parameters", lambda: _held_views(specs[0].module, specs), mesh.control)
     follow_rank_zero(specs, mesh)
     _let_go_of_parameters(specs[0].module)
     former = _former_memory(specs, mesh.device)
-    strided = {it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()}
+    strided = {
+        it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()
+    }
     if passthrough and mesh.world.size == 1:
         specs = [_set_idle(spec, mesh.device) for spec in specs]
-    units = run_on_all_ranks("sharding the model", lambda: [Unit(spec, mesh, sharding) for spec in specs], mesh.control)
+    units = run_on_all_ranks(
+        "sharding the model", lambda: [Unit(spec, mesh, sharding) for spec in specs], mesh.control
+    )
     for owner, attribute, spec in views:
         vars(owner)[attribute] = spec.parameter.detach()
     materializer.fill(mesh)
@@ -87,50 +105,55 @@ def shard_model(
     return Runtime(units, mesh, sharding, prefetch, uneven)
 
 
-def _held_views(root: nn.Module, specs: Sequence[UnitSpec]) -> list[tuple[nn.Module, str, ParameterSpec]]:
+def _held_views(
+    root: nn.Module, specs: Sequence[UnitSpec]
+) -> list[tuple[nn.Module, str, ParameterSpec]]:
     """The attributes of modules that are all of a parameter's memory, detached; they follow it.
 
     Raises:
         ConfigurationError: A buffer has memory of a parameter.
     """
-    by_storage: dict[int, ParameterSpec] = {}
+    by_storage: dict[object, ParameterSpec] = {}
     for spec in (spec for unit in specs for spec in unit.parameters):
-        if not spec.parameter.is_meta and spec.parameter.numel() and spec.shares_memory_with is None:
+        if spec.parameter.numel() and spec.shares_memory_with is None:
             by_storage.setdefault(_place(spec.parameter), spec)
     found: list[tuple[nn.Module, str, ParameterSpec]] = []
     for name, module in root.named_modules():
         for attribute, value in (*vars(module).items(), *module._buffers.items()):
-            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
+            if (
+                not isinstance(value, torch.Tensor)
+                or value.layout is not torch.strided
+                or not value.numel()
+            ):
                 continue
             spec = None if isinstance(value, nn.Parameter) else by_storage.get(_place(value))
-            if spec is None or _is_computed(module, attribute):
+            if spec is None or is_computed(module, attribute):
                 continue
-            is_all = (value.shape, value.stride()) == (spec.parameter.shape, spec.parameter.stride())
+            is_all = (value.shape, value.stride()) == (
+                spec.parameter.shape,
+                spec.parameter.stride(),
+            )
             if attribute in module._buffers or not is_all:
                 raise ConfigurationError(
-                    f"{join(name, attribute)} is made of the memory of parameter {spec.fqn}, which is about to be "
-                    f"sharded, and would not follow it any more: expected tensors of their own beside parameters. "
-                    f"Clone it, or compute it from the parameter where it is needed"
+                    f"{join(name, attribute)} is made of the memory of parameter {spec.fqn}, which "
+                    f"is about to be sharded, and would not follow it any more: expected tensors "
+                    f"of their own beside parameters. Clone it, or compute it from the parameter "
+                    f"where it is needed"
                 )
             found.append((module, attribute, spec))
     return found
 
 
-def _is_computed(module: nn.Module, attribute: str) -> bool:
-    """Whether an attribute is computed anew before each forward (`spectral_norm`, `weight_norm`, pruning)."""
-    return any(f"{attribute}_{suffix}" in module._parameters for suffix in ("orig", "g"))
-
-
 def _let_go_of_parameters(root: nn.Module) -> None:
-    """Let what modules have computed from parameters refer neither to their memory nor, by a graph, to them."""
+    """Detach what modules computed from parameters, and give it memory of its own."""
     for module in root.modules():
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and _is_computed(module, attribute):
+            if isinstance(value, torch.Tensor) and is_computed(module, attribute):
                 vars(module)[attribute] = value.detach().clone()
 
 
 def _former_memory(specs: Sequence[UnitSpec], device: torch.device) -> dict[str, StorageWeakRef]:
-    """By name, the memory of parameters before they are sharded; not of those that any strategy would move."""
+    """Memory of parameters before sharding, by name; not of those that any strategy would move."""
     parameters = {spec.fqn: spec.parameter for unit in specs for spec in unit.parameters}
     return {
         fqn: StorageWeakRef(parameter.untyped_storage())
@@ -140,34 +163,40 @@ def _former_memory(specs: Sequence[UnitSpec], device: torch.device) -> dict[str,
 
 
 def _warn_of_former_memory(former: dict[str, StorageWeakRef], sharded: set[str]) -> None:
-    """Point out what keeps values from before the training; under another strategy it would follow the parameters."""
+    """Point out what keeps values from before the training.
+
+    Under another strategy it would follow the parameters.
+    """
     if any(not memory.expired() for memory in former.values()):
         gc.collect()
     kept = sorted(fqn for fqn, memory in former.items() if fqn in sharded and not memory.expired())
     if kept:
-        more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
         warnings.warn(
-            f"something still refers to the memory that {', '.join(kept[:3])}{more} had before being sharded: a view "
-            f"in a list or a closure, a NumPy array, a state dict. It keeps its values and its bytes, and does not "
-            f"follow the parameters. Take values from a parameter where they are needed, or clone() what is to stay",
+            f"something still refers to the memory that {first_three(kept)} had before "
+            f"being sharded: a view in a list or a closure, a NumPy array, a state dict. It keeps "
+            f"its values and its bytes, and does not follow the parameters. Take values from a "
+            f"parameter where they are needed, or clone() what is to stay",
             stacklevel=2,
         )
 
 
 def _warn_of_strides(fqns: set[str], mesh: Mesh) -> None:
-    """Point out which parameters were not contiguous, and are now: whoever counts in strides finds other elements."""
+    """Point out which parameters were not contiguous, and are now.
+
+    Whoever counts in strides finds other elements.
+    """
     if fqns and mesh.rank == 0:
-        more = f" and {len(fqns) - 3} more" if len(fqns) > 3 else ""
         warnings.warn(
-            f"{', '.join(sorted(fqns)[:3])}{more}: a parameter that was not contiguous (transposed, channels_last) is "
-            f"once it is sharded. Its shape and values stay; as_strided() on it finds other elements, view() of its "
-            f"transpose may ask for reshape(), and a convolution converts a weight that was channels_last",
+            f"{first_three(sorted(fqns))}: a parameter that was not contiguous "
+            f"(transposed, channels_last) is once it is sharded. Its shape and values stay; "
+            f"as_strided() on it finds other elements, view() of its transpose may ask for "
+            f"reshape(), and a convolution converts a weight that was channels_last",
             stacklevel=2,
         )
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_meta else tensor.data_ptr()
+def _place(tensor: torch.Tensor) -> object:
+    return (storage_of(tensor), tensor.storage_offset()) if tensor.is_meta else tensor.data_ptr()
 
 
 def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
@@ -176,7 +205,9 @@ def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
     Training with them costs what it costs without a strategy.
     """
     busy = [it.parameter.is_meta or it.param_dtype is not it.dtype for it in spec.parameters]
-    passthrough = tuple(it for it, is_busy in zip(spec.parameters, busy, strict=True) if not is_busy)
+    passthrough = tuple(
+        it for it, is_busy in zip(spec.parameters, busy, strict=True) if not is_busy
+    )
     for parameter in (it.parameter for it in passthrough):
         parameter.data = parameter.data.to(device)
         if parameter.grad is not None:
@@ -186,30 +217,35 @@ def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
 
 @torch.no_grad()
 def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
-    """Give every rank the values that rank 0 has initialised its parameters to, as ``DistributedDataParallel`` does."""
+    """Give every rank rank 0's initial parameter values, as ``DistributedDataParallel`` does."""
     if mesh.world.size == 1:
         return
     for unit in specs:
         for spec in unit.parameters:
             if spec.parameter.numel() and not spec.parameter.is_meta:
-                values = spec.parameter.detach().to(mesh.device, memory_format=torch.contiguous_format, copy=True)
+                values = spec.parameter.detach().to(
+                    mesh.device, memory_format=torch.contiguous_format, copy=True
+                )
                 mesh.world.broadcast_(values, 0).wait()
                 spec.parameter.copy_(values)
 
 
 def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:
-    """What all ranks must have in common, a line each: the mesh, the sharding strategy, every parameter."""
+    """What all ranks must agree on, one line each: mesh, sharding strategy, every parameter."""
     lines = [f"mesh {mesh.topology}", f"sharding strategy {sharding}"]
     for unit in specs:
         lines.append(f"unit {unit.label}")
         lines += [_describe(spec) for spec in unit.parameters]
     buffers = specs[0].module.named_buffers()
-    return lines + [f"buffer {name} on the meta device" for name, buffer in buffers if buffer.is_meta]
+    return lines + [
+        f"buffer {name} on the meta device" for name, buffer in buffers if buffer.is_meta
+    ]
 
 
 def _describe(spec: ParameterSpec) -> str:
     trained = "trainable" if spec.parameter.requires_grad else "frozen"
     return (
-        f"parameter {spec.fqn}: {spec.dtype}, shape {tuple(spec.parameter.shape)}, {trained}, registered "
-        f"{len(spec.owners)} times, gathered in {spec.param_dtype}, reduced in {spec.reduce_dtype}"
+        f"parameter {spec.fqn}: {spec.dtype}, shape {tuple(spec.parameter.shape)}, {trained}, "
+        f"registered {len(spec.owners)} times, gathered in {spec.param_dtype}, reduced in "
+        f"{spec.reduce_dtype}"
     )

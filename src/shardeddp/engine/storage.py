@@ -1,4 +1,4 @@
-"""Storage of a unit: the buffer that an all-gather fills, and the unsharded parameters, which are views of it."""
+"""Storage of a unit: the all-gather buffer, and the unsharded parameters, which are views of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardeddp.wrap.tree import ParameterSpec
 
 
 def empty_on_host(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Host memory for the elements of a tensor; pinned if it is a CUDA device that copies from it."""
+    """Host memory for the elements of a tensor; pinned if a CUDA device copies from it."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
 
 
@@ -42,19 +42,22 @@ def release(flat: torch.Tensor) -> None:
     flat.untyped_storage().resize_(0)
 
 
-def local_view(shard: torch.Tensor, layout: FlatLayout, index: int, slice_rank: int) -> torch.Tensor:
+def local_view(
+    shard: torch.Tensor, layout: FlatLayout, index: int, slice_rank: int
+) -> torch.Tensor:
     """A rank's elements of one parameter in its slice of a flat buffer; 1D."""
     interval = layout.local_interval(layout.slots[index], slice_rank)
     return shard[interval.start : interval.stop]
 
 
-# -- GatheredBuffer: the memory that an all-gather fills, and the unsharded parameters, which are views of it
+# -- GatheredBuffer: the memory that an all-gather fills, and the unsharded parameters, which are
+#    views of it
 
 _set_attribute = object.__setattr__  # past that of OfSharded: twice for each parameter and gather
 
 
 class SavedView(NamedTuple):
-    """A view of a gathered buffer that a graph has saved, without the memory that it was a view of."""
+    """A view of a gathered buffer, saved by a graph, without the memory that it was a view of."""
 
     buffer: GatheredBuffer
     place: int
@@ -71,17 +74,19 @@ class SavedView(NamedTuple):
 class GatheredBuffer:
     """One flat buffer of whole parameters.
 
-    [Note: the memory of a gather]
-    Every gather fills memory of its own, and to release it is to drop the engine's reference to it. It is never emptied
-    in place. A view of a parameter that has left its unit (a prompt, a detached weight), a graph that was recorded
-    where no saved-tensor hooks could be set: each holds the memory that it refers to for as long as it needs it. What a
-    unit's forward saves for backward is not held (see ``saved_tensors.py``): it would keep all parameters in memory.
+    [Note: the memory of a gather] Every gather fills memory of its own, and to release it is to
+    drop the engine's reference to it. It is never emptied in place. A view of a parameter that has
+    left its unit (a prompt, a detached weight), a graph that was recorded where no saved-tensor
+    hooks could be set: each holds the memory that it refers to for as long as it needs it. What a
+    unit's forward saves for backward is not held (see ``saved_tensors.py``): it would keep all
+    parameters in memory.
 
-    An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient accumulators and compiled
-    code find the same object; binding it to the memory of a gather is an assignment to ``.data``. When released it is
-    bound to a placeholder of its shape without memory of that size, and its class leads to the sharded one. A graph
-    that has saved the parameter itself, and not a view of it, reads whatever the parameter is bound to: as long as
-    there is one, the parameter keeps its last memory.
+    An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient
+    accumulators and compiled code find the same object; binding it to the memory of a gather is an
+    assignment to ``.data``. When released it is bound to a placeholder of its shape without memory
+    of that size, and its class leads to the sharded one. A graph that has saved the parameter
+    itself, and not a view of it, reads whatever the parameter is bound to: as long as there is one,
+    the parameter keeps its last memory.
 
     Args:
         specs: The parameters, in layout order.
@@ -105,35 +110,47 @@ class GatheredBuffer:
         """1D, padded_numel; None while released."""
 
         self.watched: dict[int, GatheredBuffer] | None = None
-        """Where the buffer is to be found by its memory's storage, by whoever meets a view of it; None: nowhere."""
+        """Index of buffers by their memory's storage, for whoever meets a view; None: no index."""
 
         self._device = device
         self._resident = memory is not None
         self._offsets = [slot.offset for slot in layout.slots]
         self._sizes, self._pieces = _cuts(layout)
         self._classes = [
-            (unsharded_class(type(spec.parameter)), released_class(type(spec.parameter))) for spec in specs
+            (unsharded_class(type(spec.parameter)), released_class(type(spec.parameter)))
+            for spec in specs
         ]
         self._placeholders = [_hollow(dtype, device).expand(spec.parameter.shape) for spec in specs]
         self.parameters = [self._make(spec, i) for i, spec in enumerate(specs)]
         """The unsharded parameters, in layout order."""
 
         self._is_bound = False
-        self._references: list[int] = []  # to each parameter while neither a graph nor a view refers to it
-        self._outlived: dict[int, StorageWeakRef] = {}  # by storage, memory of former gathers that something else holds
+        self._references: list[
+            int
+        ] = []  # to each parameter while neither a graph nor a view refers to it
+        self._outlived: dict[
+            int, StorageWeakRef
+        ] = {}  # by storage, memory of former gathers that something else holds
         if memory is not None:
             self.bind()
 
     def count_references(self) -> None:
-        """Note how many references there are to each parameter, now that hooks are set and nothing has used it."""
+        """Count references to each parameter, once hooks are set and before anything uses it."""
         with without_torch_function():
             self._references = [parameter._use_count() for parameter in self.parameters]  # type: ignore[attr-defined]
 
     def allocate(self) -> torch.Tensor:
-        """The buffer with memory, of undefined content where it had none. Called on the stream that fills it."""
+        """The buffer with memory; its content is undefined if it had none.
+
+        Called on the stream that fills it.
+        """
         if self.flat is None:
-            with torch.inference_mode(False):  # a tensor of inference mode could not be used in training
-                self.flat = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self._device)
+            with torch.inference_mode(
+                False
+            ):  # a tensor of inference mode could not be used in training
+                self.flat = torch.empty(
+                    self.layout.padded_numel, dtype=self.dtype, device=self._device
+                )
         return self.flat
 
     def slice_of(self, rank: int, size: int) -> torch.Tensor:
@@ -171,7 +188,8 @@ class GatheredBuffer:
         self.flat, self._is_bound = None, False
         self._forget_expired()
         if storage_use_count(storage._cdata) > _ASKING:
-            # Views that have left are saved like others. The weak reference keeps the number from being used again.
+            # Views that have left are saved like others. The weak reference keeps the number from
+            # being used again.
             self._outlived[storage._cdata] = StorageWeakRef(storage)
         elif self.watched is not None:
             self.watched.pop(storage._cdata, None)
@@ -179,7 +197,7 @@ class GatheredBuffer:
     # -- views that outlive their gather
 
     def is_viewed(self) -> bool:
-        """Whether something outside of the engine refers to memory that it may read stale values from later."""
+        """Whether anything outside of the engine may later read stale values from this memory."""
         if self._resident:
             return False
         self._forget_expired()
@@ -198,7 +216,9 @@ class GatheredBuffer:
         return found
 
     def _forget_expired(self) -> None:
-        for number in [number for number, reference in self._outlived.items() if reference.expired()]:
+        for number in [
+            number for number, reference in self._outlived.items() if reference.expired()
+        ]:
             del self._outlived[number]
             if self.watched is not None:
                 self.watched.pop(number, None)
@@ -206,7 +226,7 @@ class GatheredBuffer:
     # -- what graphs save
 
     def save(self, tensor: torch.Tensor) -> SavedView | None:
-        """What a graph keeps of a tensor whose memory is this buffer; None: it has to keep the tensor."""
+        """What a graph keeps of a tensor in this buffer's memory; None: it must keep the tensor."""
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         offset = int(tensor.storage_offset())
@@ -225,12 +245,14 @@ class GatheredBuffer:
             RuntimeError: The parameter has been changed since.
         """
         if self.flat is None:
-            raise RuntimeError(f"nothing was gathered for the backward of {self.layout.slots[saved.place].fqn}")
+            raise RuntimeError(
+                f"nothing was gathered for the backward of {self.layout.slots[saved.place].fqn}"
+            )
         if self.parameters[saved.place]._version != saved.version:
             raise RuntimeError(
-                f"parameter {self.layout.slots[saved.place].fqn} was changed between its forward and its backward (by "
-                f"an optimizer step, a copy or a write to `.data`): the gradients would belong to neither state. Run "
-                f"backward first"
+                f"parameter {self.layout.slots[saved.place].fqn} was changed between its forward "
+                f"and its backward (by an optimizer step, a copy or a write to `.data`): the "
+                f"gradients would belong to neither state. Run backward first"
             )
         return self.flat.as_strided(saved.size, saved.stride, saved.offset)
 
@@ -245,18 +267,25 @@ class GatheredBuffer:
 
 
 def _cuts(layout: FlatLayout) -> tuple[list[int], list[int]]:
-    """The sizes of slots and padding, in order, and by parameter the number of its piece among them."""
-    slots = [(slot.interval.start, slot.interval.stop, index) for index, slot in enumerate(layout.slots)]
+    """Sizes of slots and padding, in order, and each parameter's index among these pieces."""
+    slots = [
+        (slot.interval.start, slot.interval.stop, index) for index, slot in enumerate(layout.slots)
+    ]
     pieces = sorted([*slots, *((gap.start, gap.stop, -1) for gap in layout.padding_intervals)])
     numbers = {index: number for number, (_, _, index) in enumerate(pieces)}
-    return [stop - start for start, stop, _ in pieces], [numbers[index] for index in range(len(slots))]
+    return [stop - start for start, stop, _ in pieces], [
+        numbers[index] for index in range(len(slots))
+    ]
 
 
 @cache
 def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What released parameters show to whoever gets at them past their class."""
     return torch.full(
-        (), float("nan") if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device
+        (),
+        float("nan") if dtype.is_floating_point or dtype.is_complex else 0,
+        dtype=dtype,
+        device=device,
     )
 
 

@@ -1,4 +1,4 @@
-"""Summoning: modules hold whole plain parameters for a while, to look at, to save or to write to."""
+"""Summoning: modules hold whole plain parameters for a while, to inspect, save or write to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class _Summoned:
     """None on ranks that don't get it."""
 
     checksum: torch.Tensor | None = None
-    """Of the whole parameter when it was made; it tells of writes that autograd does not count (NumPy's), too."""
+    """Of the whole parameter when it was made.
+
+    It also tells of writes that autograd does not count (NumPy's).
+    """
 
 
 @contextmanager
@@ -53,7 +56,9 @@ def summon(
         for parameter, values in passthrough:
             parameter.data = values.to("cpu" if offload_to_cpu else values.device, copy=True)
         memory = {
-            id(spec.parameter): spec.memory for progress in runtime.progresses for spec in progress.unit.spec.parameters
+            id(spec.parameter): spec.memory
+            for progress in runtime.progresses
+            for spec in progress.unit.spec.parameters
         }
         gathered: dict[int, torch.Tensor] = {}  # by memory: what shares it goes on sharing it
         for each in summoned:
@@ -62,7 +67,9 @@ def summon(
                 gathered[key] = _gather(each.sharded, offload_to_cpu)
             if runtime.mesh.rank == 0 or not rank0_only:
                 each.whole = _make_whole(each.sharded, gathered[key])
-                each.checksum = checksum(gathered[key]) if writeback and runtime.mesh.rank == 0 else None
+                each.checksum = (
+                    checksum(gathered[key]) if writeback and runtime.mesh.rank == 0 else None
+                )
         _exchange(summoned, whole=True)
         yield
         if writeback:
@@ -77,7 +84,7 @@ def summon(
 
 
 def _find(runtime: Runtime, module: nn.Module) -> dict[int, _Summoned]:
-    """By identity, the sharded parameters that modules hold, or would hold if their unit were not at work."""
+    """Sharded parameters, by identity, that modules hold or would hold if their unit were idle."""
     found: dict[int, _Summoned] = {}
     inside = dict.fromkeys(module.modules())  # in the same order on all ranks
     for progress in runtime.progresses:
@@ -95,7 +102,9 @@ def _find(runtime: Runtime, module: nn.Module) -> dict[int, _Summoned]:
 def _idle(runtime: Runtime, module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """The parameters of a single rank that are whole anyway, and their values."""
     inside = {id(parameter) for parameter in module.parameters()}
-    for parameter in (spec.parameter for progress in runtime.progresses for spec in progress.unit.spec.passthrough):
+    for parameter in (
+        spec.parameter for progress in runtime.progresses for spec in progress.unit.spec.passthrough
+    ):
         if id(parameter) in inside:
             yield parameter, parameter.data
 
@@ -103,7 +112,9 @@ def _idle(runtime: Runtime, module: nn.Module) -> Iterator[tuple[nn.Parameter, t
 def _gather(sharded: ShardTensor, offload_to_cpu: bool) -> torch.Tensor:
     values = gather(sharded, "summon_full_params of")
     values = values.cpu() if offload_to_cpu else values
-    with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
+    with torch.inference_mode(
+        False
+    ):  # a tensor of inference mode could not be written to outside of it
         return values.clone() if values.is_inference() else values
 
 
@@ -115,8 +126,9 @@ def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
     def refuse(parameter: torch.Tensor) -> None:
         parameter.grad = None
         raise RuntimeError(
-            f"a backward reached {fqn} inside of summon_full_params, where a parameter is a whole copy: its gradient "
-            f"would not reach the optimizer. Compute what is differentiated by backward() outside of the context"
+            f"a backward reached {fqn} inside of summon_full_params, where a parameter is a whole "
+            f"copy: its gradient would not reach the optimizer. Compute what is differentiated by "
+            f"backward() outside of the context"
         )
 
     if whole.requires_grad:
@@ -142,7 +154,9 @@ def _exchange(summoned: list[_Summoned], whole: bool) -> None:
 def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
     mesh = runtime.mesh
     changed = [
-        each.whole is not None and each.checksum is not None and bool(checksum(each.whole) != each.checksum)
+        each.whole is not None
+        and each.checksum is not None
+        and bool(checksum(each.whole) != each.checksum)
         for each in summoned
     ]
     for each in _chosen(summoned, agree_on_any(changed, mesh.control)):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
 import torch
 from torch import nn
@@ -25,7 +24,8 @@ from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import will_execute, without_torch_function
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
-# -- Unit: parameters that are gathered together, in which of three states they are, and the verbs between them
+# -- Unit: parameters that are gathered together, in which of three states they are, and the verbs
+#    between them
 
 
 class UnitState(Enum):
@@ -35,7 +35,7 @@ class UnitState(Enum):
     """Modules hold the sharded parameters; the gathered buffer has no memory, or is retained."""
 
     UNSHARDING = "unsharding"
-    """Modules hold the sharded parameters; the gathered buffer is being filled on the gather stream."""
+    """Modules hold the sharded parameters; the gather stream is filling the gathered buffer."""
 
     UNSHARDED = "unsharded"
     """Modules hold the unsharded parameters, views of the gathered buffer."""
@@ -49,10 +49,16 @@ class _Slot:
     attribute: str
     sharded: ShardTensor
     resting: torch.Tensor
-    """What the module holds while the unit is sharded: the sharded parameter, or a whole one that is lent meanwhile."""
+    """What the module holds while the unit is sharded.
+
+    It is the sharded parameter, or a whole one that is lent meanwhile.
+    """
 
     unsharded: nn.Parameter | None
-    """What it holds while the unit is unsharded; None: what it holds otherwise, as its forward computes with copies."""
+    """What the module holds while the unit is unsharded.
+
+    None: the same as otherwise, because its forward computes with copies.
+    """
 
 
 # verb -> (states it may be called in, state it leads to)
@@ -65,18 +71,23 @@ TRANSITIONS = {
 
 
 class Unit:
-    """The parameters of one unit. Called by the runtime alone, which decides when; the unit knows only how.
+    """The parameters of one unit.
+
+    Only the runtime calls it: the runtime decides when, the unit knows how.
 
     Args:
         spec: Module and parameters.
         mesh: Through which they are gathered and reduced.
-        sharding: Where main shards live, and whether gathered buffers stay when the unit is resharded.
+        sharding: Where main shards live, and whether gathered buffers stay when the unit is
+            resharded.
     """
 
     def __init__(self, spec: UnitSpec, mesh: Mesh, sharding: ShardingStrategy) -> None:
         self.spec = spec
         self.state = UnitState.SHARDED
-        self._lent: list[torch.Tensor] = []  # whole parameters that modules hold meanwhile (summon_full_params)
+        self._lent: list[
+            torch.Tensor
+        ] = []  # whole parameters that modules hold meanwhile (summon_full_params)
         self._lent_version = 0
         self.untidy = False
         """Whether modules held tensors of somebody else's when the unit's state changed."""
@@ -86,7 +97,9 @@ class Unit:
         self._slots: list[_Slot] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
         for group, specs in zip(self.groups, members, strict=True):
-            for parameter, sharded, unsharded in zip(specs, group.sharded, group.unsharded, strict=True):
+            for parameter, sharded, unsharded in zip(
+                specs, group.sharded, group.unsharded, strict=True
+            ):
                 for owner, attribute in parameter.owners:
                     copies = copies_of(owner) if parameter.is_autocast_copy else None
                     computes_with = unsharded if copies is None else None
@@ -94,7 +107,9 @@ class Unit:
                     if copies is not None:
                         copies.hold(attribute, sharded, unsharded, parameter.param_dtype)
                         if len(parameter.owners) > 1:
-                            accumulate_in(unsharded, parameter.dtype)  # of each module's use, not counted together
+                            accumulate_in(
+                                unsharded, parameter.dtype
+                            )  # of each module's use, not counted together
                         self._copies[id(owner)] = owner, copies
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
         for slot in self._slots:
@@ -130,8 +145,9 @@ class Unit:
         """Allocate the gathered buffers and issue the all-gathers; :meth:`wait` completes it."""
         if self._lent and self._version_of_lent() != self._lent_version:
             raise RuntimeError(
-                f"parameters of unit {self.label} were written to inside of summon_full_params and the unit is run "
-                f"before the context has ended, which brings them to the shards. Run the model after it"
+                f"parameters of unit {self.label} were written to inside of summon_full_params and "
+                f"the unit is run before the context has ended, which brings them to the shards. "
+                f"Run the model after it"
             )
         self._move("unshard")
         self._handle = [group.unshard() for group in self.groups]
@@ -152,10 +168,11 @@ class Unit:
                 self.untidy = True
             else:
                 raise ConfigurationError(
-                    f"parameter {slot.sharded.spec.fqn} ({type(slot.owner).__name__}.{slot.attribute} of unit "
-                    f"{self.label}) was replaced after sharding: "
-                    f"expected the parameter that was there at setup. Change a parameter's values in place (copy_) "
-                    f"instead of assigning a new nn.Parameter, or assign it before the Trainer sets the model up"
+                    f"parameter {slot.sharded.spec.fqn} "
+                    f"({type(slot.owner).__name__}.{slot.attribute} of unit {self.label}) was "
+                    f"replaced after sharding: expected the parameter that was there at setup. "
+                    f"Change a parameter's values in place (copy_) instead of assigning a new "
+                    f"nn.Parameter, or assign it before the Trainer sets the model up"
                 )
         for owner, copies in self._copies.values():
             copies.activate(owner)
@@ -168,8 +185,13 @@ class Unit:
         for _, copies in self._copies.values():
             copies.note_gather()
 
+    @property
+    def has_stale_views(self) -> bool:
+        """Whether parameters have changed since views of former gathers were brought up to date."""
+        return any(group.has_stale_views for group in self.groups)
+
     def renew_views(self) -> None:
-        """Bring views that have outlived their gather up to date; a collective that leaves the unit's state alone."""
+        """Update views that outlived their gather; a collective that keeps the unit's state."""
         rested = self.state is UnitState.SHARDED
         if rested:
             self.unshard()
@@ -183,7 +205,10 @@ class Unit:
             self.reshard()
 
     def gather_with_others(self) -> None:
-        """Take part in a gather that some rank needs, whatever this one holds already; leaves the unit unsharded."""
+        """Take part in a gather that some rank needs, whatever this rank holds already.
+
+        The unit is unsharded afterwards.
+        """
         if self.state is UnitState.UNSHARDING:
             self.wait()
         for group in self.groups:
@@ -199,7 +224,8 @@ class Unit:
         """Give the sharded parameters back to the modules and release the gathered buffers.
 
         Args:
-            before_backward: They will be gathered once more for the backward of what has just been computed.
+            before_backward: They will be gathered once more for the backward of what has just been
+                computed.
         """
         self._move("reshard")
         self.tidy()
@@ -211,8 +237,9 @@ class Unit:
     def tidy(self) -> None:
         """Let modules hold what belongs to the unit's state.
 
-        Who puts other tensors in the place of parameters for a while (``torch.func.functional_call``) brings back what
-        was there before, when the unit may have changed its state.
+        Who puts other tensors in the place of parameters for a while
+        (``torch.func.functional_call``) brings back what was there before, when the unit may have
+        changed its state.
         """
         self.untidy = False
         for slot in self._slots:
@@ -230,13 +257,18 @@ class Unit:
         return [(slot.owner, slot.resting) for slot in self._slots]
 
     def rest_with(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
-        """Let modules hold another tensor for a sharded parameter while the unit is sharded; or that one again."""
+        """Let modules hold another tensor for a sharded parameter while the unit is sharded.
+
+        To undo this, pass the sharded parameter itself.
+        """
         for slot in self._slots:
             if slot.sharded is sharded:
                 former, slot.resting = slot.resting, resting
                 if slot.owner._parameters.get(slot.attribute) is former:
                     register(slot.owner, slot.attribute, resting)
-        self._lent = [slot.resting for slot in self._slots if not isinstance(slot.resting, ShardTensor)]
+        self._lent = [
+            slot.resting for slot in self._slots if not isinstance(slot.resting, ShardTensor)
+        ]
         self._lent_version = self._version_of_lent()
 
     def _version_of_lent(self) -> int:
@@ -244,10 +276,15 @@ class Unit:
 
     def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
         """Pack the unsharded gradients and issue their reduction; possible in any state."""
-        return [group.gradients.reduce(across_replicas) for group in self.groups if group.was_trained]
+        return [
+            group.gradients.reduce(across_replicas) for group in self.groups if group.was_trained
+        ]
 
     def install_gradients(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` of those sharded parameters that any rank has used; ``used`` is in the order of `used()`."""
+        """Set ``.grad`` of the sharded parameters that any rank has used.
+
+        ``used`` is in the order of `used()`.
+        """
         flags = iter(used)
         for group in self.groups:
             group.gradients.install([next(flags) for _ in group.sharded])
@@ -258,11 +295,11 @@ class Unit:
         return [parameter for group in self.groups for parameter in group.unsharded]
 
     def used(self) -> list[bool]:
-        """By unsharded parameter, whether this rank has a gradient of it in this backward."""
+        """By unsharded parameter, whether this rank has a gradient, of this backward or before."""
         return [flag for group in self.groups for flag in group.gradients.used()]
 
-    def tell_of_gradients(self, indices: AbstractSet[int]) -> None:
-        """The backward that is running has added to the gradients of some parameters, which are not reduced yet."""
+    def tell_of_gradients(self, indices: Iterable[int]) -> None:
+        """Call users' gradient hooks for the parameters that the backward brought a gradient to."""
         sharded = self.sharded_parameters()
         for index in sorted(indices):
             sharded[index].gradient_completes()
@@ -291,14 +328,18 @@ class Unit:
                 group.gradients.take_assigned(reduces)
 
     def add_up_gradients(self) -> None:
-        """Make what autograd leaves fit to be added up over several backwards before it is reduced."""
+        """Make autograd's gradients fit for summation over several backwards before reduction."""
         for group in self.groups:
             group.gradients.add_up()
 
     def trainable(self) -> set[int]:
         """Numbers of the unsharded parameters that require a gradient now."""
         with without_torch_function():
-            return {i for i, parameter in enumerate(self.unsharded_parameters()) if parameter.requires_grad}
+            return {
+                i
+                for i, parameter in enumerate(self.unsharded_parameters())
+                if parameter.requires_grad
+            }
 
     def has_unsharded_gradient(self) -> bool:
         """Whether autograd has left gradients that no reduction has taken yet."""
@@ -322,18 +363,24 @@ class Unit:
         sources, target = TRANSITIONS[verb]
         if self.state not in sources:
             expected = " or ".join(sorted(state.value for state in sources))
-            raise RuntimeError(f"{verb}() of unit {self.label}: expected it {expected}, found it {self.state.value}")
+            raise RuntimeError(
+                f"{verb}() of unit {self.label}: expected it {expected}, found it "
+                f"{self.state.value}"
+            )
         self.state = target
 
 
 def _is_lent(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
-    """Whether a module computes with another tensor for a while, as ``torch.func.functional_call`` has it.
+    """Whether a module computes with a temporary tensor, as under ``torch.func.functional_call``.
 
     A parameter that is to be trained has come to stay.
     """
     if found is None or found.device != sharded.device:
         return False
-    return not (isinstance(found, nn.Parameter) and (found.requires_grad or not isinstance(found, ShardTensor)))
+    return not (
+        isinstance(found, nn.Parameter)
+        and (found.requires_grad or not isinstance(found, ShardTensor))
+    )
 
 
 def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
@@ -342,12 +389,16 @@ def layout_of(specs: Sequence[ParameterSpec], shard_size: int) -> FlatLayout:
     return FlatLayout.build(
         [spec.fqn for spec in specs],
         [tuple(spec.parameter.shape) for spec in specs],
-        itemsize=min(dtype.itemsize for dtype in (first.dtype, first.param_dtype, first.reduce_dtype)),
+        itemsize=min(
+            dtype.itemsize for dtype in (first.dtype, first.param_dtype, first.reduce_dtype)
+        ),
         shard_size=shard_size,
     )
 
 
-def _make_groups(members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy) -> list[FlatGroup]:
+def _make_groups(
+    members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy
+) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
     lenders: dict[int, FlatGroup] = {}  # by memory, the group of the first parameter that has it
     for specs in members:
@@ -369,12 +420,21 @@ def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
 
 
 def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    """Parameters that can share a flat buffer, in order of first appearance; one that shares memory is alone."""
+    """Parameters that can share a flat buffer, in order of first appearance.
+
+    A parameter that shares memory is alone.
+    """
     users = Counter(spec.memory for spec in specs)
     groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
     for spec in specs:
         alone = id(spec) if users[spec.memory] > 1 else None
-        kind = (spec.dtype, spec.param_dtype, spec.reduce_dtype, spec.parameter.requires_grad, alone)
+        kind = (
+            spec.dtype,
+            spec.param_dtype,
+            spec.reduce_dtype,
+            spec.parameter.requires_grad,
+            alone,
+        )
         groups.setdefault(kind, []).append(spec)
     return list(groups.values())
 
@@ -393,6 +453,19 @@ def _setattr_of(owner: nn.Module) -> Callable[..., None]:
 
 
 # -- UnitProgress: what the runtime counts about one unit between two steps
+
+
+class GradientLevel(IntEnum):
+    """State of a parameter's gradient on one rank after backward; the ranks' highest one holds."""
+
+    NONE = 0
+    """There is none."""
+
+    EARLIER = 1
+    """What earlier micro-batches have left, to which this backward has added nothing."""
+
+    NOW = 2
+    """This backward has added to it."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -422,13 +495,19 @@ class UnitProgress:
     """A backward since the pass began has reached a forward and left its graph for another one."""
 
     is_viewed: bool = False
-    """Whether something outside of the engine referred to memory of a gather when a backward ended, on any rank."""
+    """Whether something outside the engine referred to gathered memory when a backward ended.
+
+    True if this was so on any rank.
+    """
 
     expected: set[int] = field(default_factory=set[int])
-    """Parameters that some rank used in the last backward through the unit; all, before the first."""
+    """Parameters that some rank used in the unit's last backward; all, before the first."""
 
     missing: set[int] = field(default_factory=set[int])
     """Expected parameters whose gradient this backward has not produced yet."""
+
+    arrived: set[int] = field(default_factory=set[int])
+    """Parameters whose gradient this backward produced, expected or not, in or outside the unit."""
 
     gradients_expected: bool = False
     """Whether there were any when this backward began."""
@@ -440,13 +519,18 @@ class UnitProgress:
     """The unit's reduction has been issued in this backward."""
 
     open_uses: int = 0
-    """Forwards whose backward has not reached the unit's inputs yet; counted for units with frozen parameters."""
+    """Forwards whose backward has not reached the unit's inputs yet.
+
+    Counted for units with frozen parameters.
+    """
 
     def find_inner(self, progresses: Sequence[UnitProgress]) -> None:
         """Note which of all units lie inside this one."""
         inside = {id(module) for module in self.unit.spec.module.modules()}
         self.inner = frozenset(
-            other.index for other in progresses if other is not self and id(other.unit.spec.module) in inside
+            other.index
+            for other in progresses
+            if other is not self and id(other.unit.spec.module) in inside
         )
 
     def begin_backward(self) -> None:
@@ -454,11 +538,16 @@ class UnitProgress:
         self.missing = self.expected & self.unit.trainable()
         self.gradients_expected = bool(self.missing)
         self.entered = self.issued = False
+        self.arrived.clear()
         self.unit.begin_backward()
 
-    def tell_of_gradients(self) -> None:
-        """Call what users have set to hear of gradients, of those that this backward has added to."""
-        self.unit.tell_of_gradients((self.expected & self.unit.trainable()) - self.missing)
+    def gradients(self) -> list[GradientLevel]:
+        """By parameter, what there is of its gradient on this rank."""
+        used = self.unit.used()
+        levels = [GradientLevel.EARLIER if each else GradientLevel.NONE for each in used]
+        for index in self.arrived:
+            levels[index] = GradientLevel.NOW
+        return levels
 
     def forget_forwards(self) -> None:
         """Expect no backward of what has been computed so far."""
@@ -478,7 +567,7 @@ class UnitProgress:
             self.expected = now | (self.expected - trainable)
 
     def gets_gradients(self) -> bool:
-        """Whether the backward that is running leaves gradients on the unit, as far as its graph shows."""
+        """Whether the running backward leaves gradients on the unit, as far as its graph shows."""
         return any(_is_to_run(node) for node in self.accumulators)
 
     def is_over_at(self, entering: UnitProgress) -> bool:
@@ -497,11 +586,16 @@ class UnitProgress:
     def backward_is_over(self) -> bool:
         """Whether nothing in this backward can read the unit's parameters any more.
 
-        A node of the graph that reads a parameter leads to a trainable parameter of the unit, whose gradient is
-        counted, or to the unit's inputs, which are counted where it has parameters without a gradient. Where a
-        trainable parameter is not expected to get a gradient, neither count tells.
+        A node of the graph that reads a parameter leads to a trainable parameter of the unit, whose
+        gradient is counted, or to the unit's inputs, which are counted where it has parameters
+        without a gradient. Where a trainable parameter is not expected to get a gradient, neither
+        count tells.
         """
-        return self.gradients_complete() and self.open_uses == 0 and self.unit.trainable() <= self.expected
+        return (
+            self.gradients_complete()
+            and self.open_uses == 0
+            and self.unit.trainable() <= self.expected
+        )
 
 
 def _is_to_run(node: Node) -> bool:

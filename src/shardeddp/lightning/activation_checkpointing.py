@@ -1,4 +1,4 @@
-"""Activation checkpointing: which modules keep only their inputs in forward, and how they compute again in backward."""
+"""Activation checkpointing: modules that keep only inputs, and how backward recomputes them."""
 
 from __future__ import annotations
 
@@ -45,32 +45,38 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "higher_order.flex_attention",
     ),
 }
-"""Names for several operations: the products of linear layers, and every kernel behind scaled dot-product attention."""
+"""Names that stand for several operations.
+
+Those are the products of linear layers, and every kernel behind scaled dot-product attention.
+"""
 
 _EXPECTED = (
-    f"expected names of operations ('aten.mm.default', 'aten.mm', 'mm'), {' or '.join(map(repr, PRESETS))}, objects of "
-    "torch.ops, or one policy function"
+    f"expected names of operations ('aten.mm.default', 'aten.mm', 'mm'), "
+    f"{' or '.join(map(repr, PRESETS))}, objects of torch.ops, or one policy function"
 )
 
 
 def selective_contexts(save_ops: object) -> ContextFunction | None:
-    """What surrounds forward and recomputation so that results of some operations are kept; None to keep nothing.
+    """Context function that keeps results of some operations for recomputation; None: keep nothing.
 
     Args:
         save_ops: As ``ActivationCheckpointing.save_ops``.
 
     Raises:
-        ConfigurationError: Something in it is no operation, or one that autograd takes apart before it runs.
+        ConfigurationError: Something in it is no operation, or one that autograd takes apart before
+            it runs.
     """
     policy = _policy_of(save_ops)
     if policy is not None:
         return functools.partial(create_selective_checkpoint_contexts, policy)
     operations = find_operations(_entries(save_ops))
-    return functools.partial(create_selective_checkpoint_contexts, operations) if operations else None
+    return (
+        functools.partial(create_selective_checkpoint_contexts, operations) if operations else None
+    )
 
 
 def check_save_ops(save_ops: object) -> None:
-    """Refuse what can be known to be wrong before the libraries that bring operations of their own are imported.
+    """Refuse what is known to be wrong before libraries with their own operations are imported.
 
     Raises:
         ConfigurationError: As :func:`selective_contexts`.
@@ -79,15 +85,18 @@ def check_save_ops(save_ops: object) -> None:
         find_operations(
             entry
             for entry in _entries(save_ops)
-            if not isinstance(entry, str) or entry in PRESETS or _qualified(entry).startswith("aten.")
+            if not isinstance(entry, str)
+            or entry in PRESETS
+            or _qualified(entry).startswith("aten.")
         )
 
 
 def find_operations(entries: Iterable[object]) -> list[Operation]:
-    """The operations that names and objects stand for; without an overload, all overloads of one name.
+    """Operations that names and objects stand for; without an overload, all overloads of one name.
 
     Raises:
-        ConfigurationError: An entry stands for none, or for one that autograd takes apart before it runs.
+        ConfigurationError: An entry stands for none, or for one that autograd takes apart before it
+            runs.
     """
     found: dict[Operation, None] = {}
     for entry in entries:
@@ -100,20 +109,22 @@ def find_operations(entries: Iterable[object]) -> list[Operation]:
             operations = [entry]
         else:
             raise ConfigurationError(
-                f"ActivationCheckpointing.save_ops: {_EXPECTED}; found {entry!r} of type {type(entry).__name__}."
+                f"ActivationCheckpointing.save_ops: {_EXPECTED}; found {entry!r} of type "
+                f"{type(entry).__name__}."
             )
         if all(_is_composite(operation) for operation in operations):
             raise ConfigurationError(
-                f"ActivationCheckpointing.save_ops: {entry!r} is taken apart into other operations before autograd "
-                "sees it, so there would be nothing to keep. Name what it becomes: 'matmul' stands for the products of "
-                "linear layers and torch.matmul, 'attention' for the kernels of scaled dot-product attention."
+                f"ActivationCheckpointing.save_ops: {entry!r} is taken apart into other operations "
+                f"before autograd sees it, so there would be nothing to keep. Name what it "
+                f"becomes: 'matmul' stands for the products of linear layers and torch.matmul, "
+                f"'attention' for the kernels of scaled dot-product attention."
             )
         found.update(dict.fromkeys(operations))
     return list(found)
 
 
 def _policy_of(save_ops: object) -> Callable[..., Any] | None:
-    """The policy function, given as such or by its import path; None where operations are listed."""
+    """The policy function, given directly or by import path; None where operations are listed."""
     if isinstance(save_ops, str) and save_ops not in PRESETS:
         target = imported(save_ops)
         return target if _is_function(target) else None
@@ -121,7 +132,9 @@ def _policy_of(save_ops: object) -> Callable[..., Any] | None:
 
 
 def _is_function(value: object) -> TypeGuard[Callable[..., Any]]:
-    return callable(value) and not isinstance(value, (OpOverload, OpOverloadPacket, HigherOrderOperator, type))
+    return callable(value) and not isinstance(
+        value, (OpOverload, OpOverloadPacket, HigherOrderOperator, type)
+    )
 
 
 def _entries(save_ops: object) -> list[object]:
@@ -133,7 +146,10 @@ def _entries(save_ops: object) -> list[object]:
 
 
 def _named(name: str) -> list[Operation]:
-    """The operations of a name: with or without namespace and overload, with ``.`` or ``::`` behind the namespace."""
+    """Operations of a name, with or without namespace and overload.
+
+    ``.`` or ``::`` may follow the namespace.
+    """
     qualified = _qualified(name)
     namespace, _, rest = qualified.partition(".")
     if namespace == "higher_order" and rest in higher_order_operations:
@@ -145,15 +161,24 @@ def _named(name: str) -> list[Operation]:
         packet = getattr(getattr(torch.ops, namespace), operation)
         return [getattr(packet, overload)] if overload else _overloads(packet)
     near = [f"{namespace}.{operation}.{each}" for each in overloads]
-    known = near or [other for other in registered if other.startswith(f"{namespace}.")] or list(registered)
+    known = (
+        near
+        or [other for other in registered if other.startswith(f"{namespace}.")]
+        or list(registered)
+    )
     raise ConfigurationError(
         f"ActivationCheckpointing.save_ops: {_EXPECTED}; found {name!r}, which is not registered: "
-        f"{nearest(qualified, known)} (Operations of other libraries exist once their library is imported.)"
+        f"{nearest(qualified, known)} (Operations of other libraries exist once their library is "
+        f"imported.)"
     )
 
 
 def _qualified(name: str) -> str:
-    """The name with its namespace, which is ``aten`` where the first part is an operation of aten, or all there is."""
+    """The name with its namespace.
+
+    The namespace is ``aten`` for a name of one part, or one whose first part is an operation of
+    aten.
+    """
     dotted = name.replace("::", ".").removeprefix("torch.ops.").removeprefix("torch.")
     first, _, rest = dotted.partition(".")
     if dotted in higher_order_operations:
@@ -162,7 +187,7 @@ def _qualified(name: str) -> str:
 
 
 def _registered() -> dict[str, list[str]]:
-    """The names of the overloads of every operation that is registered now, by ``namespace.operation``."""
+    """Overload names of every operation registered now, by ``namespace.operation``."""
     operations: defaultdict[str, list[str]] = defaultdict(list)
     for name in all_operation_names():
         namespace, _, rest = name.partition("::")
@@ -172,8 +197,10 @@ def _registered() -> dict[str, list[str]]:
 
 
 def _overloads(packet: OpOverloadPacket) -> list[Operation]:
-    """All that give a new tensor; those that write into an argument are none that autograd records."""
-    overloads: list[OpOverload] = [getattr(packet, overload) for overload in sorted(packet.overloads())]
+    """All overloads that give a new tensor; autograd records none that write into an argument."""
+    overloads: list[OpOverload] = [
+        getattr(packet, overload) for overload in sorted(packet.overloads())
+    ]
     return [overload for overload in overloads if not overload._schema.is_mutable] or [*overloads]
 
 
@@ -186,26 +213,29 @@ def _is_composite(operation: Operation) -> bool:
 # -- Recomputation: a module's forward that keeps its inputs alone and is run again in backward
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes what surrounds a forward and its recomputation, as ``torch.utils.checkpoint.checkpoint`` wants it."""
+"""Makes the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""
 
 _ONLY_READS = "_can_checkpoint_with_cache"
 """What a layer of transformers says of itself if it takes a cache and does not add to it."""
 
 _CACHES = {"use_cache": False, "past_key_values": None, "layer_past": None}
-"""What a layer of transformers is given to keep its keys and values in, and what it is given instead."""
+"""Arguments by which a transformers layer gets its key-value cache, and what it gets instead."""
 
 
 class Recomputation:
-    """Stands as ``module.forward`` in front of the module's own forward, which is computed again in backward.
+    """Stands as ``module.forward`` before the module's own forward, which backward recomputes.
 
-    It lies inside of the module's hooks: what gathers a unit's parameters for its forward and announces its backward is
-    not repeated. Names of modules and parameters stay what they are. A deep copy of the module recomputes with its own
-    parameters; a pickled one computes plainly, and can be loaded where shardeddp is not installed.
+    It lies inside of the module's hooks: what gathers a unit's parameters for its forward and
+    announces its backward is not repeated. Names of modules and parameters stay what they are. A
+    deep copy of the module recomputes with its own parameters; a pickled one computes plainly, and
+    can be loaded where shardeddp is not installed.
 
-    Without gradients, or where neither an input nor a parameter requires one, it only calls the forward.
+    Without gradients, or where neither an input nor a parameter requires one, it only calls the
+    forward.
 
     Args:
-        module: Whose forward it is. The two refer to each other, as a module and its bound methods do.
+        module: Whose forward it is. The two refer to each other, as a module and its bound methods
+            do.
         forward: What ``module.forward`` was.
         context_fn: What surrounds the forward and its recomputation, where that is selective.
         cpu_offload: Keep inputs in host memory between forward and backward.
@@ -235,7 +265,8 @@ class Recomputation:
             if torch.compiler.is_compiling():
                 _refuse_compiled_offload()
             return self._offloaded(args, kwargs)
-        # Bound, not passed on: a forward may have arguments of the names that `checkpoint` takes for itself.
+        # Bound, not passed on: a forward may have arguments of the names that `checkpoint` takes
+        # for itself.
         function = functools.partial(self.__wrapped__, **kwargs) if kwargs else self.__wrapped__
         return self._checkpoint(function, *args)
 
@@ -254,8 +285,9 @@ class Recomputation:
     def _offloaded(self, args: Any, kwargs: Any) -> Any:
         """Recompute from inputs that have been to host memory.
 
-        Only activations are moved: leaves (a parameter that is passed in) live on the device anyway, and so does what
-        is not differentiable (a mask, a table of rotations), which is mostly shared by all blocks.
+        Only activations are moved: leaves (a parameter that is passed in) live on the device
+        anyway, and so does what is not differentiable (a mask, a table of rotations), which is
+        mostly shared by all blocks.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
         moved = {
@@ -275,7 +307,8 @@ class Recomputation:
             return self.__wrapped__(*positional, **named)
 
         pinned = any(tensor.is_cuda for tensor in moved.values())
-        # `checkpoint` saves its inputs under these hooks, and all else that the forward saves under its own.
+        # `checkpoint` saves its inputs under these hooks, and all else that the forward saves under
+        # its own.
         with save_on_cpu(pin_memory=pinned) if moved else nullcontext():
             return self._checkpoint(function, *moved.values())
 
@@ -295,10 +328,12 @@ class Recomputation:
 
 
 def _fills_a_cache(module: nn.Module) -> bool:
-    # The recomputation would fill it a second time; transformers' own checkpointing leaves it out as well. Known by
-    # name, so that nothing needs to be installed.
+    # The recomputation would fill it a second time; transformers' own checkpointing leaves it out
+    # as well. Known by name, so that nothing needs to be installed.
     bases = type(module).__mro__
-    only_reads = next((vars(base)[_ONLY_READS] for base in bases if _ONLY_READS in vars(base)), False)
+    only_reads = next(
+        (vars(base)[_ONLY_READS] for base in bases if _ONLY_READS in vars(base)), False
+    )
     return not only_reads and any(base.__name__ == "GradientCheckpointingLayer" for base in bases)
 
 
@@ -306,15 +341,19 @@ def _fills_a_cache(module: nn.Module) -> bool:
 def _refuse_compiled_offload() -> None:
     # Disabled, because the compiler would take the error for a reason to run the block without it.
     raise NotImplementedError(
-        "ActivationCheckpointing.cpu_offload: expected modules that are compiled inside of their recomputation, found "
-        "one inside of a compiled module, where the compiler decides what is saved. Replace the block by "
-        "torch.compile(block) before the strategy sets the model up, or set cpu_offload=False."
+        "ActivationCheckpointing.cpu_offload: expected modules that are compiled inside of their "
+        "recomputation, found one inside of a compiled module, where the compiler decides what is "
+        "saved. Replace the block by torch.compile(block) before the strategy sets the model up, "
+        "or set cpu_offload=False."
     )
 
 
-# -- Activation checkpointing: which modules keep only their inputs in forward and are computed again in backward
+# -- Activation checkpointing: which modules keep only their inputs in forward and are computed
+#    again in backward
 
-ActivationCheckpointingLike: TypeAlias = bool | ActivationCheckpointing | Mapping[str, Any] | PolicyLike
+ActivationCheckpointingLike: TypeAlias = (
+    bool | ActivationCheckpointing | Mapping[str, Any] | PolicyLike
+)
 """Everything that ``resolve_activation_checkpointing`` understands."""
 
 _FIELDS = tuple(field.name for field in fields(ActivationCheckpointing))
@@ -324,10 +363,11 @@ def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing |
     """The options that a value of ``activation_checkpointing`` means.
 
     Args:
-        value: None, False or ``"none"`` (off); True or ``"auto"`` (the repeated blocks of the model); modules, written
-            as ``auto_wrap_policy`` is: a module class or its name, a list or set of those, a function
-            ``(name, module) -> bool``, a Policy; a mapping with the fields of :class:`ActivationCheckpointing`, or with
-            the ``class_path`` and ``init_args`` of a policy; or that itself.
+        value: None, False or ``"none"`` (off); True or ``"auto"`` (the repeated blocks of the
+            model); modules, written as ``auto_wrap_policy`` is: a module class or its name, a list
+            or set of those, a function ``(name, module) -> bool``, a Policy; a mapping with the
+            fields of :class:`ActivationCheckpointing`, or with the ``class_path`` and ``init_args``
+            of a policy; or that itself.
 
     Returns:
         The options, with a Policy as ``modules``; None for off.
@@ -350,9 +390,10 @@ def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing |
 def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) -> list[str]:
     """Let the chosen modules of a model recompute their activations in backward.
 
-    Names of modules and parameters do not change. A module inside of another one that was chosen is left out: it is
-    computed again with the outer one, and would be a third time for itself. ``every`` counts what remains. To choose
-    again changes how a module recomputes, and nothing where the options are the same.
+    Names of modules and parameters do not change. A module inside of another one that was chosen is
+    left out: it is computed again with the outer one, and would be a third time for itself.
+    ``every`` counts what remains. To choose again changes how a module recomputes, and nothing
+    where the options are the same.
 
     Args:
         root: The model, before or after it is sharded; alike on every rank.
@@ -372,16 +413,20 @@ def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) ->
         _, module = uncompiled(name, modules[name])
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigurationError(
-                f"ActivationCheckpointing.modules: expected modules whose forward is Python, found {name!r}, a "
-                f"{type(module).__name__}. Choose the module around it, or do not script it."
+                f"ActivationCheckpointing.modules: expected modules whose forward is Python, found "
+                f"{name!r}, a {type(module).__name__}. Choose the module around it, or do not "
+                f"script it."
             )
         if options.cpu_offload:
-            # The compiler must not see what is moved; the operations of a selective recomputation it has to see.
+            # The compiler must not see what is moved; the operations of a selective recomputation
+            # it has to see.
             module = shells.get(id(module), module)
         forward = module.forward
         if isinstance(forward, Recomputation):
             forward = forward.__wrapped__
-        module.forward = Recomputation(module, forward, context_fn=context_fn, cpu_offload=options.cpu_offload)
+        module.forward = Recomputation(
+            module, forward, context_fn=context_fn, cpu_offload=options.cpu_offload
+        )
     return chosen
 
 
@@ -391,8 +436,8 @@ def _from_mapping(value: Mapping[Any, Any]) -> ActivationCheckpointing:
     for key in value:
         if key not in _FIELDS:
             raise ConfigurationError(
-                f"activation_checkpointing: expected a mapping with some of {', '.join(_FIELDS)}; found {key!r}: "
-                f"{nearest(str(key), _FIELDS)}"
+                f"activation_checkpointing: expected a mapping with some of {', '.join(_FIELDS)}; "
+                f"found {key!r}: {nearest(str(key), _FIELDS)}"
             )
     return ActivationCheckpointing(**value)
 
@@ -403,8 +448,9 @@ def _policy(modules: Any) -> Policy:
         return _build_policy(modules)
     if modules is None or (isinstance(modules, str) and modules.lower() == "none"):
         raise ConfigurationError(
-            "ActivationCheckpointing.modules: expected which modules to compute again, found None. Write 'auto' for "
-            "the repeated blocks, classes or a policy; activation_checkpointing=None turns it off."
+            "ActivationCheckpointing.modules: expected which modules to compute again, found "
+            "None. Write 'auto' for the repeated blocks, classes or a policy; "
+            "activation_checkpointing=None turns it off."
         )
     try:
         return resolve_policy(modules)
@@ -415,10 +461,12 @@ def _policy(modules: Any) -> Policy:
 def _build_policy(written: Mapping[str, Any]) -> Policy:
     path, arguments = written.get("class_path"), written.get("init_args") or {}
     target = imported(path) if isinstance(path, str) else None
-    if set(written) - {"class_path", "init_args"} or not (isinstance(target, type) and issubclass(target, Policy)):
+    if set(written) - {"class_path", "init_args"} or not (
+        isinstance(target, type) and issubclass(target, Policy)
+    ):
         raise ConfigurationError(
-            "ActivationCheckpointing.modules: expected a mapping with the class_path of a policy, such as "
-            f"'shardeddp.wrap.NamePolicy', and its init_args; found {dict(written)!r}."
+            f"ActivationCheckpointing.modules: expected a mapping with the class_path of a policy, "
+            f"such as 'shardeddp.wrap.NamePolicy', and its init_args; found {dict(written)!r}."
         )
     return target(**arguments)
 
@@ -433,18 +481,25 @@ def _select(root: nn.Module, policy: Policy) -> list[str]:
     except ConfigurationError as error:
         raise ConfigurationError(f"{_LIKE_UNITS} {error}") from error
     if not names and isinstance(policy, AutoPolicy) and policy.min_numel is None:
-        # Blocks too small to be gathered alone may still be worth recomputing; their activations are another matter.
+        # Blocks too small to be gathered alone may still be worth recomputing; their activations
+        # are another matter.
         names = AutoPolicy(min_numel=1, max_fraction=policy.max_fraction).select(root)
     if not names:
         raise ConfigurationError(
-            f"ActivationCheckpointing.modules: expected {policy!r} to find modules of {class_of(root).__name__}, found "
-            "none. Name the classes to compute again, or pass activation_checkpointing=None."
+            f"ActivationCheckpointing.modules: expected {policy!r} to find modules of "
+            f"{class_of(root).__name__}, found none. Name the classes to compute again, or pass "
+            f"activation_checkpointing=None."
         )
     return names
 
 
 def _outermost(names: list[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names in module order, without modules inside of others (wherever else they are registered, too)."""
-    inside = {id(inner) for name in names for inner in modules[name].modules() if inner is not modules[name]}
+    """The names in module order, without modules that are registered anywhere inside of others."""
+    inside = {
+        id(inner)
+        for name in names
+        for inner in modules[name].modules()
+        if inner is not modules[name]
+    }
     wanted = {id(modules[name]) for name in names} - inside
     return [name for name in modules if name in names and id(modules[name]) in wanted]

@@ -1,10 +1,17 @@
-"""Names of Lightning that this package uses, from the namespace of the process: the only imports of it."""
+"""The only imports of Lightning: names that this package uses, from the process's namespace."""
 
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardeddp.lightning.namespace import NAMESPACE, OTHER, STANDALONE, UNIFIED, VARIABLE, handed_down
+from shardeddp.lightning.namespace import (
+    NAMESPACE,
+    OTHER,
+    STANDALONE,
+    UNIFIED,
+    VARIABLE,
+    handed_down,
+)
 from shardeddp.lightning.private import (
     FitLoop,
     PrefetchDataFetcher,
@@ -24,10 +31,13 @@ Reader = Callable[..., Any]
 
 
 def extend_reading(extended: Callable[[Reader], Reader]) -> None:
-    """Let ``load_from_checkpoint`` of all modules and data modules of this process read more than files.
+    """Let ``load_from_checkpoint`` read more than files.
 
-    Lightning has no hook there: it opens the path as a file and hands that to ``torch.load``. It reads through one
-    name, which is replaced in each of its packages that this process has imported.
+    This holds for all modules and data modules of this process.
+
+    Lightning has no hook there: it opens the path as a file and hands that to ``torch.load``. It
+    reads through one name, which is replaced in each of its packages that this process has
+    imported.
 
     Args:
         extended: Makes the new reader of Lightning's own, for it to go on with.
@@ -68,9 +78,11 @@ def reloads_dataloaders(trainer: Any) -> bool:
     return bool(vars(trainer).get("reload_dataloaders_every_n_epochs"))
 
 
-# -- Everything of Lightning that this package uses, from the namespace that the process uses: the only imports of it
+# -- Everything of Lightning that this package uses, from the namespace that the process uses: the
+#    only imports of it
 #
-# The two halves say the same, and a test compares them. Private names of Lightning are in ``private.py``.
+# The two halves say the same, and a test compares them. Private names of Lightning are in
+# ``private.py``.
 
 if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
@@ -93,7 +105,12 @@ if TYPE_CHECKING or NAMESPACE == UNIFIED:
         StochasticWeightAveraging,
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
-    from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.plugins.precision import (
+        DoublePrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+    )
     from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -121,7 +138,12 @@ else:
         StochasticWeightAveraging,
     )
     from pytorch_lightning.core.optimizer import LightningOptimizer
-    from pytorch_lightning.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from pytorch_lightning.plugins.precision import (
+        DoublePrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+    )
     from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
     from pytorch_lightning.utilities import GradClipAlgorithmType

@@ -1,4 +1,7 @@
-"""Callbacks and data loaders beside a sharded model: averages (EMA, SWA), summaries, refused callbacks."""
+"""Callbacks and data loaders beside a sharded model.
+
+Averages (EMA, SWA), summaries, refused callbacks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ from shardeddp.lightning.uneven_data import EvenTraining, UnevenEvaluation
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import IncompatibleKeys, parse_to
 
-# -- The summary of a sharded model: Lightning's own table, with the column that it has for sharded models
+# -- The summary of a sharded model: Lightning's own table, with the column that it has for sharded
+#    models
 
 COLUMN = "Params per Device"
 """As Lightning calls it; ``RichModelSummary`` shows no other."""
@@ -69,12 +73,14 @@ def _show(count: float) -> str:
 
 def _held(module: nn.Module) -> float:
     return sum(
-        parameter.numel() / (parameter.spec.mesh.owners.size if isinstance(parameter, ShardTensor) else 1)
+        parameter.numel()
+        / (parameter.spec.mesh.owners.size if isinstance(parameter, ShardTensor) else 1)
         for parameter in module.parameters()
     )
 
 
-# -- Averages: the copies of a model that callbacks keep (EMA, SWA) are sharded like the model, and loaded like it
+# -- Averages: the copies of a model that callbacks keep (EMA, SWA) are sharded like the model, and
+#    loaded like it
 
 
 class _Average(NamedTuple):
@@ -84,10 +90,11 @@ class _Average(NamedTuple):
 
 
 class Averages:
-    """The averages that the callbacks of a Trainer keep of its module, from the reading of a checkpoint on.
+    """Averages that a Trainer's callbacks keep of its module, from reading a checkpoint on.
 
-    Callbacks copy the module before it is sharded, and then go through the parameters of both side by side. When the
-    elements of both lie alike, that is arithmetic on shards: nothing is gathered to average, to swap or to save.
+    Callbacks copy the module before it is sharded, and then go through the parameters of both side
+    by side. When the elements of both lie alike, that is arithmetic on shards: nothing is gathered
+    to average, to swap or to save.
     """
 
     def __init__(self) -> None:
@@ -99,17 +106,21 @@ class Averages:
         self._buffers: list[BufferSync] = []
 
     def keep_in_place(self, trainer: Trainer, module: LightningModule) -> None:
-        """Let the copy that a callback is about to take, and to move to the device whole, stay where the module is.
+        """Keep the copy that a callback is about to take where the module is.
+
+        The callback would move the whole copy to the device.
 
         Args:
             trainer: Whose callbacks are about to be set up.
             module: Theirs; a method that its copies take over waits in it until it is sharded.
         """
-        if runtime_of(module) is None and any(_moves_its_copy(callback) for callback in callbacks_of(trainer)):
+        if runtime_of(module) is None and any(
+            _moves_its_copy(callback) for callback in callbacks_of(trainer)
+        ):
             self._replace(module, "to", MethodType(_stay, module))
 
     def await_shards(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
-        """Let what callbacks load into a module and its averages wait until there are shards to load it into.
+        """Postpone what callbacks load into a module and its averages until there are shards.
 
         Args:
             trainer: Whose callbacks are about to take their part of a checkpoint.
@@ -118,13 +129,19 @@ class Averages:
         """
         if runtime_of(module) is not None:
             return
-        for loads in {id(each): each for it in _averages(trainer, module) for each in (it.holder, it.copy)}.values():
+        for loads in {
+            id(each): each for it in _averages(trainer, module) for each in (it.holder, it.copy)
+        }.values():
             self._postpone(loads, cast)
         self._postpone(module, cast)
-        self._versions = [(name, parameter, parameter._version) for name, parameter in module.named_parameters()]
+        self._versions = [
+            (name, parameter, parameter._version) for name, parameter in module.named_parameters()
+        ]
 
     def _postpone(self, module: nn.Module, cast: bool) -> None:
-        def remember(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> IncompatibleKeys:
+        def remember(
+            state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        ) -> IncompatibleKeys:
             self._loads.append(partial(load_model, module, state_dict, strict, cast))
             return IncompatibleKeys([], [])
 
@@ -135,13 +152,16 @@ class Averages:
         vars(module)[name] = method
 
     def meet_shards(self, module: LightningModule) -> None:
-        """Callbacks have had their part, and the module is about to be sharded: loads reach it at once again.
+        """Let loads reach the module at once again.
+
+        Callbacks have had their part, and the module is about to be sharded.
 
         Args:
             module: The one.
 
         Raises:
-            ConfigurationError: A callback has written to the module in a way that its checkpoint is going to undo.
+            ConfigurationError: A callback has written to the module in a way that its checkpoint is
+                going to undo.
         """
         while self._replaced:
             each, name, own = self._replaced.pop()
@@ -149,16 +169,20 @@ class Averages:
                 vars(each).pop(name, None)
             else:
                 vars(each)[name] = own
-        written = [name for name, parameter, version in self._versions if parameter._version != version]
+        written = [
+            name for name, parameter, version in self._versions if parameter._version != version
+        ]
         self._versions = []
         if written:
             raise ConfigurationError(
-                f"a callback has written to parameter {written[0]} in on_load_checkpoint() or load_state_dict(), where "
-                f"the checkpoint's own values are still to be loaded over it. Use pl_module.load_state_dict() there, "
-                f"or write in on_fit_start()"
+                f"a callback has written to parameter {written[0]} in on_load_checkpoint() or "
+                f"load_state_dict(), where the checkpoint's own values are still to be loaded over "
+                f"it. Use pl_module.load_state_dict() there, or write in on_fit_start()"
             )
 
-    def shard(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> Callable[[], None] | None:
+    def shard(
+        self, trainer: Trainer, module: LightningModule, mesh: Mesh
+    ) -> Callable[[], None] | None:
         """Shard the averages of a module that has just been sharded; a collective of all ranks.
 
         Args:
@@ -181,7 +205,7 @@ class Averages:
         return partial(_run_all, loads) if loads else None
 
     def sync_buffers(self) -> None:
-        """Give rank 0's averaged buffers to all ranks, as all of them are about to evaluate the average."""
+        """Give rank 0's averaged buffers to all ranks, which are about to evaluate the average."""
         for buffers in self._buffers:
             buffers.sync()
 
@@ -221,16 +245,19 @@ def _check_same(copy: nn.Module, module: LightningModule) -> None:
     if mine != theirs:
         name = next(name for name in (*theirs, *mine) if mine.get(name) != theirs.get(name))
         raise ConfigurationError(
-            f"a callback averages a copy of {type(module).__name__} that is not like the module: expected {name} of "
-            f"shape {tuple(theirs.get(name, ()))}, found {tuple(mine[name]) if name in mine else 'nothing'}. The copy "
-            f"is taken in the callback's setup(): build all layers before that, in __init__ instead of "
+            f"a callback averages a copy of {type(module).__name__} that is not like the module: "
+            f"expected {name} of shape {tuple(theirs.get(name, ()))}, found "
+            f"{tuple(mine[name]) if name in mine else 'nothing'}. The copy is taken in the "
+            f"callback's setup(): build all layers before that, in __init__ instead of "
             f"configure_model(), or use WeightAveraging, which calls configure_model() first"
         )
 
 
 @torch.no_grad()
 def _shard_like(average: _Average, module: LightningModule, mesh: Mesh) -> None:
-    done: dict[int, tuple[torch.Tensor, ShardTensor]] = {}  # with the whole parameter, whose id is not to be reused
+    done: dict[
+        int, tuple[torch.Tensor, ShardTensor]
+    ] = {}  # with the whole parameter, whose id is not to be reused
     for path, owner in average.copy.named_modules(remove_duplicate=False):
         for name, mine in owner._parameters.items():
             theirs = module.get_submodule(path)._parameters[name]
@@ -244,7 +271,9 @@ def _shard_like(average: _Average, module: LightningModule, mesh: Mesh) -> None:
             owner._parameters[name] = done[id(mine)][1]  # type: ignore[assignment]  # a Parameter to isinstance
 
 
-def _shard(mine: nn.Parameter, theirs: ShardTensor, device: torch.device | None, mesh: Mesh) -> ShardTensor:
+def _shard(
+    mine: nn.Parameter, theirs: ShardTensor, device: torch.device | None, mesh: Mesh
+) -> ShardTensor:
     where = theirs.to_local().device if device is None else device
     if mine.is_meta:
         local = theirs.to_local().to(where, mine.dtype, copy=True)
@@ -253,7 +282,8 @@ def _shard(mine: nn.Parameter, theirs: ShardTensor, device: torch.device | None,
         if mesh.world.size > 1:
             mesh.world.broadcast_(values, 0).wait()
         local = theirs.spec.localize(values).to(where, copy=True)
-    # It takes no gradient: callbacks read it where gradients are recorded, and would gather it there.
+    # It takes no gradient: callbacks read it where gradients are recorded, and would gather it
+    # there.
     sharded = ShardTensor(local, theirs.spec)
     vars(sharded).update(mine.__dict__, _is_param=True)  # isinstance(p, nn.Parameter) holds
     return sharded
@@ -264,7 +294,8 @@ def _run_all(loads: list[Callable[[], None]]) -> None:
         load()
 
 
-# -- CallbackAdapters: what lets the callbacks and data loaders of one run work with a model that is sharded
+# -- CallbackAdapters: what lets the callbacks and data loaders of one run work with a model that is
+#    sharded
 
 
 class CallbackAdapters:
@@ -294,11 +325,14 @@ class CallbackAdapters:
             _refuse_callbacks(trainer)
         self.averages.meet_shards(module)
 
-    def join(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> Callable[[], None] | None:
+    def join(
+        self, trainer: Trainer, module: LightningModule, runtime: Runtime
+    ) -> Callable[[], None] | None:
         """The module has been sharded; a collective of all ranks.
 
         Returns:
-            What loads into it and its averages what callbacks had to wait with; None if there is nothing.
+            What loads into it and its averages what callbacks had to wait with; None if there is
+            nothing.
         """
         if runtime.mesh.world.size > 1:
             self._training = EvenTraining(runtime.mesh, self.uneven_batches)
@@ -307,7 +341,7 @@ class CallbackAdapters:
         return self.averages.shard(trainer, module, runtime.mesh)
 
     def meet_loaders(self, trainer: Trainer) -> bool:
-        """Training loaders are there before training starts, for who has asked how many steps there are going to be.
+        """Training loaders exist before training starts: someone has asked for the number of steps.
 
         Returns:
             Whether the answer was wrong: ranks have different numbers of batches.
@@ -352,12 +386,14 @@ def _refuse_callbacks(trainer: Trainer) -> None:
     """Look through the callbacks of a training that is about to begin.
 
     Raises:
-        ConfigurationError: One of them would fail in the middle of training, or do something else than it says.
+        ConfigurationError: One of them would fail in the middle of training, or do something else
+            than it says.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(
-                f"{type(callback).__name__} cannot be used with ShardedDP: ModelPruning replaces parameters while they "
-                f"are sharded, and finds the smallest of whole tensors. Prune with torch.nn.utils.prune before "
-                f"trainer.fit(), whose masks then hold in training, or train with strategy='ddp'"
+                f"{type(callback).__name__} cannot be used with ShardedDP: ModelPruning replaces "
+                f"parameters while they are sharded, and finds the smallest of whole tensors. "
+                f"Prune with torch.nn.utils.prune before trainer.fit(), whose masks then hold in "
+                f"training, or train with strategy='ddp'"
             )

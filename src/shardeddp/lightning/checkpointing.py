@@ -1,4 +1,7 @@
-"""Saving checkpoints: as one file or as a directory of shards, now or in a thread; deleting and clearing them away."""
+"""Saving checkpoints: as one file or as a directory of shards, now or in a thread.
+
+Deleting and clearing them away is here too.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import CODECS, clear_away
 
 _HOW_TO_READ = (
-    "trainer.fit(ckpt_path=), MyModule.load_from_checkpoint() where shardeddp is imported, and `shardeddp consolidate` "
-    "read them; torch.load() does not"
+    "trainer.fit(ckpt_path=), MyModule.load_from_checkpoint() where shardeddp is imported, and "
+    "`shardeddp consolidate` read them; torch.load() does not"
 )
 
 
@@ -51,7 +54,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, group: ProcessGroup, sharding_strategy: str, state_dict_type: StateDictType, options: CheckpointOptions
+        self,
+        group: ProcessGroup,
+        sharding_strategy: str,
+        state_dict_type: StateDictType,
+        options: CheckpointOptions,
     ) -> None:
         self._group = group
         self._sharding_strategy = sharding_strategy
@@ -66,10 +73,11 @@ class Checkpoints:
             return
         if self._kind == "sharded" or self._options.asynchronous:
             raise ConfigurationError(
-                f"checkpoint_io={type(io).__name__} writes checkpoints that are one file, and state_dict_type="
-                f"{self._kind!r}, asynchronous={self._options.asynchronous} writes directories by "
-                f"itself. Use state_dict_type='full' with it; for saves behind the back of training, "
-                f"checkpoint_options=CheckpointOptions(asynchronous=True) without it"
+                f"checkpoint_io={type(io).__name__} writes checkpoints that are one file, and "
+                f"state_dict_type={self._kind!r}, asynchronous={self._options.asynchronous} writes "
+                f"directories by itself. Use state_dict_type='full' with it; for saves behind the "
+                f"back of training, checkpoint_options=CheckpointOptions(asynchronous=True) "
+                f"without it"
             )
 
     def save(
@@ -94,12 +102,23 @@ class Checkpoints:
             _write_by_plugin(checkpoint, filepath, storage_options, io, None)
             return
         # Rank 0 decides for all: others may have other callbacks, and paths of their own.
-        why = self._why_directory(checkpoint, filepath, storage_options, io) if mesh.rank == 0 else None
+        why = (
+            self._why_directory(checkpoint, filepath, storage_options, io)
+            if mesh.rank == 0
+            else None
+        )
         path, why = self._group.broadcast((os.path.expanduser(local_path(filepath)), why))
         if why is None:
             self.wait()
             if _streams(path, storage_options, io):
-                stream_full(checkpoint, Path(path), mesh, names(), self._describe(checkpoint, mesh), self._options)
+                stream_full(
+                    checkpoint,
+                    Path(path),
+                    mesh,
+                    names(),
+                    self._describe(checkpoint, mesh),
+                    self._options,
+                )
             else:
                 _write_by_plugin(checkpoint, filepath, storage_options, io, mesh)
             return
@@ -108,14 +127,23 @@ class Checkpoints:
             self._told = True
             rank_zero_info(f"ShardedDP: checkpoints are directories, because {why}. {_HOW_TO_READ}")
         snapshot = run_on_all_ranks(
-            "describing the checkpoint", partial(take_snapshot, checkpoint, names(), mesh, CODECS), mesh.control
+            "describing the checkpoint",
+            partial(take_snapshot, checkpoint, names(), mesh, CODECS),
+            mesh.control,
         )
         self._saver.save(snapshot, Path(path), self._describe(checkpoint, mesh), mesh.saving)
 
     def _why_directory(
-        self, checkpoint: Mapping[str, Any], path: str | Path, storage_options: Any, io: CheckpointIO
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str | Path,
+        storage_options: Any,
+        io: CheckpointIO,
     ) -> str | None:
-        """Why a checkpoint is to be a directory: "" because the user has said so, None because it is to be a file."""
+        """Why a checkpoint is to be a directory.
+
+        The reason is "" where the user has said so, and None where it is to be a file.
+        """
         options = self._options
         if self._kind != "auto":
             return "" if self._kind == "sharded" else None
@@ -152,22 +180,35 @@ class Checkpoints:
         self._saver.wait()
 
     def begin_batch(self) -> None:
-        """Raise the error of a save that has failed behind training; a collective of all ranks while one goes on."""
-        if self._saver.started and not any(agree_on_any([self._saver.busy], self._group.mesh.control)):
+        """Raise the error of a background save that has failed.
+
+        It is a collective of all ranks while a save goes on.
+        """
+        if self._saver.started and not any(
+            agree_on_any([self._saver.busy], self._group.mesh.control)
+        ):
             self.wait()
 
     def remove(self, filepath: str | Path, io: CheckpointIO, trainer: Trainer | None) -> None:
-        """Delete a checkpoint, when no save is under way any more, if it lies where this run keeps checkpoints."""
+        """Delete a checkpoint when no save is under way any more.
+
+        It is deleted only where this run keeps checkpoints.
+        """
         path = local_path(filepath)
         if not _streams(path, None, io):
             io.remove_checkpoint(path)
             return
         if trainer is None:
-            raise RuntimeError("ShardedDP knows where its checkpoints are only while a Trainer runs")
+            raise RuntimeError(
+                "ShardedDP knows where its checkpoints are only while a Trainer runs"
+            )
         self._saver.then(partial(clean.remove, path, _root_of(path, trainer)))
 
     def find_last(self, candidates: list[str], folders: list[str], *, clears: bool) -> str | None:
-        """Path of the checkpoint of the highest step, after the folders were cleared of what killed runs have left."""
+        """Path of the checkpoint of the highest step.
+
+        If ``clears``, the folders are first cleared of what killed runs have left.
+        """
         self.wait()
         if clears:
             clear_away(folders)
@@ -175,7 +216,9 @@ class Checkpoints:
         return str(found[0]) if found else None
 
 
-def parameter_names(module: LightningModule | None, optimizers: Sequence[Optimizer]) -> ParameterNames:
+def parameter_names(
+    module: LightningModule | None, optimizers: Sequence[Optimizer]
+) -> ParameterNames:
     """Names in the module of the parameters of each optimizer."""
     if module is None:
         raise RuntimeError("ShardedDP has no module to save: the Trainer connects it")
@@ -183,7 +226,9 @@ def parameter_names(module: LightningModule | None, optimizers: Sequence[Optimiz
     return [
         [
             names.get(id(parameter), f"parameter_{index}")
-            for index, parameter in enumerate(it for group in optimizer.param_groups for it in group["params"])
+            for index, parameter in enumerate(
+                it for group in optimizer.param_groups for it in group["params"]
+            )
         ]
         for optimizer in optimizers
     ]
@@ -191,24 +236,36 @@ def parameter_names(module: LightningModule | None, optimizers: Sequence[Optimiz
 
 def checkpoint_folders(trainer: Trainer) -> list[str]:
     """The local directories in which callbacks keep checkpoints."""
-    roots = [local_path(getattr(callback, "dirpath", None) or "") for callback in trainer.checkpoint_callbacks]
+    roots = [
+        local_path(getattr(callback, "dirpath", None) or "")
+        for callback in trainer.checkpoint_callbacks
+    ]
     return [root for root in roots if root and not is_remote(root)]
 
 
 def _root_of(filepath: str, trainer: Trainer) -> Path:
     """The directory of a callback that keeps checkpoints around a path, else the run's own."""
     path = Path(os.path.realpath(os.path.dirname(filepath)))
-    inside = [root for root in checkpoint_folders(trainer) if path.is_relative_to(os.path.realpath(root))]
+    inside = [
+        root for root in checkpoint_folders(trainer) if path.is_relative_to(os.path.realpath(root))
+    ]
     return Path(inside[0] if inside else trainer.default_root_dir)
 
 
 def _streams(filepath: str | Path, storage_options: Any, io: CheckpointIO) -> bool:
-    """Whether one file can be written as its tensors are gathered: not where the user decides how it is written."""
+    """Whether one file can be written as its tensors are gathered.
+
+    It cannot where the user decides how it is written.
+    """
     return type(io) is TorchCheckpointIO and storage_options is None and not is_remote(filepath)
 
 
 def _write_by_plugin(
-    checkpoint: dict[str, Any], path: str | Path, storage_options: Any, io: CheckpointIO, mesh: Mesh | None
+    checkpoint: dict[str, Any],
+    path: str | Path,
+    storage_options: Any,
+    io: CheckpointIO,
+    mesh: Mesh | None,
 ) -> None:
     """Write one file as the user wants files written, from rank 0's memory."""
 
@@ -221,10 +278,11 @@ def _write_by_plugin(
 def _check_directory(path: str, storage_options: Any) -> None:
     if storage_options is not None:
         raise TypeError(
-            "storage_options are for one file: use state_dict_type='full', or leave them out of save_checkpoint()"
+            "storage_options are for one file: use state_dict_type='full', or leave them out of "
+            "save_checkpoint()"
         )
     if is_remote(path):
         raise NotImplementedError(
-            f"sharded checkpoints need a file system, found {path}: save to a local or mounted path, or use "
-            f"state_dict_type='full'"
+            f"sharded checkpoints need a file system, found {path}: save to a local or mounted "
+            f"path, or use state_dict_type='full'"
         )

@@ -1,4 +1,4 @@
-"""Guards of a run: against signals that end it, and against errors of one rank that others would wait for."""
+"""Guards of a run against signals that end it and one rank's errors that others would wait for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Guards:
-    """Preemption, single-rank failures, and the causes of broken transfers, in one run of a Trainer at a time.
+    """Preemption, single-rank failures and causes of broken transfers, one Trainer run at a time.
 
     Args:
         group: Ranks of the run.
@@ -37,10 +37,15 @@ class Guards:
         return {**vars(self), "_interruption": None, "_foremost": None}
 
     def begin_run(self, trainer: Trainer, on_train_start: Callable[[], None]) -> None:
-        """Guard a run, before Lightning registers its handlers of signals; calls back when training starts."""
+        """Guard a run, before Lightning registers signal handlers.
+
+        Calls back when training starts.
+        """
         if self._interruption is None:
             mesh = self._group.mesh
-            self._interruption = _Interruption(StoreBarrier(mesh.rank, mesh.topology.world_size), mesh.rank)
+            self._interruption = _Interruption(
+                StoreBarrier(mesh.rank, mesh.topology.world_size), mesh.rank
+            )
         self._preemption.attach(trainer)
         self._remove_foremost(trainer)  # of a run whose setup has failed
         self._foremost = _Foremost(on_train_start, self._group.explain_transfer)
@@ -50,12 +55,22 @@ class Guards:
         """Let all ranks ask for signals after each batch; a collective of all ranks."""
         control = self._group.mesh.control
         answers = all_gather_bytes(json.dumps([node, local_rank, os.getpid()]).encode(), control)
-        first = [node, 0, os.getppid()]  # the first rank of this machine, if that one has started this one
-        self._preemption.begin(trainer, control, first[2] if first in map(json.loads, answers) else None)
+        first = [
+            node,
+            0,
+            os.getppid(),
+        ]  # the first rank of this machine, if that one has started this one
+        self._preemption.begin(
+            trainer, control, first[2] if first in map(json.loads, answers) else None
+        )
 
     def is_alone(self, trainer: Trainer | None) -> bool:
-        """Whether this rank handles an exception that others do not have, so that nothing may wait for them."""
-        return self._interruption is not None and trainer is not None and self._interruption.alone(trainer)
+        """Whether this rank handles an exception that others lack, so nothing may wait for them."""
+        return (
+            self._interruption is not None
+            and trainer is not None
+            and self._interruption.alone(trainer)
+        )
 
     def may_end(self, trainer: Trainer | None) -> bool:
         """Whether the process may end as soon as the save that is asked for now has returned."""
@@ -69,7 +84,9 @@ class Guards:
 
     def _remove_foremost(self, trainer: Trainer | None) -> None:
         callbacks = [] if trainer is None else callbacks_of(trainer)
-        if self._foremost in callbacks:  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
+        if (
+            self._foremost in callbacks
+        ):  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
             callbacks.remove(self._foremost)
         self._foremost = None
 
@@ -77,8 +94,8 @@ class Guards:
 class _Interruption:
     """Keeps callbacks that act on an exception from waiting for ranks that have none.
 
-    Lightning marks a run as interrupted before it calls them, so that a rank can ask, before it enters a collective,
-    whether the others have come there as well. It asks once per interruption.
+    Lightning marks a run as interrupted before it calls them, so that a rank can ask, before it
+    enters a collective, whether the others have come there as well. It asks once per interruption.
 
     Args:
         barrier: Of all ranks.
@@ -91,7 +108,7 @@ class _Interruption:
         self._alone: bool | None = None  # None: not interrupted, or nobody has asked yet
 
     def alone(self, trainer: Trainer) -> bool:
-        """Whether this rank handles an exception that not all ranks have, so that it must not wait for them.
+        """Whether this rank handles an exception that others lack, so it must not wait for them.
 
         Waits a few seconds for the others the first time.
 
@@ -102,13 +119,16 @@ class _Interruption:
             self._alone = None
             return False
         if self._alone is None:
-            place = f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}, step {trainer.global_step}"
+            place = (
+                f"batch {trainer.fit_loop.epoch_loop.total_batch_idx}, step {trainer.global_step}"
+            )
             self._alone = not self._barrier.wait_for_all(place)
             if self._alone:
                 log.error(
-                    f"rank {self._rank}: not all ranks have come to {place} with an exception within {PATIENCE_S:g} s, "
-                    f"so nothing is saved on exception: that needs every rank. The newest checkpoint is the one that "
-                    f"was saved before; the error itself follows"
+                    f"rank {self._rank}: not all ranks have come to {place} with an exception "
+                    f"within {PATIENCE_S:g} s, so nothing is saved on exception: that needs every "
+                    f"rank. The newest checkpoint is the one that was saved before; the error "
+                    f"itself follows"
                 )
         return self._alone
 
@@ -121,7 +141,9 @@ class _Foremost(Callback):
         on_exception: Called with what a run ends with.
     """
 
-    def __init__(self, on_train_start: Callable[[], None], on_exception: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, on_train_start: Callable[[], None], on_exception: Callable[[BaseException], None]
+    ) -> None:
         super().__init__()
         self._on_train_start, self._on_exception = on_train_start, on_exception
 
@@ -135,6 +157,8 @@ class _Foremost(Callback):
         self._on_train_start()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Pass it on."""
         self._on_exception(exception)

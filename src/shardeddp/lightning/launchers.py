@@ -25,10 +25,12 @@ from shardeddp.lightning.api import (
     handed_down,
 )
 
-# -- ``ckpt_path="last"``: the checkpoint of the highest step. Lightning takes the one with the newest time stamp
+# -- ``ckpt_path="last"``: the checkpoint of the highest step. Lightning takes the one with the
+#    newest time stamp
 #
-# Clocks differ between machines, and a copy or a backup changes time stamps. Lightning looks the path up when it has
-# launched the ranks and before it asks the strategy anything, so the launcher is where that can be done otherwise.
+# Clocks differ between machines, and a copy or a backup changes time stamps. Lightning looks the
+# path up when it has launched the ranks and before it asks the strategy anything, so the launcher
+# is where that can be done otherwise.
 
 
 class FindsLast(Protocol):
@@ -57,27 +59,47 @@ class ShardedScriptLauncher(SubprocessScriptLauncher):
         return {**vars(self), "procs": []}
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if trainer is not None:
             resolve_last(trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def _agree(trainer: Trainer, path: Any) -> Any:
-    # Each rank has looked by itself, before there was a process group: what rank 0 has found holds for all.
+    # Each rank has looked by itself, before there was a process group: what rank 0 has found holds
+    # for all.
     return trainer.strategy.broadcast(path)
 
 
 def _look_up(trainer: Trainer, parsed: Any, ckpt_path: Any) -> Any:
-    on_exception = [callback for callback in trainer.callbacks if isinstance(callback, OnExceptionCheckpoint)]  # type: ignore[attr-defined]
-    asked = ckpt_path == "last" or (ckpt_path is None and on_exception and trainer.state.fn == TrainerFn.FITTING)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    on_exception = [each for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
+    asked = ckpt_path == "last" or (
+        ckpt_path is None and on_exception and trainer.state.fn == TrainerFn.FITTING
+    )
     if not asked:
         return parsed
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    candidates = {path for callback in callbacks for path in private.find_last_checkpoints(callback, trainer)}
+    callbacks = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
+    candidates = {
+        path for callback in callbacks for path in private.find_last_checkpoints(callback, trainer)
+    }
     candidates |= {callback.ckpt_path for callback in on_exception} | _saved_for_requeue(trainer)
     given = {local_path(path): path for path in candidates}
-    folders = [local_path(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
+    folders = [
+        local_path(folder)
+        for callback in callbacks
+        if (folder := getattr(callback, "dirpath", None))
+    ]
     remote = any(is_remote(path) for path in (*given, *folders))
     if remote or not any(os.path.lexists(path) for path in given):  # a link may lead nowhere yet
         return parsed
@@ -87,23 +109,26 @@ def _look_up(trainer: Trainer, parsed: Any, ckpt_path: Any) -> Any:
 
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:
-    """What this job has saved before SLURM took its nodes; a job that was not restarted looks at none of them."""
+    """What this job has saved before SLURM took its nodes; nothing if the job was not restarted."""
     slurm = isinstance(cluster_environment_of(trainer), SLURMEnvironment)
     if not slurm or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return set()
     return {path for path in [private.requeue_checkpoint(trainer)] if path is not None}
 
 
-# -- The launcher of spawned and forked ranks: Lightning's own, with full weights brought back to the main process
+# -- The launcher of spawned and forked ranks: Lightning's own, with full weights brought back to
+#    the main process
 
 
 class ShardedMultiProcessingLauncher(private.RankLauncher):
-    """Spawns or forks the ranks; at the end the main process gets the full weights, as it does under DDP.
+    """Spawns or forks the ranks; at the end the main process gets the full weights, as under DDP.
 
     Args:
         strategy: Whose ranks.
         start_method: How they start.
-        gather: Makes a state full on the ranks that pass True; it is sent to spawned ranks, so it can be imported.
+        gather: Makes a state full on the ranks that pass True; it is sent to spawned ranks, so it
+            can be imported.
+        materialize: Gives a module on the meta device its values in this process.
         on_error: Called in a rank that is about to end with an error.
     """
 
@@ -112,16 +137,27 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         strategy: ParallelStrategy,
         start_method: Literal["spawn", "fork", "forkserver"],
         gather: Callable[[Any, bool], Any],
+        materialize: Callable[[nn.Module], None],
         on_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(strategy, start_method)
-        self._gather = gather
+        self._gather, self._materialize = gather, materialize
         self._on_error = on_error
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if trainer is not None:
             resolve_last(trainer)
+            if self._start_method != "fork":
+                # What was recorded of it stays in this process, and so do relations between meta
+                # tensors.
+                self._materialize(trainer.lightning_module)
         with handed_down():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -130,14 +166,18 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         try:
             run()
         except BaseException as error:
-            # Lightning tells strategies of errors in the main process alone, where it has the text of one of them.
+            # Lightning tells strategies of errors in the main process alone, where it has the text
+            # of one of them.
             self._on_error(error)
             raise
 
     @override
     def collect_results(self, collect: Callable[[], Any], trainer: Trainer) -> Any:
-        def gather(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-            # All ranks pass here; only rank 0 keeps what it gathers and sends it to the main process.
+        def gather(
+            module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+        ) -> None:
+            # All ranks pass here; only rank 0 keeps what it gathers and sends it to the main
+            # process.
             state_dict.update(self._gather(dict(state_dict), self.strategy.is_global_zero))
 
         handle = trainer.lightning_module.register_state_dict_post_hook(gather)
@@ -147,8 +187,11 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
             handle.remove()
 
     @override
-    def recover_results(self, recover: Callable[[], None], trainer: Trainer, weights_path: Any) -> None:
+    def recover_results(
+        self, recover: Callable[[], None], trainer: Trainer, weights_path: Any
+    ) -> None:
         if weights_path is not None:
-            # The main process has sharded nothing: loading into a module on the meta device would do nothing.
+            # The main process has sharded nothing: loading into a module on the meta device would
+            # do nothing.
             allocate_on_host(trainer.lightning_module)
         recover()

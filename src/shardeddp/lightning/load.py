@@ -1,4 +1,7 @@
-"""Modules from sharded checkpoints, without ranks and a Trainer: ``load_from_checkpoint``, ours and Lightning's."""
+"""Modules from sharded checkpoints, without ranks or a Trainer.
+
+It has ``load_from_checkpoint``, ours and Lightning's.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ def load_from_checkpoint(
     foreign: bool = False,
     **hyper_parameters: Any,
 ) -> ModuleT:
-    """Make a module of a checkpoint, as ``module_class.load_from_checkpoint`` does; of other tools' directories too.
+    """Make a module from a checkpoint, as ``module_class.load_from_checkpoint`` does.
+
+    Directories of other tools can be read too.
 
     One process reads all of the model, checked, and nothing of the optimizers.
 
@@ -38,8 +43,10 @@ def load_from_checkpoint(
         checkpoint_path: The directory, or a plain file.
         map_location: Where the module goes at the end.
         strict: Whether names have to be the same; None: what the module says.
-        weights_only: False unpickles hyper-parameters that only pickle could save; that can run any code.
-        foreign: The directory may be one of another tool (FSDP, FSDP2, ``torch.distributed.checkpoint``).
+        weights_only: False unpickles hyper-parameters that only pickle could save; that can run any
+            code.
+        foreign: The directory may be one of another tool (FSDP, FSDP2,
+            ``torch.distributed.checkpoint``).
         hyper_parameters: In place of those that were saved.
 
     Raises:
@@ -58,7 +65,7 @@ def load_from_checkpoint(
 
 
 def read_directories_too() -> None:
-    """Let ``LightningModule.load_from_checkpoint`` and that of data modules read sharded checkpoints."""
+    """Let Lightning's ``load_from_checkpoint``, also of data modules, read sharded checkpoints."""
     extend_reading(_with_directories)
 
 
@@ -73,12 +80,19 @@ def _with_directories(read: Any) -> Any:
     return reading
 
 
-def _read_directory(path: str, map_location: Any, weights_only: bool | None, foreign: bool = False) -> dict[str, Any]:
-    """A directory as Lightning reads a file; what stays on the host is read when it is loaded, optimizers never."""
+def _read_directory(
+    path: str, map_location: Any, weights_only: bool | None, foreign: bool = False
+) -> dict[str, Any]:
+    """A directory as Lightning reads a file.
+
+    What stays on the host is read when it is loaded, optimizers never.
+    """
     checkpoint = open_any(Path(path), weights_only, foreign=foreign)
     device = _device_of(map_location)
     return {
-        key: value if key == OPTIMIZERS or (key == WEIGHTS and device.type == "cpu") else _read(value, device)
+        key: value
+        if key == OPTIMIZERS or (key == WEIGHTS and device.type == "cpu")
+        else _read(value, device)
         for key, value in checkpoint.items()
     }
 

@@ -1,4 +1,4 @@
-"""Mixed precision: the dtype in which each parameter travels and computes, and casts where modules meet."""
+"""Mixed precision: the transport and compute dtype of each parameter, and casts between modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.wrap import ClassPolicy
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward, unit_children
 
-# Modules whose parameters autocast casts before it uses them: gathered in the lower dtype, they give the same result.
+# Modules whose parameters autocast casts before it uses them: gathered in the lower dtype, they
+# give the same result.
 _CAST_BY_AUTOCAST: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight", "bias"),
     nn.modules.linear.NonDynamicallyQuantizableLinear: ("weight", "bias"),
@@ -27,14 +28,23 @@ _CAST_BY_AUTOCAST: dict[type[nn.Module], tuple[str, ...]] = {
     nn.ConvTranspose1d: ("weight", "bias"),
     nn.ConvTranspose2d: ("weight", "bias"),
     nn.ConvTranspose3d: ("weight", "bias"),
-    nn.MultiheadAttention: ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    nn.MultiheadAttention: (
+        "in_proj_weight",
+        "in_proj_bias",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+    ),
 }
 _CAST_BY_NAME = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """What a run computes in: the user's :class:`MixedPrecision` with names resolved, and the Trainer's autocast."""
+    """Dtypes of a run.
+
+    The user's :class:`MixedPrecision` with names resolved, and the Trainer's autocast.
+    """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -69,12 +79,13 @@ def resolve_dtypes(options: MixedPrecision | None, autocast: torch.dtype | None)
 def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> list[UnitSpec]:
     """The same units, with the dtypes in which each parameter is gathered and reduced.
 
-    Without a ``param_dtype`` of the user's, autocast decides: what it would cast before every use is gathered in its
-    dtype, at half the bytes and with the same result; everything else computes in its own dtype, as it does under DDP.
+    Without a ``param_dtype`` of the user's, autocast decides: what it would cast before every use
+    is gathered in its dtype, at half the bytes and with the same result; everything else computes
+    in its own dtype, as it does under DDP.
 
     Raises:
-        ConfigurationError: A class to keep is not in the model, or a parameter is shared between a module that keeps
-            its dtype and one that does not.
+        ConfigurationError: A class to keep is not in the model, or a parameter is shared between a
+            module that keeps its dtype and one that does not.
     """
     kept = _inside(_kept_modules(root, dtypes))
 
@@ -83,10 +94,16 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
             return spec
         compute_in = _compute_dtype(spec, dtypes, kept)
         by_autocast = compute_in is not None and dtypes.param_dtype is None
-        return replace(spec, compute_in=compute_in, is_autocast_copy=by_autocast, reduce_in=dtypes.reduce_dtype)
+        return replace(
+            spec, compute_in=compute_in, is_autocast_copy=by_autocast, reduce_in=dtypes.reduce_dtype
+        )
 
-    units = [replace(unit, parameters=_alike(tuple(map(assigned, unit.parameters)))) for unit in units]
-    _prepare_copies(root, [spec for unit in units for spec in unit.parameters if spec.is_autocast_copy])
+    units = [
+        replace(unit, parameters=_alike(tuple(map(assigned, unit.parameters)))) for unit in units
+    ]
+    _prepare_copies(
+        root, [spec for unit in units for spec in unit.parameters if spec.is_autocast_copy]
+    )
     return units
 
 
@@ -103,12 +120,17 @@ def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec]) -> None:
 
 
 def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
-    """The same with one dtype for what shares memory: its own, where autocast would cast only some of it."""
+    """The same with one dtype for shared memory.
+
+    Its own, where autocast would cast only some of it.
+    """
     dtypes: dict[int, set[torch.dtype]] = {}
     for spec in specs:
         dtypes.setdefault(spec.memory, set()).add(spec.param_dtype)
     return tuple(
-        spec if len(dtypes[spec.memory]) == 1 else replace(spec, compute_in=None, is_autocast_copy=False)
+        spec
+        if len(dtypes[spec.memory]) == 1
+        else replace(spec, compute_in=None, is_autocast_copy=False)
         for spec in specs
     )
 
@@ -116,13 +138,16 @@ def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
 def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> None:
     """Let modules cast what they take and return, and cast buffers, as the user's options say.
 
-    Inputs are cast where units and the model's outermost modules begin, outputs where the outermost modules end;
-    modules that keep their dtype take their inputs in it and return ``param_dtype``. Without options nothing is done.
+    Inputs are cast where units and the model's outermost modules begin, outputs where the outermost
+    modules end; modules that keep their dtype take their inputs in it and return ``param_dtype``.
+    Without options nothing is done.
     """
     kept = _kept_modules(root, dtypes)
     outermost = [root, *_outermost(root)]
     if dtypes.param_dtype is not None:
-        boundaries = {id(module): module for module in (*outermost, *(unit.module for unit in units))}
+        boundaries = {
+            id(module): module for module in (*outermost, *(unit.module for unit in units))
+        }
         if dtypes.cast_forward_inputs:
             for key, module in boundaries.items():
                 if key not in kept:
@@ -141,23 +166,31 @@ def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtype
                 _cast_buffers(module, dtypes.buffer_dtype)
 
 
-def _compute_dtype(spec: ParameterSpec, dtypes: Dtypes, kept: Mapping[int, nn.Module]) -> torch.dtype | None:
+def _compute_dtype(
+    spec: ParameterSpec, dtypes: Dtypes, kept: Mapping[int, nn.Module]
+) -> torch.dtype | None:
     if dtypes.param_dtype is None:
-        cast = spec.dtype is torch.float32 and all(_is_cast_by_autocast(owner, name) for owner, name in spec.owners)
+        cast = spec.dtype is torch.float32 and all(
+            _is_cast_by_autocast(owner, name) for owner, name in spec.owners
+        )
         return dtypes.autocast if cast else None
     keeps = [id(owner) in kept for owner, _ in spec.owners]
     if any(keeps) and not all(keeps):
         raise ConfigurationError(
-            f"parameter {spec.fqn} is shared between a module whose class is in keep_fp32 and one whose class is not: "
-            f"expected one dtype for it. Name the classes of both, or of neither"
+            f"parameter {spec.fqn} is shared between a module whose class is in keep_fp32 and one "
+            f"whose class is not: expected one dtype for it. Name the classes of both, or of "
+            f"neither"
         )
     return None if any(keeps) else dtypes.param_dtype
 
 
 def _is_cast_by_autocast(owner: nn.Module, name: str) -> bool:
-    # A subclass, or a forward of the user's, may do anything with its weight, and that would be in the lower dtype.
+    # A subclass, or a forward of the user's, may do anything with its weight, and that would be in
+    # the lower dtype.
     kind = type(owner)
-    names = _CAST_BY_AUTOCAST.get(kind) or _CAST_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}", ())
+    names = _CAST_BY_AUTOCAST.get(kind) or _CAST_BY_NAME.get(
+        f"{kind.__module__}.{kind.__qualname__}", ()
+    )
     return name in names and "forward" not in vars(owner)
 
 
@@ -167,7 +200,9 @@ def _kept_modules(root: nn.Module, dtypes: Dtypes) -> dict[int, nn.Module]:
         return {}
     names = ClassPolicy(list(dtypes.keep_fp32)).select(root)
     found = {id(module): module for module in map(root.get_submodule, names)}
-    inner = {id(child) for module in found.values() for child in module.modules() if child is not module}
+    inner = {
+        id(child) for module in found.values() for child in module.modules() if child is not module
+    }
     return {key: module for key, module in found.items() if key not in inner}
 
 
@@ -176,7 +211,10 @@ def _inside(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules with parameters that the user's step calls; containers without a forward are looked into."""
+    """The modules with parameters that the user's step calls.
+
+    Containers without a forward are looked into.
+    """
     for _, child in unit_children(module):
         if next(child.parameters(), None) is None:
             continue

@@ -1,7 +1,7 @@
-"""Which of Lightning's two packages this process uses; decided once, before anything of Lightning is imported.
+"""Which of Lightning's two packages this process uses; decided once, before Lightning is imported.
 
-``lightning.pytorch`` and ``pytorch_lightning`` hold the same code twice. A Trainer of one refuses strategies and
-modules of the other, so the classes of this package are made for one of them.
+``lightning.pytorch`` and ``pytorch_lightning`` hold the same code twice. A Trainer of one refuses
+strategies and modules of the other, so the classes of this package are made for one of them.
 """
 
 import os
@@ -38,15 +38,21 @@ def choose_namespace(environment: Mapping[str, str], imported: Mapping[str, Any]
     asked = environment.get(VARIABLE)
     if asked:
         if asked not in _BY_VALUE:
-            raise ConfigurationError(f"{VARIABLE}={asked!r}: expected {UNIFIED} or {STANDALONE}, or no such variable")
+            raise ConfigurationError(
+                f"{VARIABLE}={asked!r}: expected {UNIFIED} or {STANDALONE}, or no such variable"
+            )
         return _BY_VALUE[asked]
-    present = [namespace for namespace in (UNIFIED, STANDALONE) if imported.get(namespace) is not None]
+    present = [
+        namespace for namespace in (UNIFIED, STANDALONE) if imported.get(namespace) is not None
+    ]
     if len(present) == 1:
         return present[0]
     for namespace in (UNIFIED, STANDALONE):
         if _is_installed(namespace.partition(".")[0]):
             return namespace
-    raise ImportError("shardeddp needs PyTorch Lightning: pip install lightning (or pytorch-lightning)")
+    raise ImportError(
+        "shardeddp needs PyTorch Lightning: pip install lightning (or pytorch-lightning)"
+    )
 
 
 def _is_installed(package: str) -> bool:
@@ -65,7 +71,7 @@ OTHER = STANDALONE if NAMESPACE == UNIFIED else UNIFIED
 
 @contextmanager
 def handed_down() -> Generator[None]:
-    """Surround the start of processes that use the same namespace, whatever they happen to import first."""
+    """Surround the start of processes that use the same namespace, whatever they import first."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = NAMESPACE
     try:

@@ -74,14 +74,16 @@ class ShardedPrecision(Precision):
 class ShardedMixedPrecision(ShardedPrecision):
     """``bf16-mixed`` and ``16-mixed``: autocast around every step, and a loss scaler for float16.
 
-    Main shards, gradients and optimizer states stay in float32. Whether a step is skipped is decided by all ranks: the
-    scaler's search for infinities is a global one wherever gradients are sharded.
+    Main shards, gradients and optimizer states stay in float32. Whether a step is skipped is
+    decided by all ranks: the scaler's search for infinities is a global one wherever gradients are
+    sharded.
 
     Args:
         stock: Lightning's plugin, with its scaler.
     """
 
-    # The key under which Lightning saves the scaler's state, so that runs under other strategies can be resumed.
+    # The key under which Lightning saves the scaler's state, so that runs under other strategies
+    # can be resumed.
     __qualname__ = "MixedPrecision"
 
     def __init__(self, stock: MixedPrecision) -> None:
@@ -100,7 +102,11 @@ class ShardedMixedPrecision(ShardedPrecision):
 
     @override
     def optimizer_step(
-        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+        self,
+        optimizer: Steppable,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
     ) -> Any:
         return self._mixed.optimizer_step(cast(Optimizable, optimizer), model, closure, **kwargs)
 
@@ -111,11 +117,15 @@ class ShardedMixedPrecision(ShardedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        if self.scaler is not None and clip_val > 0 and vars(optimizer).get("_step_supports_amp_scaling"):
+        if (
+            self.scaler is not None
+            and clip_val > 0
+            and vars(optimizer).get("_step_supports_amp_scaling")
+        ):
             raise ConfigurationError(
-                f"gradient_clip_val={clip_val} with precision='16-mixed': {type(optimizer).__name__}(fused=True) "
-                f"divides gradients by the loss scale inside its step, after they would have been clipped; make it "
-                f"with fused=False"
+                f"gradient_clip_val={clip_val} with precision='16-mixed': "
+                f"{type(optimizer).__name__}(fused=True) divides gradients by the loss scale "
+                f"inside its step, after they would have been clipped; make it with fused=False"
             )
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
@@ -142,7 +152,7 @@ def shard_precision(plugin: Precision | None) -> Precision:
         return ShardedMixedPrecision(plugin)
     if type(plugin).__module__.startswith(("lightning.", "pytorch_lightning.")):
         raise ConfigurationError(
-            f"ShardedDP does not work with {type(plugin).__name__}; use precision='32-true', 'bf16-mixed', '16-mixed', "
-            f"'bf16-true', '16-true' or '64-true'"
+            f"ShardedDP does not work with {type(plugin).__name__}; use precision='32-true', "
+            f"'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true'"
         )
     return plugin

@@ -1,18 +1,23 @@
-"""Preemption: signals only set a flag; at the end of a batch all ranks agree, save together, and end or are requeued.
+"""Preemption: signals only set a flag.
 
-What ends a run is SIGTERM, or SIGUSR1 where SLURM does not use it. SLURM's requeue signal (SIGUSR1, or what
-``SLURMEnvironment(requeue_signal=)`` says) leads to Lightning's own answer: a checkpoint from which the next job
-resumes by itself, and ``scontrol requeue``; then training goes on until SLURM ends it, by the SIGTERM that follows.
-Where SLURM requeues, a SIGTERM before that is passed over, as Lightning does. One signal to one rank is enough, more
-change nothing: who cannot wait sends SIGKILL.
+At the end of a batch all ranks agree, save together, and end or are requeued.
 
-The checkpoint is saved where ``ckpt_path="last"`` finds it: as the ``last`` of a ``ModelCheckpoint(save_last=True)``;
-by callbacks that save on exceptions (``save_on_exception=True``, ``OnExceptionCheckpoint``); else as
-``last-preempted.ckpt`` beside the checkpoints of the first ``ModelCheckpoint``, or in ``default_root_dir``. Then every
-rank ends with exit code 143, after callbacks and loggers have heard of a ``SIGTERMException``.
+What ends a run is SIGTERM, or SIGUSR1 where SLURM does not use it. SLURM's requeue signal (SIGUSR1,
+or what ``SLURMEnvironment(requeue_signal=)`` says) leads to Lightning's own answer: a checkpoint
+from which the next job resumes by itself, and ``scontrol requeue``; then training goes on until
+SLURM ends it, by the SIGTERM that follows. Where SLURM requeues, a SIGTERM before that is passed
+over, as Lightning does. One signal to one rank is enough, more change nothing: who cannot wait
+sends SIGKILL.
 
-A batch whose gradients are still to be accumulated, and the last of an epoch, before validation, are not the right
-moment: a run that is saved there does not resume exactly. The end comes with the next batch or the end of the epoch.
+The checkpoint is saved where ``ckpt_path="last"`` finds it: as the ``last`` of a
+``ModelCheckpoint(save_last=True)``; by callbacks that save on exceptions
+(``save_on_exception=True``, ``OnExceptionCheckpoint``); else as ``last-preempted.ckpt`` beside the
+checkpoints of the first ``ModelCheckpoint``, or in ``default_root_dir``. Then every rank ends with
+exit code 143, after callbacks and loggers have heard of a ``SIGTERMException``.
+
+A batch whose gradients are still to be accumulated, and the last of an epoch, before validation,
+are not the right moment: a run that is saved there does not resume exactly. The end comes with the
+next batch or the end of the epoch.
 """
 
 from __future__ import annotations
@@ -77,10 +82,10 @@ class Preemption:
         return type(self), ()
 
     def attach(self, trainer: Trainer) -> None:
-        """Take the place of Lightning's handlers, which it registers after this, beside those of the user.
+        """Replace Lightning's handlers, which it registers after this, beside those of the user.
 
-        Lightning's communicate, wherever the signal finds them; and it broadcasts before each batch whether a signal
-        has come, which is not needed any more.
+        Lightning's communicate, wherever the signal finds them; and it broadcasts before each batch
+        whether a signal has come, which is not needed any more.
 
         Args:
             trainer: Of the run that begins.
@@ -95,7 +100,8 @@ class Preemption:
         Args:
             trainer: Of the run.
             group: The host group of all ranks.
-            launcher: The process that has started this one as a rank beside itself; None: something else has.
+            launcher: The process that has started this one as a rank beside itself; None: something
+                else has.
         """
         self._boundary = _Boundary(AsyncMaximum(group), self._answer, lambda: self._seen)
         callbacks_of(trainer).append(self._boundary)
@@ -109,7 +115,9 @@ class Preemption:
         if self._trainer is None:
             return
         callbacks = callbacks_of(self._trainer)
-        if self._boundary in callbacks:  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
+        if (
+            self._boundary in callbacks
+        ):  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
             callbacks.remove(self._boundary)
         private.restore_broadcast(self._trainer)
         self._trainer, self._boundary = None, None
@@ -128,7 +136,8 @@ class Preemption:
             log.info(f"Bypassing SIGTERM: {signum}")
             return
         if trainer.state.fn != TrainerFn.FITTING:
-            # Nothing would be saved, so nobody has to be asked; ranks that this one has started end with it.
+            # Nothing would be saved, so nobody has to be asked; ranks that this one has started end
+            # with it.
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signum)
             private.note_sigterm(trainer)
@@ -154,14 +163,19 @@ class Preemption:
         # Not before: Lightning ends the run by itself where it is set, on one rank alone.
         private.note_sigterm(trainer)
         if self._requeued:
-            rank_zero_info(f"The job was given back to SLURM, which ends it now, at step {trainer.global_step}")
+            rank_zero_info(
+                f"The job was given back to SLURM, which ends it now, at step {trainer.global_step}"
+            )
             raise SIGTERMException(EXIT_CODE)
         rank_zero_info("A signal asks for the end of this run: saving a checkpoint")
         path = _save(trainer)
-        rank_zero_info(f"Preempted at step {trainer.global_step}: {path} holds it; exit code {EXIT_CODE}")
+        rank_zero_info(
+            f"Preempted at step {trainer.global_step}: {path} holds it; exit code {EXIT_CODE}"
+        )
         launcher = self._boundary.launcher if self._boundary is not None else None
         if launcher is not None:
-            # The process that has started this one kills its job when a rank is gone before it has ended itself.
+            # The process that has started this one kills its job when a rank is gone before it has
+            # ended itself.
             atexit.register(_outlive, launcher)
         raise SIGTERMException(EXIT_CODE)
 
@@ -172,7 +186,9 @@ class _Boundary(Checkpoint):
     The answer to what is asked at one end is known at the next, so nobody waits for it.
     """
 
-    def __init__(self, signals: AsyncMaximum, answer: Callable[[Trainer, int], None], seen: Callable[[], int]) -> None:
+    def __init__(
+        self, signals: AsyncMaximum, answer: Callable[[Trainer, int], None], seen: Callable[[], int]
+    ) -> None:
         super().__init__()
         self.launcher: int | None = None
         self._signals, self._answer, self._seen = signals, answer, seen
@@ -188,7 +204,11 @@ class _Boundary(Checkpoint):
     ) -> None:
         """Answer, where a run can resume from."""
         loop = trainer.fit_loop
-        self._ask(trainer, ready=not private.accumulates(loop) and not loop.epoch_loop.batch_progress.is_last_batch)
+        self._ask(
+            trainer,
+            ready=not private.accumulates(loop)
+            and not loop.epoch_loop.batch_progress.is_last_batch,
+        )
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -212,16 +232,26 @@ class _Boundary(Checkpoint):
 
 def _save(trainer: Trainer) -> str:
     """Save where ``ckpt_path="last"`` looks; all ranks call it."""
-    keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    keepers = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
     for keeper in keepers:
         if keeper.save_last is True and not keeper.save_weights_only:
             private.save_last_checkpoint(keeper, trainer)
             return keeper.last_model_path
-    if any(isinstance(callback, OnExceptionCheckpoint) for callback in callbacks_of(trainer)) or any(
-        private.saves_on_exception(keeper, trainer) and not keeper.save_weights_only for keeper in keepers
+    if any(
+        isinstance(callback, OnExceptionCheckpoint) for callback in callbacks_of(trainer)
+    ) or any(
+        private.saves_on_exception(keeper, trainer) and not keeper.save_weights_only
+        for keeper in keepers
     ):
         return "the checkpoint of a callback that saves on exceptions"
-    folder = next((keeper.dirpath for keeper in keepers if keeper.dirpath), None) or trainer.default_root_dir
+    folder = (
+        next((keeper.dirpath for keeper in keepers if keeper.dirpath), None)
+        or trainer.default_root_dir
+    )
     path = os.path.join(folder, FILE_NAME)
     trainer.save_checkpoint(path)
     return path
@@ -240,7 +270,9 @@ def _is_caught(signum: signal.Signals) -> bool:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    mask = next(
+        (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
+    )
     return bool(int(mask, 16) >> (signum - 1) & 1)
 
 

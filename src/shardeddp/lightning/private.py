@@ -1,8 +1,9 @@
-"""Private names of Lightning: the only file that uses them, and a table of those that are relied on.
+"""Private names of Lightning: the only file that uses them, and a table of those relied on.
 
-Each function gives one private thing a plain name. A release may change any of them, and some changes would break
-nothing visible: a signal handler that is never called, a checkpoint that is never found. So :func:`check_lightning`
-compares the table with the installed release when a strategy is made.
+Each function gives one private thing a plain name. A release may change any of them, and some
+changes would break nothing visible: a signal handler that is never called, a checkpoint that is
+never found. So :func:`check_lightning` compares the table with the installed release when a
+strategy is made.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def _named(path: str, namespace: str = NAMESPACE) -> Any:
         found = import_module(".".join(filter(None, (_ROOTS[namespace][half], rest))))
         return getattr(found, name) if name else found
     except (ImportError, AttributeError) as error:
-        raise _changed([f"{path.replace(':', '.')}: expected to be there, found nothing"]) from error
+        raise _changed(
+            [f"{path.replace(':', '.')}: expected to be there, found nothing"]
+        ) from error
 
 
 def _changed(problems: Sequence[str]) -> ConfigurationError:
@@ -64,14 +67,20 @@ def _changed(problems: Sequence[str]) -> ConfigurationError:
     except PackageNotFoundError:  # used from its source
         own = "shardeddp"
     lightning = import_module(NAMESPACE).__version__
-    return ConfigurationError(f"Lightning {lightning} has changed {'; '.join(problems)}. {own} needs lightning {NEEDS}")
+    return ConfigurationError(
+        f"Lightning {lightning} has changed {'; '.join(problems)}. {own} needs lightning {NEEDS}"
+    )
 
 
 # -- imported names, for the type checker and from the namespace of the process
 
 if TYPE_CHECKING:
-    from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin as DeviceDtypeModuleMixin
-    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as all_gather_ddp_if_available
+    from lightning.fabric.utilities.device_dtype_mixin import (
+        _DeviceDtypeModuleMixin as DeviceDtypeModuleMixin,
+    )
+    from lightning.fabric.utilities.distributed import (
+        _all_gather_ddp_if_available as all_gather_ddp_if_available,
+    )
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.pytorch.core.saving import _load_state as load_state
     from lightning.pytorch.loops import _FitLoop as FitLoop
@@ -83,18 +92,26 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
-    from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint as migrate_checkpoint
+    from lightning.pytorch.utilities.migration.utils import (
+        _pl_migrate_checkpoint as migrate_checkpoint,
+    )
     from lightning.pytorch.utilities.model_summary import ModelSummary
 else:
     DeviceDtypeModuleMixin = _named("fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin")
-    all_gather_ddp_if_available = _named("fabric.utilities.distributed:_all_gather_ddp_if_available")
+    all_gather_ddp_if_available = _named(
+        "fabric.utilities.distributed:_all_gather_ddp_if_available"
+    )
     init_dist_connection = _named("fabric.utilities.distributed:_init_dist_connection")
     load_state = _named("pytorch.core.saving:_load_state")
     FitLoop = _named("pytorch.loops:_FitLoop")
     PrefetchDataFetcher = _named("pytorch.loops.fetchers:_PrefetchDataFetcher")
     ProcessedTracker = _named("pytorch.loops.progress:_ProcessedTracker")
-    MultiProcessingLauncher = _named("pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher")
-    SubprocessScriptLauncher = _named("pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher")
+    MultiProcessingLauncher = _named(
+        "pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
+    )
+    SubprocessScriptLauncher = _named(
+        "pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher"
+    )
     migrate_checkpoint = _named("pytorch.utilities.migration.utils:_pl_migrate_checkpoint")
     ModelSummary = _named("pytorch.utilities.model_summary:ModelSummary")
 
@@ -108,7 +125,7 @@ def trainer_of(module: Any) -> Any:
 
 
 def tell_device(module: nn.Module, device: torch.device) -> None:
-    """Let ``module.device`` of a LightningModule, and of those in it, name a device, without moving anything."""
+    """Let ``module.device`` of a LightningModule and those in it name a device; nothing moves."""
     for child in module.modules():
         if isinstance(child, DeviceDtypeModuleMixin):
             child._device = device
@@ -159,7 +176,7 @@ def accumulates(loop: Any) -> bool:
 
 
 def end_restart(loop: Any) -> None:
-    """Let a loop that was loaded begin anew; its own property is always true where it counts steps."""
+    """Let a loaded loop begin anew; its own property is always true where it counts steps."""
     loop._restarting = False
 
 
@@ -181,7 +198,9 @@ def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable
         A function that undoes it.
     """
     kind = type(loop)
-    own = [name for name in ("_store_dataloader_outputs", "_on_predict_epoch_end") if name in dir(kind)]
+    own = [
+        name for name in ("_store_dataloader_outputs", "_on_predict_epoch_end") if name in dir(kind)
+    ]
     for name in own:
         vars(loop)[name] = partial(delay, partial(getattr(kind, name), loop))
 
@@ -195,15 +214,19 @@ def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable
 # -- signals
 
 
-def replace_signal_handlers(trainer: Any, end: Callable[..., None], requeue: Callable[..., None]) -> None:
-    """Replace the handlers that a Trainer is about to register, and its broadcast before each batch.
+def replace_signal_handlers(
+    trainer: Any, end: Callable[..., None], requeue: Callable[..., None]
+) -> None:
+    """Replace the handlers a Trainer is about to register, and its broadcast before each batch.
 
     Args:
         trainer: Of the run that begins.
         end: Handler of SIGTERM.
         requeue: Handler of SLURM's requeue signal.
     """
-    vars(trainer._signal_connector).update(_sigterm_notifier_fn=end, _slurm_sigusr_handler_fn=requeue)
+    vars(trainer._signal_connector).update(
+        _sigterm_notifier_fn=end, _slurm_sigusr_handler_fn=requeue
+    )
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
 
 
@@ -223,7 +246,7 @@ def note_sigterm(trainer: Any) -> None:
 
 
 def save_and_requeue(trainer: Any) -> None:
-    """Run Lightning's own handler of SLURM's requeue signal: a checkpoint and ``scontrol requeue``."""
+    """Run Lightning's handler of SLURM's requeue signal: a checkpoint and ``scontrol requeue``."""
     connector = trainer._signal_connector
     type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)
 
@@ -235,7 +258,7 @@ def _nothing() -> None:
 # -- checkpoints
 
 Lookup = Callable[[Any, Any], Any]
-"""Lightning's answer and the ``ckpt_path`` that a user gives to the path of a checkpoint, or None."""
+"""From Lightning's answer and the user's ``ckpt_path`` to the path of a checkpoint, or None."""
 
 
 def replace_checkpoint_lookup(trainer: Any, look_up: Lookup, agree: Callable[[Any], Any]) -> None:
@@ -252,22 +275,32 @@ def replace_checkpoint_lookup(trainer: Any, look_up: Lookup, agree: Callable[[An
 
 
 def _parse(
-    trainer: Any, look_up: Lookup, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool
+    trainer: Any,
+    look_up: Lookup,
+    state_fn: Any,
+    ckpt_path: Any,
+    model_provided: bool,
+    model_connected: bool,
 ) -> Any:
     connector = trainer._checkpoint_connector
-    found = type(connector)._parse_ckpt_path(connector, state_fn, ckpt_path, model_provided, model_connected)
+    found = type(connector)._parse_ckpt_path(
+        connector, state_fn, ckpt_path, model_provided, model_connected
+    )
     return look_up(found, ckpt_path)
 
 
 def _resume_start(
-    trainer: Any, agree: Callable[[Any], Any], checkpoint_path: Any = None, weights_only: bool | None = None
+    trainer: Any,
+    agree: Callable[[Any], Any],
+    checkpoint_path: Any = None,
+    weights_only: bool | None = None,
 ) -> None:
     connector = trainer._checkpoint_connector
     type(connector).resume_start(connector, agree(checkpoint_path), weights_only)
 
 
 def requeue_checkpoint(trainer: Any) -> str | None:
-    """The newest checkpoint that Lightning has saved before a requeue in the Trainer's root folder."""
+    """The newest checkpoint in the Trainer's root folder that Lightning saved before a requeue."""
     return trainer._checkpoint_connector._hpc_resume_path
 
 
@@ -290,7 +323,7 @@ def saves_on_exception(callback: Any, trainer: Any) -> bool:
 
 
 def averaging_device(callback: Any) -> torch.device | None:
-    """The device on which a callback wants its average; None where it has no wish, or keeps none."""
+    """The device that a callback wants its average on; None where it has no wish or keeps none."""
     device = vars(callback).get("_device")
     return None if device is None else torch.device(device)
 
@@ -316,7 +349,10 @@ def _summary_of(kind: Any) -> Any:
 
 
 def _summarize(
-    summarize: Callable[[nn.Module, int], ModelSummary], depth: int, trainer: Any, pl_module: nn.Module
+    summarize: Callable[[nn.Module, int], ModelSummary],
+    depth: int,
+    trainer: Any,
+    pl_module: nn.Module,
 ) -> ModelSummary:
     return summarize(pl_module, depth)
 
@@ -349,7 +385,9 @@ class SummaryWithCounts(ModelSummary):
         columns = super()._get_summary_data()
         place = [name for name, _ in columns].index("Params") + 1
         counts = [self._count(layer._module) for layer in self._layer_summary.values()]
-        if len(columns[place - 1][1]) > len(counts):  # parameters of no layer have a row of their own
+        if len(columns[place - 1][1]) > len(
+            counts
+        ):  # parameters of no layer have a row of their own
             counts.append(max(0.0, self._count(self._model) - sum(counts)))
         columns.insert(place, (self._title, [self._show(count) for count in counts]))
         return columns
@@ -359,7 +397,10 @@ class SummaryWithCounts(ModelSummary):
 
 
 class RankLauncher(MultiProcessingLauncher):
-    """Lightning's launcher of spawned and forked ranks, with plain names for the steps that a subclass surrounds."""
+    """Lightning's launcher of spawned and forked ranks.
+
+    The steps that a subclass surrounds have plain names.
+    """
 
     @property
     def strategy(self) -> Any:
@@ -399,7 +440,9 @@ class RankLauncher(MultiProcessingLauncher):
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        return self.collect_results(partial(super()._collect_rank_zero_results, trainer, results), trainer)
+        return self.collect_results(
+            partial(super()._collect_rank_zero_results, trainer, results), trainer
+        )
 
     @override
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
@@ -416,8 +459,12 @@ class Reliance:
 
     owner: str  # a module, class or function below the namespace, as in "pytorch.loops:_FitLoop"
     name: str
-    parameters: str | None = None  # those that are used, separated by blanks, without self; None: an attribute
-    replaced: bool = False  # Lightning calls a function of ours instead: no further parameter may be given
+    parameters: str | None = (
+        None  # those that are used, separated by blanks, without self; None: an attribute
+    )
+    replaced: bool = (
+        False  # Lightning calls a function of ours instead: no further parameter may be given
+    )
 
     def problem(self, namespace: str = NAMESPACE) -> str | None:
         """The difference between the installed release and the expectation, or None.
@@ -432,7 +479,9 @@ class Reliance:
         place = f"{owner.__name__.rpartition('.')[2]}.{self.name}"
         member = inspect.getattr_static(owner, self.name, None)
         if self.parameters is None:
-            known = member is not None or (isinstance(owner, type) and self.name in _attributes(owner))
+            known = member is not None or (
+                isinstance(owner, type) and self.name in _attributes(owner)
+            )
             return None if known else f"{place}: expected an attribute, found none"
         if member is None:
             return f"{place}: expected a method, found none"
@@ -457,7 +506,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 @cache
 def _attributes(kind: type) -> frozenset[str]:
-    """Attributes that the constructors of a class and its bases assign, and those that it declares."""
+    """Attributes that a class and its bases declare, or that their constructors assign."""
     return frozenset(name for base in kind.__mro__ for name in _assigned(base))
 
 
@@ -465,7 +514,9 @@ def _assigned(kind: type) -> Iterator[str]:
     yield from vars(kind).get("__annotations__", ())
     constructor = inspect.unwrap(vars(kind).get("__init__", _nothing))
     if isinstance(constructor, FunctionType):
-        yield from (step.argval for step in dis.get_instructions(constructor) if step.opname == "STORE_ATTR")
+        yield from (
+            step.argval for step in dis.get_instructions(constructor) if step.opname == "STORE_ATTR"
+        )
 
 
 def _attribute(owner: str, *names: str) -> Iterator[Reliance]:
@@ -490,13 +541,30 @@ RELIANCES = (
     # modules
     *_attribute("pytorch:LightningModule", "_trainer", "_compiler_ctx", "_device"),
     # loops
-    *_attribute(_FIT, "_combined_loader", "_data_fetcher", "_restarting", "_resuming_from_checkpoint", "is_resuming"),
+    *_attribute(
+        _FIT,
+        "_combined_loader",
+        "_data_fetcher",
+        "_restarting",
+        "_resuming_from_checkpoint",
+        "is_resuming",
+    ),
     *_attribute(_EPOCH, "_restarting", "batch_progress", "val_loop"),
     *_attribute(_EVALUATION, "_restarting", "_combined_loader"),
     *_attribute(_PREDICTION, "_combined_loader"),
     *_attribute("pytorch.loops.fetchers:_PrefetchDataFetcher", "batches", "combined_loader"),
-    Reliance(owner="pytorch.loops.fetchers:_PrefetchDataFetcher", name="__next__", parameters="", replaced=True),
-    Reliance(owner="pytorch.loops.fetchers:_PrefetchDataFetcher", name="reset", parameters="", replaced=True),
+    Reliance(
+        owner="pytorch.loops.fetchers:_PrefetchDataFetcher",
+        name="__next__",
+        parameters="",
+        replaced=True,
+    ),
+    Reliance(
+        owner="pytorch.loops.fetchers:_PrefetchDataFetcher",
+        name="reset",
+        parameters="",
+        replaced=True,
+    ),
     Reliance(owner=_FIT, name="_should_accumulate", parameters=""),
     Reliance(owner=_EVALUATION, name="_store_dataloader_outputs", parameters="", replaced=True),
     Reliance(owner=_PREDICTION, name="_on_predict_epoch_end", parameters="", replaced=True),
@@ -515,13 +583,30 @@ RELIANCES = (
         parameters="state_fn ckpt_path model_provided model_connected",
         replaced=True,
     ),
-    Reliance(owner=_CHECKPOINTS, name="resume_start", parameters="checkpoint_path weights_only", replaced=True),
+    Reliance(
+        owner=_CHECKPOINTS,
+        name="resume_start",
+        parameters="checkpoint_path weights_only",
+        replaced=True,
+    ),
     Reliance(owner=_MODEL_CHECKPOINT, name="_find_last_checkpoints", parameters="trainer"),
     Reliance(owner=_MODEL_CHECKPOINT, name="_monitor_candidates", parameters="trainer"),
-    Reliance(owner=_MODEL_CHECKPOINT, name="_save_last_checkpoint", parameters="trainer monitor_candidates"),
+    Reliance(
+        owner=_MODEL_CHECKPOINT,
+        name="_save_last_checkpoint",
+        parameters="trainer monitor_candidates",
+    ),
     Reliance(owner=_MODEL_CHECKPOINT, name="_should_save_on_exception", parameters="trainer"),
-    Reliance(owner="pytorch.core.saving", name="_load_state", parameters="cls checkpoint strict cls_kwargs_new"),
-    Reliance(owner="pytorch.core.saving", name="pl_load", parameters="path_or_url map_location weights_only"),
+    Reliance(
+        owner="pytorch.core.saving",
+        name="_load_state",
+        parameters="cls checkpoint strict cls_kwargs_new",
+    ),
+    Reliance(
+        owner="pytorch.core.saving",
+        name="pl_load",
+        parameters="path_or_url map_location weights_only",
+    ),
     Reliance(
         owner="pytorch.utilities.migration.utils",
         name="_pl_migrate_checkpoint",
@@ -531,10 +616,17 @@ RELIANCES = (
     *_attribute("pytorch.callbacks:WeightAveraging", "_device"),
     *_attribute("pytorch.callbacks:StochasticWeightAveraging", "_device"),
     *_attribute("pytorch.callbacks:ModelSummary", "_max_depth"),
-    Reliance(owner="pytorch.callbacks:ModelSummary", name="_summary", parameters="trainer pl_module", replaced=True),
+    Reliance(
+        owner="pytorch.callbacks:ModelSummary",
+        name="_summary",
+        parameters="trainer pl_module",
+        replaced=True,
+    ),
     *_attribute(f"{_SUMMARY}:ModelSummary", "_layer_summary", "_model"),
     *_attribute(f"{_SUMMARY}:LayerSummary", "_module"),
-    Reliance(owner=f"{_SUMMARY}:ModelSummary", name="_get_summary_data", parameters="", replaced=True),
+    Reliance(
+        owner=f"{_SUMMARY}:ModelSummary", name="_get_summary_data", parameters="", replaced=True
+    ),
     # launchers and the strategy's own base classes
     *_attribute(_LAUNCHER, "_strategy"),
     Reliance(
@@ -542,19 +634,33 @@ RELIANCES = (
         name="_wrapping_function",
         parameters="process_idx trainer function args kwargs return_queue global_states",
     ),
-    Reliance(owner=_LAUNCHER, name="_collect_rank_zero_results", parameters="trainer results", replaced=True),
     Reliance(
-        owner=_LAUNCHER, name="_recover_results_in_main_process", parameters="worker_output trainer", replaced=True
+        owner=_LAUNCHER,
+        name="_collect_rank_zero_results",
+        parameters="trainer results",
+        replaced=True,
+    ),
+    Reliance(
+        owner=_LAUNCHER,
+        name="_recover_results_in_main_process",
+        parameters="worker_output trainer",
+        replaced=True,
     ),
     *_attribute(_STRATEGY, "_layer_sync", "_launcher", "_lightning_module", "_precision_plugin"),
     Reliance(owner=_STRATEGY, name="_configure_launcher", parameters="", replaced=True),
     # communication
-    Reliance(owner=_DISTRIBUTED, name="_all_gather_ddp_if_available", parameters="tensor group sync_grads"),
     Reliance(
-        owner=_DISTRIBUTED, name="_init_dist_connection", parameters="cluster_environment torch_distributed_backend"
+        owner=_DISTRIBUTED,
+        name="_all_gather_ddp_if_available",
+        parameters="tensor group sync_grads",
+    ),
+    Reliance(
+        owner=_DISTRIBUTED,
+        name="_init_dist_connection",
+        parameters="cluster_environment torch_distributed_backend",
     ),
 )
-"""Every private name that the package relies on, with the methods of private classes that it replaces."""
+"""Every private name relied on, with the methods of private classes that are replaced."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Process group of a run: set-up, build id, mesh of communicators, and communication that users ask for."""
+"""Process group of a run: set-up, build id, mesh of communicators, and users' communication."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-# -- Process group of a run: its set-up, the mesh of communicators, and the communication that users ask for
+# -- Process group of a run: its set-up, the mesh of communicators, and the communication that users
+#    ask for
 
 T = TypeVar("T")
 
@@ -90,11 +91,16 @@ class ProcessGroup:
         self._sharding = sharding
         self._backend = check_backend(backend)
         self._timeout = timeout
-        self._saving_timeout = timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
+        self._saving_timeout = (
+            timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
+        )
         self._debug = debug
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
         self.current: Mesh | None = None
-        """The communicators of this rank; None before set-up, and in a process that has spawned the ranks."""
+        """The communicators of this rank.
+
+        None before set-up, and in a process that has spawned the ranks.
+        """
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle: communicators belong to a process."""
@@ -108,8 +114,15 @@ class ProcessGroup:
             RuntimeError: There is no process group yet.
         """
         if self.current is None:
-            raise RuntimeError("ShardedDP has no process group yet: it is set up when the Trainer starts to run")
+            raise RuntimeError(
+                "ShardedDP has no process group yet: it is set up when the Trainer starts to run"
+            )
         return self.current
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank; the host where there are no ranks yet."""
+        return torch.device("cpu") if self.current is None else self.current.device
 
     @property
     def is_rank_zero(self) -> bool:
@@ -126,17 +139,19 @@ class ProcessGroup:
         ranks_per_node: int,
         module: nn.Module | None,
     ) -> None:
-        """Make the process group and the mesh where they do not exist yet, and begin a run; a collective of all ranks.
+        """Make missing process group and mesh, and begin a run; a collective of all ranks.
 
         Args:
             environment: Source of ranks and addresses.
             device: Device of this rank.
             num_nodes: Number of machines.
             ranks_per_node: Number of ranks on each.
-            module: Module of the run; one that another Trainer has sharded brings its communicators along.
+            module: Module of the run; one that another Trainer has sharded brings its communicators
+                along.
 
         Raises:
-            ConfigurationError: Ranks run different code or options, or ``debug`` comes too late for the module.
+            ConfigurationError: Ranks run different code or options, or ``debug`` comes too late for
+                the module.
         """
         _note_functions_of_one_rank()
         if num_nodes == 1:
@@ -145,8 +160,9 @@ class ProcessGroup:
             self._connect(environment, device, num_nodes, ranks_per_node)
         elif self._debug:
             rank_zero_warn(
-                "debug=True: what Lightning is asked for is compared over ranks; what torch.distributed itself is "
-                "asked for is not, as the process group was made before, without that. Start a new process for it"
+                "debug=True: what Lightning is asked for is compared over ranks; what "
+                "torch.distributed itself is asked for is not, as the process group was made "
+                "before, without that. Start a new process for it"
             )
         runtime = None if module is None else runtime_of(module)
         if self.current is None and runtime is not None:
@@ -163,16 +179,23 @@ class ProcessGroup:
             )
         if self._debug and not self.current.compares:
             raise ConfigurationError(
-                "debug=True comes too late for this module: it was sharded without it, and keeps its communicators. "
-                "Build it anew, or start a new process"
+                "debug=True comes too late for this module: it was sharded without it, and keeps "
+                "its communicators. Build it anew, or start a new process"
             )
         self.current.begin_run()
         if environment.world_size() == 1:
-            # Said wherever a process group exists; Lightning itself leaves the synchronisation of one rank out.
-            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
+            # Said wherever a process group exists; Lightning itself leaves the synchronisation of
+            # one rank out.
+            warnings.filterwarnings(
+                "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
+            )
 
     def _connect(
-        self, environment: ClusterEnvironment, device: torch.device, num_nodes: int, ranks_per_node: int
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        num_nodes: int,
+        ranks_per_node: int,
     ) -> None:
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
         info = RankInfo(
@@ -202,7 +225,8 @@ class ProcessGroup:
     def barrier(self, name: str | None = None) -> None:
         """Return when all ranks have come."""
         if self.current is not None:
-            # Users may give one barrier several names. Lightning does not, and never means one of theirs.
+            # Users may give one barrier several names. Lightning does not, and never means one of
+            # theirs.
             of_lightning = lightning_calls()
             named = f"{name or ''}" if self._debug or of_lightning else ""
             barrier(self.current, f"barrier({named}){' of Lightning' if of_lightning else ''}")
@@ -216,7 +240,9 @@ class ProcessGroup:
         if not isinstance(tensor, torch.Tensor) or self.current is None:
             return tensor
         if group is not None and group is not torch.distributed.group.WORLD:
-            raise NotImplementedError("reduce() is over all ranks; for other groups use torch.distributed")
+            raise NotImplementedError(
+                "reduce() is over all ranks; for other groups use torch.distributed"
+            )
         kind = "sum" if kind is None else kind
         self._compare(f"reduce({_describe(tensor)}, {kind})")
         with self.explaining():
@@ -229,8 +255,15 @@ class ProcessGroup:
             return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
 
     def run_on_all_ranks(self, step: str, action: Callable[[], T]) -> T:
-        """Result of an action on all ranks, each of which hears of errors; without ranks, of this process alone."""
-        return action() if self.current is None else run_on_all_ranks(step, action, self.current.control)
+        """Result of an action on all ranks, each of which hears of errors.
+
+        Without ranks, it is the result of this process alone.
+        """
+        return (
+            action()
+            if self.current is None
+            else run_on_all_ranks(step, action, self.current.control)
+        )
 
     def _compare(self, operation: str) -> None:
         """With ``debug``: raise on every rank if one of them has come to another operation."""
@@ -245,12 +278,15 @@ class ProcessGroup:
             self.current.error_propagation.explain(error)
 
     def explain_transfer(self, error: BaseException) -> None:
-        """Let an error that comes from another rank say so; errors of this rank stay as they are."""
+        """Make an error that comes from another rank say so; this rank's own stay unchanged."""
         if is_transfer_error(error):
             self.explain(error)
 
     def explain_and_leave(self, error: BaseException) -> None:
-        """Tell the others of an error that ends a forked or spawned rank, whose exit handlers may not run."""
+        """Tell other ranks of an error that ends a forked or spawned rank.
+
+        The exit handlers of such a rank may not run.
+        """
         if self.current is not None:
             self.current.error_propagation.explain(error)
             self.current.error_propagation.leave()
@@ -267,7 +303,7 @@ class ProcessGroup:
 
 @contextmanager
 def torch_compares() -> Generator[None]:
-    """Let the process group that is made inside compare what is asked of it by calling torch, with torch's own means.
+    """Make torch itself compare what ranks ask, through torch, of the process group made inside.
 
     See ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which does that for all groups.
     """
@@ -284,8 +320,8 @@ def _note_functions_of_one_rank() -> None:
     note_that_runs_alone(rank_zero_only(print), "{name}, which rank_zero_only runs on one rank")
     note_that_runs_alone(
         lightning_meta,
-        "what rank 0 saves of hyper-parameters and callbacks. Leave modules out of it, their parameters are saved "
-        "as the model's: save_hyperparameters(ignore=[...])",
+        "what rank 0 saves of hyper-parameters and callbacks. Leave modules out of it, their "
+        "parameters are saved as the model's: save_hyperparameters(ignore=[...])",
     )
 
 

@@ -18,10 +18,24 @@ def register_names(strategy: type[Strategy]) -> None:
     for name in _NAMES:
         register(name, strategy, "ShardedDP, full_shard", override=True)
     for name in SHARDING_STRATEGIES:
-        register(f"sharded_dp_{name}", strategy, f"ShardedDP, {name}", override=True, sharding_strategy=name)
+        register(
+            f"sharded_dp_{name}",
+            strategy,
+            f"ShardedDP, {name}",
+            override=True,
+            sharding_strategy=name,
+        )
     for name, method in _START_METHODS.items():
-        register(f"sharded_dp_{name}", strategy, f"ShardedDP by {method}", override=True, start_method=method)
-    _refuse_elsewhere([name for name, entry in StrategyRegistry.items() if entry["strategy"] is strategy])
+        register(
+            f"sharded_dp_{name}",
+            strategy,
+            f"ShardedDP by {method}",
+            override=True,
+            start_method=method,
+        )
+    _refuse_elsewhere(
+        [name for name, entry in StrategyRegistry.items() if entry["strategy"] is strategy]
+    )
 
 
 def introduction(sharding_strategy: str) -> str:
@@ -31,16 +45,19 @@ def introduction(sharding_strategy: str) -> str:
 
 
 def _refuse_elsewhere(names: list[str]) -> None:
-    """Let a Trainer of the other namespace say why it has no such strategy, if that is imported already."""
+    """Make a Trainer of the other namespace, if imported, say why it has no such strategy."""
     strategies = sys.modules.get(f"{OTHER}.strategies")
     if strategies is not None:
         registry: Any = strategies.StrategyRegistry
         for name in names:
-            registry.register(name, _refuse, f"ShardedDP, which is for {NAMESPACE} here", override=True)
+            registry.register(
+                name, _refuse, f"ShardedDP, which is for {NAMESPACE} here", override=True
+            )
 
 
 def _refuse() -> NoReturn:
     raise ConfigurationError(
-        f"this process has imported both lightning.pytorch and pytorch_lightning, and ShardedDP is made for "
-        f"{NAMESPACE}.Trainer. Use that one, or set the environment variable {VARIABLE}={OTHER} before Python starts"
+        f"this process has imported both lightning.pytorch and pytorch_lightning, and ShardedDP is "
+        f"made for {NAMESPACE}.Trainer. Use that one, or set the environment variable "
+        f"{VARIABLE}={OTHER} before Python starts"
     )

@@ -1,4 +1,4 @@
-"""Restoring checkpoints: opening either kind, loading model and optimizers, and the way back if one does not fit."""
+"""Restoring checkpoints: open either kind, load model and optimizers, undo what does not fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import torch
 from torch.optim import Optimizer
 
 from shardeddp.checkpoint import clean
-from shardeddp.checkpoint.contents import ATTRIBUTES, open_checkpoint, open_file, read_foreign_contents
+from shardeddp.checkpoint.contents import (
+    ATTRIBUTES,
+    open_checkpoint,
+    open_file,
+    read_foreign_contents,
+)
 from shardeddp.checkpoint.durable import local_path
 from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.manifest import DCP_METADATA
@@ -37,7 +42,7 @@ from shardeddp.lightning.api import (
 from shardeddp.lightning.process_group import ProcessGroup
 
 _ADVICE_S = 60.0
-"""How long to look for a checkpoint that can be used instead of a damaged one, while all ranks wait."""
+"""Longest search for a checkpoint to use instead of a damaged one, while all ranks wait."""
 
 CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
 """Types of Lightning's in the plain part of a checkpoint."""
@@ -55,15 +60,19 @@ class Restore:
         self._group = group
         self._options = options
         self._path = Path()  # of the checkpoint that was read last
-        self._pending: Callable[[], None] | None = None  # from reading a checkpoint until the model is sharded
-        self._replaced: Replaced | None = None  # from loading a model until the optimizers have taken their states
+        self._pending: Callable[[], None] | None = (
+            None  # from reading a checkpoint until the model is sharded
+        )
+        self._replaced: Replaced | None = (
+            None  # from loading a model until the optimizers have taken their states
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle, which restores nothing yet."""
         return {**vars(self), "_pending": None, "_replaced": None}
 
     def open(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
-        """Read a checkpoint of either kind; the tensors of model and optimizers are read when they are loaded.
+        """Read a checkpoint of either kind; model and optimizer tensors are read when loaded.
 
         Args:
             path: Checkpoint, the same on all ranks.
@@ -78,12 +87,16 @@ class Restore:
         kind = self._kind_of(path)
         if kind == "missing":
             if self._group.is_rank_zero:
-                clear_away([self._path.parent])  # it may be there under the name of what was being replaced
+                clear_away(
+                    [self._path.parent]
+                )  # it may be there under the name of what was being replaced
             self._group.barrier()
             kind = self._kind_of(path)
         if kind == "directory":
             foreign, trust = self._options.foreign, self._options.trust_pickle
-            reading = partial(open_any, self._path, weights_only, foreign=foreign, trust_pickle=trust)
+            reading = partial(
+                open_any, self._path, weights_only, foreign=foreign, trust_pickle=trust
+            )
         elif type(io) is TorchCheckpointIO and kind == "archive":
             mesh = self._group.current
             part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
@@ -97,7 +110,7 @@ class Restore:
             raise self._with_advice(error) from error
 
     def _kind_of(self, path: str) -> str:
-        """Kind of what lies at a path, in the eyes of every rank: directory, missing, archive or file."""
+        """Kind of what every rank sees at a path: directory, missing, archive or file."""
         mesh = self._group.current
 
         def look() -> bytes:
@@ -109,25 +122,29 @@ class Restore:
 
         if mesh is None:
             return look().decode()
-        kinds = [kind.decode() for kind in gather_results("looking for the checkpoint", look, mesh.control)]
+        kinds = [
+            kind.decode()
+            for kind in gather_results("looking for the checkpoint", look, mesh.control)
+        ]
         if len(set(kinds)) > 1:
             found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
             raise CheckpointError(
-                f"the ranks do not see the same at {path} ({found}). Checkpoints have to lie on a file system that all "
-                f"ranks share"
+                f"the ranks do not see the same at {path} ({found}). Checkpoints have to lie on a "
+                f"file system that all ranks share"
             )
         return kinds[0]
 
     def load_model(
         self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool, fitting: bool
     ) -> None:
-        """Load the model's part of a checkpoint, at once or as soon as there are shards to load it into."""
+        """Load the model's part of a checkpoint, at once or as soon as there are shards for it."""
         state = checkpoint["state_dict"]
         staged = [state, checkpoint.get("optimizer_states", ())] if fitting else [state]
 
         def load() -> None:
             stage(staged, module)
-            # The optimizers are made when the model is there; not before can they refuse what is stored for them.
+            # The optimizers are made when the model is there; not before can they refuse what is
+            # stored for them.
             self._replaced = Replaced(module) if fitting else None
             load_model(module, state, strict, self._options.cast)
 
@@ -149,23 +166,31 @@ class Restore:
             self._group.run_on_all_ranks("loading the checkpoint", action)
         except DamagedCheckpointError as error:
             raise self._with_advice(error) from error
-        place_module(module, self._group.mesh.device)  # metrics take over what they load, wherever it is
+        place_module(
+            module, self._group.mesh.device
+        )  # metrics take over what they load, wherever it is
 
-    def load_optimizers(self, module: LightningModule, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
+    def load_optimizers(
+        self, module: LightningModule, optimizers: Sequence[Optimizer], states: Sequence[Any]
+    ) -> None:
         """Load the states of optimizers; from then on the model is not rolled back any more."""
         if not states and optimizers:
             rank_zero_warn(
-                "the checkpoint has no optimizer states: weights are loaded, and optimizers begin as in a new training"
+                "the checkpoint has no optimizer states: weights are loaded, and optimizers begin "
+                "as in a new training"
             )
 
         def load() -> None:
             if states and len(states) != len(optimizers):
                 raise CheckpointError(
-                    f"the checkpoint has the states of {len(states)} optimizers, expected {len(optimizers)}: "
-                    f"train with the optimizers that it was saved with, or load its weights alone"
+                    f"the checkpoint has the states of {len(states)} optimizers, expected "
+                    f"{len(optimizers)}: train with the optimizers that it was saved with, or load "
+                    f"its weights alone"
                 )
             for optimizer, state in zip(optimizers, states, strict=False):
-                inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+                inner = (
+                    optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+                )
                 if not state and not inner.state_dict():
                     continue  # Lightning's placeholder for a module without optimizers
                 load_optimizer(inner, state)
@@ -180,18 +205,24 @@ class Restore:
             self._replaced = None
 
     def _with_advice(self, error: CheckpointError) -> CheckpointError:
-        """The error with the name of a checkpoint that can be used instead; a collective of all ranks."""
+        """The error with the name of a checkpoint to use instead; a collective of all ranks."""
         advice, folder = "", self._path.parent
         if self._group.is_rank_zero:
             try:
                 newest = newest_verified(folder, within_s=_ADVICE_S)
-                advice = f"The newest that is whole is {newest}" if newest else "No whole one lies beside it"
+                advice = (
+                    f"The newest that is whole is {newest}"
+                    if newest
+                    else "No whole one lies beside it"
+                )
             except (CheckpointError, TimeoutError):
                 advice = f"Find a whole one with: shardeddp verify {folder}"
         return type(error)(f"{error}. {self._group.broadcast(advice)}")
 
 
-def open_any(path: Path, weights_only: bool | None, *, foreign: bool, trust_pickle: bool = False) -> dict[str, Any]:
+def open_any(
+    path: Path, weights_only: bool | None, *, foreign: bool, trust_pickle: bool = False
+) -> dict[str, Any]:
     """Read everything of a directory but the tensors, which are read when they are used.
 
     Args:
@@ -207,8 +238,9 @@ def open_any(path: Path, weights_only: bool | None, *, foreign: bool, trust_pick
         return open_checkpoint(path, weights_only, CODECS)
     if not foreign:
         raise CheckpointError(
-            f"{path} was written by another tool, and its index is a pickle. To load it by a reader that runs none, "
-            f"say so: ShardedDP(checkpoint_options=CheckpointOptions(foreign=True)), or "
+            f"{path} was written by another tool, and its index is a pickle. To load it by a "
+            f"reader that runs none, say so: "
+            f"ShardedDP(checkpoint_options=CheckpointOptions(foreign=True)), or "
             f"shardeddp.load_from_checkpoint(..., foreign=True); or convert it once, with "
             f"'shardeddp consolidate --foreign'"
         )

@@ -1,4 +1,4 @@
-"""Resume: the part of a checkpoint that lets a run go on exactly - random state, places in the data, kept tensors."""
+"""Resume: what a checkpoint needs to go on exactly: random state, places in data, kept tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from shardeddp.checkpoint.kept_shards import KEPT, KEY, KeptShards, places_of_shards
-from shardeddp.checkpoint.random_state import ResumeRandomness, Stateful, gather_random_states, has_length
+from shardeddp.checkpoint.random_state import (
+    ResumeRandomness,
+    Stateful,
+    gather_random_states,
+    has_length,
+)
 from shardeddp.comm.agreement import gather_results
 from shardeddp.errors import CheckpointError
 from shardeddp.lightning import private
@@ -27,13 +32,16 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.process_group import ProcessGroup
 
-# -- Loader states: where each rank is in its data. Lightning saves what one rank says and gives that to all
+# -- Loader states: where each rank is in its data. Lightning saves what one rank says and gives
+#    that to all
 
 _PLACE = "combined_loader"
 """The name that the states of training loaders have among those of Lightning's fit loop."""
 
 
-def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> tuple[dict[str, Any], list[Any]]:
+def gather_loader_states(
+    checkpoint: dict[str, Any], group: dist.ProcessGroup
+) -> tuple[dict[str, Any], list[Any]]:
     """Every rank's states, by rank, where they are not the same; a collective.
 
     Args:
@@ -41,8 +49,8 @@ def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -
         group: The host group of all ranks.
 
     Returns:
-        The checkpoint with rank 0's states in place of its own, and all of them; nothing of the latter if all ranks
-        are in one place, or have no stateful loader.
+        The checkpoint with rank 0's states in place of its own, and all of them; nothing of the
+        latter if all ranks are in one place, or have no stateful loader.
     """
     # Pickled on the way between ranks of one job only.
     own = _fit_loop(checkpoint).get(_PLACE)
@@ -55,31 +63,36 @@ def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -
     return {**checkpoint, "loops": {**loops, "fit_loop": fit_loop}}, states
 
 
-def take_loader_state(checkpoint: dict[str, Any], states: object, rank: int, world_size: int) -> None:
+def take_loader_state(
+    checkpoint: dict[str, Any], states: object, rank: int, world_size: int
+) -> None:
     """Put this rank's states where Lightning looks for them.
 
     Args:
         checkpoint: As it was read.
         states: By rank, as saved.
         rank: This rank.
-        world_size: Number of ranks now. If there were more or fewer, all go on from where rank 0 was: rank 0 warns.
+        world_size: Number of ranks now. If there were more or fewer, all go on from where rank 0
+            was: rank 0 warns.
 
     Raises:
         CheckpointError: These are no states.
     """
     if not isinstance(states, list):
         raise CheckpointError(
-            f"the states of data loaders in the checkpoint are damaged: expected a list of them by rank, found "
-            f"{type(states).__name__}. Load an older checkpoint, or remove them: del checkpoint['shardeddp']"
+            f"the states of data loaders in the checkpoint are damaged: expected a list of them by "
+            f"rank, found {type(states).__name__}. Load an older checkpoint, or remove them: del "
+            f"checkpoint['shardeddp']"
         )
     by_rank = cast("list[Any]", states)
     if len(by_rank) == world_size:
         _fit_loop(checkpoint)[_PLACE] = by_rank[rank]
     elif rank == 0:
         warnings.warn(
-            f"the checkpoint has the places of {len(by_rank)} ranks in their data, each its own, and this run has "
-            f"{world_size}: all loaders go on from where that of rank 0 was, so that samples may be seen twice or not "
-            f"at all in this epoch. Resume with {len(by_rank)} ranks for the same data",
+            f"the checkpoint has the places of {len(by_rank)} ranks in their data, each its own, "
+            f"and this run has {world_size}: all loaders go on from where that of rank 0 was, so "
+            f"that samples may be seen twice or not at all in this epoch. Resume with "
+            f"{len(by_rank)} ranks for the same data",
             stacklevel=2,
         )
 
@@ -89,7 +102,8 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
-# -- Resume: the part of a checkpoint that lets a run go on exactly - random state, places in the data, kept tensors
+# -- Resume: the part of a checkpoint that lets a run go on exactly - random state, places in the
+#    data, kept tensors
 
 
 class Resume:
@@ -111,8 +125,10 @@ class Resume:
 
     # -- checkpoints
 
-    def extended(self, checkpoint: dict[str, Any], module: LightningModule | None) -> dict[str, Any]:
-        """A checkpoint with all that Lightning does not know of; hooks of the user still hold the one without.
+    def extended(
+        self, checkpoint: dict[str, Any], module: LightningModule | None
+    ) -> dict[str, Any]:
+        """A checkpoint with all that Lightning does not know of; user hooks hold the one without.
 
         A collective of all ranks; where there are none yet, the checkpoint as it is.
         """
@@ -120,7 +136,9 @@ class Resume:
         if mesh is None:
             return checkpoint
         own: dict[str, Any] = {}
-        own["random_states"] = gather_random_states(self._randomness.capture(mesh.device), mesh.control)
+        own["random_states"] = gather_random_states(
+            self._randomness.capture(mesh.device), mesh.control
+        )
         checkpoint, loader_states = gather_loader_states(checkpoint, mesh.control)
         if loader_states:  # ranks are in different places of their data
             own["loader_states"] = loader_states
@@ -129,7 +147,7 @@ class Resume:
         return {**checkpoint, KEY: own}
 
     def take(self, checkpoint: dict[str, Any], fitting: bool) -> None:
-        """Take the own part out of a checkpoint that was read; hooks of the user get the one that they have seen.
+        """Take the own part out of a loaded checkpoint; user hooks get the one they have seen.
 
         Args:
             checkpoint: Checkpoint of :meth:`extended`, or of another strategy; changed.
@@ -148,7 +166,10 @@ class Resume:
             take_loader_state(checkpoint, own["loader_states"], rank, size)
 
     def take_kept(self, module: LightningModule) -> Callable[[], None] | None:
-        """Action that shards what callbacks have loaded as the module is sharded; None: nothing was read."""
+        """Action that shards what callbacks have loaded as the module is sharded.
+
+        None: nothing was read.
+        """
         kept, self._kept = self._kept, None
         return None if kept is None else partial(kept.shard, module)
 
@@ -159,9 +180,17 @@ class Resume:
         if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
             return loader
         loop = trainer.fit_loop
-        epoch, batches = cast(ProcessedTracker, loop.epoch_progress.current), loop.epoch_loop.batch_progress
-        if self._randomness.holds and batches.is_last_batch and epoch.ready == epoch.started == epoch.processed:
-            # Between epochs. A Trainer that counts steps would train on one more batch of the epoch that is over.
+        epoch, batches = (
+            cast(ProcessedTracker, loop.epoch_progress.current),
+            loop.epoch_loop.batch_progress,
+        )
+        if (
+            self._randomness.holds
+            and batches.is_last_batch
+            and epoch.ready == epoch.started == epoch.processed
+        ):
+            # Between epochs. A Trainer that counts steps would train on one more batch of the epoch
+            # that is over.
             for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
                 private.end_restart(each)
 
@@ -170,14 +199,15 @@ class Resume:
             return isinstance(fetcher, PrefetchDataFetcher) and bool(fetcher.batches)
 
         mid_epoch = loop.restarting and not batches.is_last_batch
-        loader, device = self._streams.hold_back(loader), self._group.mesh.device
+        loader, device = self._streams.hold_back(loader), self._group.device
         return self._randomness.watch(loader, device, mid_epoch=mid_epoch, in_hand=in_hand)
 
     def ask_loaders_again(self, loop: FitLoop) -> None:
         """Drop training loaders that were asked for before Lightning knew where a run goes on.
 
-        Those that know where they are would not be told any more, and the progress of an epoch that is over would go
-        on. In the middle of an epoch others start where they start, as under every strategy.
+        Those that know where they are would not be told any more, and the progress of an epoch that
+        is over would go on. In the middle of an epoch others start where they start, as under every
+        strategy.
         """
         combined = private.combined_loader(loop)
         loaders = [] if combined is None else combined.flattened
@@ -185,7 +215,10 @@ class Resume:
             private.drop_combined_loader(loop)
 
     def begin_streams(self, trainer: Trainer) -> None:
-        """Give the loop its loaders as the user knows them, before the user's hooks of the start of training."""
+        """Give the loop its loaders as the user knows them.
+
+        This comes before the user's hooks of the start of training.
+        """
         loaders = private.combined_loader(trainer.fit_loop)
         if self._streams.wait and loaders is not None:
             loaders.flattened = self._streams.begin(loaders.flattened)
@@ -195,10 +228,10 @@ class Resume:
         if not self._randomness.holds:
             return
         if not loop.restarting and loop.is_resuming:
-            # Between epochs. Lightning would train on with the iterator that was made in setting up, while the
-            # uninterrupted run makes one when the epoch has started, after all hooks.
+            # Between epochs. Lightning would train on with the iterator that was made in setting
+            # up, while the uninterrupted run makes one when the epoch has started, after all hooks.
             private.end_resume(loop)
-        self._randomness.begin(self._group.mesh.device)
+        self._randomness.begin(self._group.device)
 
     def begin_batch(self) -> None:
         """Give loaders their own generators back, as their first batch is there."""
@@ -211,7 +244,7 @@ class Resume:
 
 
 class _NotStarted:
-    """A loader while a run is set up: its first batch is nothing, and is thrown away; else the loader itself.
+    """A loader during setup: its first batch is nothing and is thrown away; else the loader itself.
 
     Args:
         loader: In whose place it is.
@@ -245,8 +278,9 @@ class _ResumedStreams:
     """Holds back the iterable data of one run that goes on between epochs until it trains.
 
     Lightning asks for an iterator when it sets up, and takes the first batch, once more where
-    ``trainer.estimated_stepping_batches`` wanted to know the length before, and, so that random numbers go on exactly,
-    when the epoch has started, behind all hooks. For a stream each time costs data.
+    ``trainer.estimated_stepping_batches`` wanted to know the length before, and, so that random
+    numbers go on exactly, when the epoch has started, behind all hooks. For a stream each time
+    costs data.
     """
 
     def __init__(self) -> None:
@@ -254,7 +288,10 @@ class _ResumedStreams:
         """Whether a run resumes between epochs and does not train yet."""
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """A run is about to resume from a checkpoint, and will ask for iterators anew when its epoch has started."""
+        """A run is about to resume from a checkpoint.
+
+        It will ask for iterators anew when its epoch has started.
+        """
         loop = checkpoint.get("loops", {}).get("fit_loop", {})
         epoch = loop.get("epoch_progress", {}).get("current", {})
         ended = loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)

@@ -1,4 +1,4 @@
-"""ShardedDP: the Lightning face of the engine. Hooks call their parts in the order that stands here."""
+"""ShardedDP: Lightning's interface to the engine; hooks call parts in the order given here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ from shardeddp.config import (
 from shardeddp.engine.runtime import Prefetch, Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
 from shardeddp.lightning import private
-from shardeddp.lightning.activation_checkpointing import ActivationCheckpointingLike, resolve_activation_checkpointing
+from shardeddp.lightning.activation_checkpointing import (
+    ActivationCheckpointingLike,
+    resolve_activation_checkpointing,
+)
 from shardeddp.lightning.api import (
     Accelerator,
     CheckpointIO,
@@ -63,61 +66,77 @@ from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyNam
 from shardeddp.report import print_units
 from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
 
-_DEFAULTS = CheckpointOptions()  # an instance, so that the command line has a flag for each of its fields
+_DEFAULTS = (
+    CheckpointOptions()
+)  # an instance, so that the command line has a flag for each of its fields
 
 
 class ShardedDP(ParallelStrategy):
-    """Trains an unmodified LightningModule with parameters, gradients and optimizer states sharded over ranks.
+    """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states.
 
-    Runs on CPU (gloo) exactly as on CUDA (NCCL), and gives the result that one process would give on the whole batch.
+    Runs on CPU (gloo) exactly as on CUDA (NCCL), and gives the result that one process would give
+    on the whole batch.
 
     Args:
-        sharding_strategy: What is split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP), ``hybrid_shard`` (all
-            inside a node, replicas across nodes: HSDP), ``shard_grad_op`` (gradients and optimizer states: ZeRO-2),
-            ``shard_optimizer`` (optimizer states: ZeRO-1) or ``no_shard`` (nothing: DDP). Upper or lower case.
-        shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of ranks. None: the ranks
-            of one node.
-        auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of the model), classes
-            or their import paths, a policy object, a function of (name, module), or None for a single unit (all
-            parameters are whole while anything computes).
-        mixed_precision: In which dtypes parameters travel and compute and gradients are reduced: a ``MixedPrecision``,
-            or a dtype for its ``param_dtype``. None: what the Trainer's ``precision`` says.
-        activation_checkpointing: Which modules are computed again in backward instead of keeping what they computed in
-            forward: classes, a policy or ``auto`` as for ``auto_wrap_policy``, or an ``ActivationCheckpointing``.
-            None: none.
-        cpu_offload: True: shards and optimizer states live in host memory, and the optimizer steps there. A
-            ``CPUOffload`` chooses among them. Changes nothing where the host is the device.
-        reshard_after_forward: Whether a unit is released between its forward and its backward (True), or kept (False);
-            a number of neighbouring ranks: each keeps its part of what was gathered, and they alone gather for the
-            backward (ZeRO++'s hpZ). None: what the strategy says.
-        optimizer_shard: For ``hybrid_shard``: ``world`` splits main shards, gradient shards and optimizer states over
-            the replicas too (Megatron-FSDP's HFSDP), for one more gather per step across them; ``group`` does not.
-        optimizer_scope: For optimizers that torch does not have, by class name or import path: what the new value of an
-            element depends on. ``element``: itself (stepped on shards, at no cost); ``parameter``: all of its parameter
-            (each rank steps some of them, whole); ``model``: anything. None: what is not known is taken for ``model``.
-        forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none. Each takes the memory
-            of a unit; more than 1 helps where gathering is slower than computing now and then.
+        sharding_strategy: What is split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP),
+            ``hybrid_shard`` (all inside a node, replicas across nodes: HSDP), ``shard_grad_op``
+            (gradients and optimizer states: ZeRO-2), ``shard_optimizer`` (optimizer states: ZeRO-1)
+            or ``no_shard`` (nothing: DDP). Upper or lower case.
+        shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of
+            ranks. None: the ranks of one node.
+        auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of
+            the model), classes or their import paths, a policy object, a function of (name,
+            module), or None for a single unit (all parameters are whole while anything computes).
+        mixed_precision: In which dtypes parameters travel and compute and gradients are reduced: a
+            ``MixedPrecision``, or a dtype for its ``param_dtype``. None: what the Trainer's
+            ``precision`` says.
+        activation_checkpointing: Which modules are computed again in backward instead of keeping
+            what they computed in forward: classes, a policy or ``auto`` as for
+            ``auto_wrap_policy``, or an ``ActivationCheckpointing``. None: none.
+        cpu_offload: True: shards and optimizer states live in host memory, and the optimizer steps
+            there. A ``CPUOffload`` chooses among them. Changes nothing where the host is the
+            device.
+        reshard_after_forward: Whether a unit is released between its forward and its backward
+            (True), or kept (False); a number of neighbouring ranks: each keeps its part of what was
+            gathered, and they alone gather for the backward (ZeRO++'s hpZ). None: what the strategy
+            says.
+        optimizer_shard: For ``hybrid_shard``: ``world`` splits main shards, gradient shards and
+            optimizer states over the replicas too (Megatron-FSDP's HFSDP), for one more gather per
+            step across them; ``group`` does not.
+        optimizer_scope: For optimizers that torch does not have, by class name or import path: what
+            the new value of an element depends on. ``element``: itself (stepped on shards, at no
+            cost); ``parameter``: all of its parameter (each rank steps some of them, whole);
+            ``model``: anything. None: what is not known is taken for ``model``.
+        forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
+            Each takes the memory of a unit; more than 1 helps where gathering is slower than
+            computing now and then.
         backward_prefetch: Units that are gathered ahead in backward; 0 for none.
-        reduce_every_backward: With gradient accumulation: True reduces every micro-batch and accumulates sharded
-            gradients (less memory), False accumulates unsharded ones and reduces once per step (less communication).
-            None: what the strategy says.
-        uneven_batches: What training does when a rank has no batch left and others have: ``error``, on all ranks, with
-            the numbers; ``min``: each epoch ends with the first rank that has used up its batches; ``join``: with the
-            last, and ranks that have none left repeat their last batch with gradients of zero.
-        uneven_units: True where ranks may use different units in a step (experts, modalities, random depth): they agree
-            before each gather, and take part with zeros in what they do not use. Without it, ranks have to use the same
-            ones once their first steps have been alike; where those differ, they agree by themselves.
-        state_dict_type: How checkpoints are saved: ``full``, one ordinary Lightning file; ``sharded``, a directory that
-            every rank writes its part of; ``auto``, the former up to ``max_file_gb`` of ``checkpoint_options`` and the
-            latter beyond. Both are loaded, whatever is said here.
-        checkpoint_options: More about checkpoints: how large files get, asynchronous saves, durability, foreign
-            formats.
+        reduce_every_backward: With gradient accumulation: True reduces every micro-batch and
+            accumulates sharded gradients (less memory), False accumulates unsharded ones and
+            reduces once per step (less communication). None: what the strategy says.
+        uneven_batches: What training does when a rank has no batch left and others have: ``error``,
+            on all ranks, with the numbers; ``min``: each epoch ends with the first rank that has
+            used up its batches; ``join``: with the last, and ranks that have none left repeat their
+            last batch with gradients of zero.
+        uneven_units: True where ranks may use different units in a step (experts, modalities,
+            random depth): they agree before each gather, and take part with zeros in what they do
+            not use. Without it, ranks have to use the same ones once their first steps have been
+            alike; where those differ, they agree by themselves.
+        state_dict_type: How checkpoints are saved: ``full``, one ordinary Lightning file;
+            ``sharded``, a directory that every rank writes its part of; ``auto``, the former up to
+            ``max_file_gb`` of ``checkpoint_options`` and the latter beyond. Both are loaded,
+            whatever is said here.
+        checkpoint_options: More about checkpoints: how large files get, asynchronous saves,
+            durability, foreign formats.
         process_group_backend: Backend of the process group; None: the device's own (nccl, gloo).
-        timeout: After how long a collective gives up: seconds, or a duration (a timedelta; ``0:10:00`` in YAML).
-        debug: True compares what your code communicates over ranks before it happens: an error names both lines where
-            ranks do different things, instead of a hang. Each such call then waits for a message on the host.
-        start_method: How this strategy starts ranks where the cluster environment does not: ``popen`` runs the script
-            again, ``spawn`` and ``fork`` start functions (notebooks, tests).
+        timeout: After how long a collective gives up: seconds, or a duration (a timedelta;
+            ``0:10:00`` in YAML).
+        debug: True compares what your code communicates over ranks before it happens: an error
+            names both lines where ranks do different things, instead of a hang. Each such call then
+            waits for a message on the host.
+        start_method: How this strategy starts ranks where the cluster environment does not:
+            ``popen`` runs the script again, ``spawn`` and ``fork`` start functions (notebooks,
+            tests).
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Where ranks and addresses come from; None: what Lightning detects.
@@ -155,10 +174,17 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         check_lightning()
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        )
         offload = self.offload = resolve_offload(cpu_offload)
         self.sharding = choose_sharding(
-            sharding_strategy, shard_size, reduce_every_backward, reshard_after_forward, offload.params, optimizer_shard
+            sharding_strategy,
+            shard_size,
+            reduce_every_backward,
+            reshard_after_forward,
+            offload.params,
+            optimizer_shard,
         )
         self.policy = resolve_policy(auto_wrap_policy)
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
@@ -173,9 +199,15 @@ class ShardedDP(ParallelStrategy):
         self._sharding_strategy = sharding_strategy.lower()
         self._start_method: StartMethod = start_method
         self._group = ProcessGroup(
-            self.sharding, process_group_backend, self.timeout, checkpoint_options.timeout, debug=debug
+            self.sharding,
+            process_group_backend,
+            self.timeout,
+            checkpoint_options.timeout,
+            debug=debug,
         )
-        self._checkpoints = Checkpoints(self._group, self._sharding_strategy, state_dict_type, checkpoint_options)
+        self._checkpoints = Checkpoints(
+            self._group, self._sharding_strategy, state_dict_type, checkpoint_options
+        )
         self._restore = Restore(self._group, checkpoint_options)
         self._model_sharding = ModelSharding(
             self._group,
@@ -200,15 +232,19 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copy or a pickle: options and optimizers. Parts leave out what belongs to a process or a run."""
+        """State of a copy or a pickle: options and optimizers.
+
+        Parts leave out what belongs to a process or a run.
+        """
         return {**super().__getstate__(), "_runtime": None}
 
     # -- ranks, devices, the model
 
-    # The Trainer assigns the module here, and then refuses a compiled one, which has a note, to all but three of
-    # Lightning's own strategies. It trains like any other, so the note goes, and Lightning's `to_uncompiled` with it:
-    # each later run without a module of its own looks for the note again.
-    # Rejected: registering as a virtual subclass of one of the three, for which Lightning asks for other reasons too.
+    # The Trainer assigns the module here, and then refuses a compiled one, which has a note, to all
+    # but three of Lightning's own strategies. It trains like any other, so the note goes, and
+    # Lightning's `to_uncompiled` with it: each later run without a module of its own looks for the
+    # note again. Rejected: registering as a virtual subclass of one of the three, for which
+    # Lightning asks for other reasons too.
     @property
     def _lightning_module(self) -> LightningModule | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._connected
@@ -223,13 +259,18 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def trainer(self) -> Trainer | None:
-        """Trainer of the runs; None before it has connected a module, and in a process that has spawned the ranks."""
+        """Trainer of the runs; None before it has connected a module.
+
+        Also None in a process that has spawned the ranks.
+        """
         module = self.lightning_module
         return None if module is None else private.trainer_of(module)
 
     def _trainer_at_work(self) -> Trainer:
         if self.trainer is None:
-            raise RuntimeError("ShardedDP has no module yet: the Trainer connects it when it starts to run")
+            raise RuntimeError(
+                "ShardedDP has no module yet: the Trainer connects it when it starts to run"
+            )
         return self.trainer
 
     @property
@@ -238,14 +279,19 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one rank; Lightning then injects samplers and syncs logged values."""
+        """Whether there are several ranks.
+
+        Lightning then injects samplers and syncs logged values.
+        """
         return self.num_nodes * self.num_processes > 1
 
     @property
     @override
     def root_device(self) -> torch.device:
         if not self.parallel_devices:
-            raise RuntimeError("ShardedDP has no devices yet: the Trainer assigns them when it is made")
+            raise RuntimeError(
+                "ShardedDP has no devices yet: the Trainer assigns them when it is made"
+            )
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -266,8 +312,11 @@ class ShardedDP(ParallelStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # None has to stay None: the Trainer takes anything else as the user's choice, over its own precision argument.
-        self._precision_plugin = None if precision_plugin is None else shard_precision(precision_plugin)
+        # None has to stay None: the Trainer takes anything else as the user's choice, over its own
+        # precision argument.
+        self._precision_plugin = (
+            None if precision_plugin is None else shard_precision(precision_plugin)
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -282,19 +331,23 @@ class ShardedDP(ParallelStrategy):
     @property
     def _environment(self) -> ClusterEnvironment:
         if self.cluster_environment is None:
-            raise RuntimeError("ShardedDP has no cluster environment: the Trainer finds one when it is made")
+            raise RuntimeError(
+                "ShardedDP has no cluster environment: the Trainer finds one when it is made"
+            )
         return self.cluster_environment
 
     @property
     def runtime(self) -> Runtime:
         """The engine of the model; exists from ``setup`` on."""
         if self._runtime is None:
-            raise RuntimeError("ShardedDP has not sharded a model yet: the Trainer does so when it starts to run")
+            raise RuntimeError(
+                "ShardedDP has not sharded a model yet: the Trainer does so when it starts to run"
+            )
         return self._runtime
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """Predicted bytes of this rank, without activations, for an optimizer with two states per element."""
+        """Predicted bytes of this rank without activations, at two optimizer states per element."""
         return plan_memory(
             [progress.unit.costs() for progress in self.runtime.progresses],
             self.sharding,
@@ -310,10 +363,15 @@ class ShardedDP(ParallelStrategy):
         return self.offload.optimizer and not self.offload.params and self.root_device.type != "cpu"
 
     def print_units(self) -> None:
-        """Print what is gathered together, and what each rank stores of it; from ``on_fit_start`` on, on any rank."""
+        """Print what is gathered together, and what each rank stores of it.
+
+        Works from ``on_fit_start`` on, on any rank.
+        """
         runtime = None if self.lightning_module is None else runtime_of(self.lightning_module)
         if runtime is None:
-            raise RuntimeError("ShardedDP has no units yet: the Trainer shards the model when it starts to run")
+            raise RuntimeError(
+                "ShardedDP has no units yet: the Trainer shards the model when it starts to run"
+            )
         print_units(self._sharding_strategy, runtime)
 
     @contextmanager
@@ -325,20 +383,25 @@ class ShardedDP(ParallelStrategy):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
     ) -> Generator[None]:
-        """Surround code that wants whole parameters; all ranks enter it, and what they do inside is up to each.
+        """Surround code that needs whole parameters.
 
-        Inside, modules hold plain parameters of full shape and of the model's own dtype: they can be read, saved,
-        pickled, handed to other libraries, and written to. What rank 0 writes in place is what all ranks have
-        afterwards; what other ranks write is dropped. References that were taken before (by an optimizer) are to the
-        sharded parameters still, and a ``backward()`` to whole ones is an error. It takes memory for all parameters of
-        ``module`` on every rank, and gathers each once. It may be nested, used in any hook, and after a run. Before the
-        model is sharded it does nothing, as parameters are whole then. Inside of a step, modules whose forward is under
-        way hold what they compute with: write to parameters outside of steps.
+        All ranks enter it; what they do inside is up to each.
+
+        Inside, modules hold plain parameters of full shape and of the model's own dtype: they can
+        be read, saved, pickled, handed to other libraries, and written to. What rank 0 writes in
+        place is what all ranks have afterwards; what other ranks write is dropped. References that
+        were taken before (by an optimizer) are to the sharded parameters still, and a
+        ``backward()`` to whole ones is an error. It takes memory for all parameters of ``module``
+        on every rank, and gathers each once. It may be nested, used in any hook, and after a run.
+        Before the model is sharded it does nothing, as parameters are whole then. Inside of a step,
+        modules whose forward is under way hold what they compute with: write to parameters outside
+        of steps.
 
         Args:
             module: The model, a part of it, or a deep copy of either; None: the LightningModule.
             writeback: False drops what was written.
-            rank0_only: Only rank 0 has whole parameters inside; the others hold one at a time while it is gathered.
+            rank0_only: Only rank 0 has whole parameters inside; the others hold one at a time while
+                it is gathered.
             offload_to_cpu: Whole parameters are in host memory.
         """
         model = self.lightning_module
@@ -347,7 +410,13 @@ class ShardedDP(ParallelStrategy):
         if runtime is None or target is None:
             yield
             return
-        with summon(runtime, target, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu):
+        with summon(
+            runtime,
+            target,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+        ):
             yield
 
     # -- a run begins
@@ -357,13 +426,18 @@ class ShardedDP(ParallelStrategy):
         # A shard_size that does not fit fails here, before any process is started.
         self.sharding.topology(self.num_nodes, self.num_processes)
         if self._start_method == "popen":
-            self._launcher = ShardedScriptLauncher(self._environment, self.num_processes, self.num_nodes)
+            self._launcher = ShardedScriptLauncher(
+                self._environment, self.num_processes, self.num_nodes
+            )
         else:
             leave = self._group.explain_and_leave
-            self._launcher = ShardedMultiProcessingLauncher(self, self._start_method, gather_full, leave)
+            materialize = self._model_sharding.materialize
+            self._launcher = ShardedMultiProcessingLauncher(
+                self, self._start_method, gather_full, materialize, leave
+            )
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment, and everything that acts on rank 0 alone, which rank this is."""
+        """Tell the rank to the cluster environment and to everything that acts on rank 0 alone."""
         self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self._environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
@@ -374,15 +448,20 @@ class ShardedDP(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         environment, ranks_per_node = self._environment, self.num_processes
-        self._group.set_up(environment, self.root_device, self.num_nodes, ranks_per_node, self.lightning_module)
+        self._group.set_up(
+            environment, self.root_device, self.num_nodes, ranks_per_node, self.lightning_module
+        )
         if self.trainer is not None:
             self._callbacks.averages.keep_in_place(self.trainer, self.trainer.lightning_module)
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """Surround the building of a module; with ``empty_init=True`` on the meta device, until it is sharded."""
-        with self._model_sharding.building(self.lightning_module, self.precision_plugin, empty_init):
+        """Surround the building of a module.
+
+        With ``empty_init=True`` it is built on the meta device and stays there until it is sharded.
+        """
+        with self._model_sharding.building(self.precision_plugin, empty_init):
             yield
 
     @override
@@ -392,11 +471,15 @@ class ShardedDP(ParallelStrategy):
             private.replace_layers(self, module)
         self._runtime = self._model_sharding.shard(module, self.precision_plugin, self._fitting)
         if self._fitting and self.is_distributed:
-            require_parameters(module)  # as DistributedDataParallel does; whatever else a run does needs none
+            require_parameters(
+                module
+            )  # as DistributedDataParallel does; whatever else a run does needs none
         self._restore.load(self._callbacks.join(trainer, module, self._runtime), module)
         self._restore.load(self._resume.take_kept(module), module)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # tensors made under it could not be used in a later training
+            loop.inference_mode = (
+                False  # tensors made under it could not be used in a later training
+            )
         if self._fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -404,7 +487,9 @@ class ShardedDP(ParallelStrategy):
     def _begin_run(self, trainer: Trainer) -> LightningModule:
         module = self.lightning_module
         if self.accelerator is None or module is None:
-            raise RuntimeError("ShardedDP.setup() needs the accelerator and the module that a Trainer connects")
+            raise RuntimeError(
+                "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
+            )
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
         if self.is_global_zero:
@@ -416,14 +501,21 @@ class ShardedDP(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if private.combined_loader(trainer.fit_loop) is not None:  # asked for by `trainer.estimated_stepping_batches`
+        if (
+            private.combined_loader(trainer.fit_loop) is not None
+        ):  # asked for by `trainer.estimated_stepping_batches`
             if self._callbacks.meet_loaders(trainer):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
                 self._resume.ask_loaders_again(trainer.fit_loop)
         follow_optimizers(parameters_changed)
         for optimizer in () if self.runtime.passthrough else self.optimizers:
-            attach_optimizer(optimizer, self.runtime.parameters_changed, self._offloads_optimizer, self.optimizer_scope)
+            attach_optimizer(
+                optimizer,
+                self.runtime.parameters_changed,
+                self._offloads_optimizer,
+                self.optimizer_scope,
+            )
 
     @override
     def model_to_device(self) -> None:
@@ -462,9 +554,13 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
+        return self._step(
+            "predict_step", self.precision_plugin.predict_step_context(), args, kwargs
+        )
 
-    def _step(self, name: str, precision: AbstractContextManager[Any], args: Any, kwargs: Any) -> Any:
+    def _step(
+        self, name: str, precision: AbstractContextManager[Any], args: Any, kwargs: Any
+    ) -> Any:
         with precision, self.runtime.step(name) as outputs:
             outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
         return outputs[0]
@@ -513,20 +609,27 @@ class ShardedDP(ParallelStrategy):
         return self._group.reduce(tensor, group, reduce_op)
 
     @override
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
         return self._group.gather(tensor, group, sync_grads)
 
     # -- checkpoints
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State of an optimizer for a checkpoint; nothing if not all ranks are there to tell theirs."""
+        """State of an optimizer for a checkpoint; empty if not all ranks can tell theirs."""
         with self._group.explaining():
             return {} if self._guards.is_alone(self.trainer) else super().optimizer_state(optimizer)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint as ``state_dict_type`` says; nothing if not all ranks are there, after an error."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint as ``state_dict_type`` says.
+
+        After an error it writes nothing if not all ranks are there.
+        """
         if self._guards.is_alone(self.trainer):
             return
         names = partial(parameter_names, self.lightning_module, self.optimizers)
@@ -537,12 +640,15 @@ class ShardedDP(ParallelStrategy):
                 self.wait_for_checkpoint()  # nobody else is going to
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no checkpoint is being written any more; raises if the one that was could not be saved."""
+        """Wait until no checkpoint is being written; raises if the last one could not be saved."""
         self._checkpoints.wait()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint, when no save is under way any more, if it lies where this run keeps checkpoints."""
+        """Delete a checkpoint if it lies where this run keeps checkpoints.
+
+        It is deleted when no save is under way any more.
+        """
         if self.is_global_zero:
             self._checkpoints.remove(filepath, self.checkpoint_io, self.trainer)
 
@@ -553,11 +659,15 @@ class ShardedDP(ParallelStrategy):
         return self._checkpoints.find_last(candidates, folders, clears=clears)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of either kind; its random states come into force when training starts."""
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint of either kind; its random states are restored when training starts."""
         with self._group.explaining():
             self.wait_for_checkpoint()
-            checkpoint = self._restore.open(self.broadcast(checkpoint_path), weights_only, self.checkpoint_io)
+            checkpoint = self._restore.open(
+                self.broadcast(checkpoint_path), weights_only, self.checkpoint_io
+            )
         self._resume.take(checkpoint, self._fitting)
         module = self.lightning_module
         if module is not None and runtime_of(module) is not None:
@@ -566,10 +676,17 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the model's part of a checkpoint; what callbacks load after it waits for shards as well."""
+        """Load the model's part of a checkpoint.
+
+        What callbacks load after it waits for shards as well.
+        """
         trainer = self._trainer_at_work()
-        self._restore.load_model(trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting)
-        self._callbacks.averages.await_shards(trainer, trainer.lightning_module, self.checkpoint_options.cast)
+        self._restore.load_model(
+            trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting
+        )
+        self._callbacks.averages.await_shards(
+            trainer, trainer.lightning_module, self.checkpoint_options.cast
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -585,12 +702,14 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """Let Lightning's parts go; shards and process group stay, so that saving and another run still work."""
+        """Release Lightning's parts.
+
+        Shards and process group stay, so that saving and another run still work.
+        """
         self._guards.end_run(self.trainer)
         self._resume.end_run()
         if self.trainer is not None:
             self._callbacks.leave(self.trainer, self.trainer.lightning_module)
-        self._model_sharding.forget()
         self._environment.teardown()
         leave_loopback()
         self.precision_plugin.teardown()
@@ -598,5 +717,9 @@ class ShardedDP(ParallelStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.wait_for_checkpoint()
-        if self._group.current is not None and self.trainer is not None and not self.trainer.interrupted:
+        if (
+            self._group.current is not None
+            and self.trainer is not None
+            and not self.trainer.interrupted
+        ):
             self._group.current.give_back()

@@ -26,7 +26,8 @@ from shardeddp.lightning.api import (
     sized_len,
 )
 
-# -- Ranks with different numbers of batches to evaluate: each goes through its own, and then takes part in the rest
+# -- Ranks with different numbers of batches to evaluate: each goes through its own, and then takes
+#    part in the rest
 
 
 class UnevenEvaluation:
@@ -39,10 +40,12 @@ class UnevenEvaluation:
 
     def __init__(self, mesh: Mesh, agreement: OrderAgreement) -> None:
         self._mesh, self._agreement = mesh, agreement
-        self._restore: Callable[[], None] | None = None  # the ends of the loop, which wait for all ranks
+        self._restore: Callable[[], None] | None = (
+            None  # the ends of the loop, which wait for all ranks
+        )
 
     def begin(self, trainer: Trainer) -> None:
-        """Let each rank have as many batches as it has, if their numbers differ, or are not known."""
+        """Let each rank run through its own batches if their numbers differ or are unknown."""
         loop = _loop_of(trainer)
         if private.combined_loader(loop) is None or not self._agreement.gathers:
             return
@@ -76,22 +79,27 @@ def _loop_of(trainer: Trainer) -> Any:
 
 def _lengths(loop: Any) -> Iterator[int | None]:
     """Batches of each loader; None where it cannot tell, or is made of what it iterates over."""
-    for loader, limit in zip(private.combined_loader(loop).flattened, loop.max_batches, strict=True):
+    for loader, limit in zip(
+        private.combined_loader(loop).flattened, loop.max_batches, strict=True
+    ):
         length = sized_len(loader)
         yield None if length is None or has_iterable_dataset(loader) else int(min(length, limit))
 
 
-# -- Ranks with different numbers of batches to train on: an error, an end of the epoch for all, or batches repeated
+# -- Ranks with different numbers of batches to train on: an error, an end of the epoch for all, or
+#    batches repeated
 
 
 class EvenTraining:
-    """Keeps ranks together whose training loaders have different numbers of batches, in one run of a Trainer.
+    """Keeps ranks with different numbers of training batches together, in one run of a Trainer.
 
-    Numbers that loaders know are compared when they are there. Where a loader does not know its own, ranks tell each
-    other before each batch whether it is their last, and wait for the answer: what Lightning does next depends on it.
+    Numbers that loaders know are compared when they are there. Where a loader does not know its
+    own, ranks tell each other before each batch whether it is their last, and wait for the answer:
+    what Lightning does next depends on it.
 
-    A rank that joins others with no batch of its own goes through all that a batch does, with the last that it had:
-    whatever the module communicates meets what the others communicate. Its loss has no weight (:meth:`weigh`).
+    A rank that joins others with no batch of its own goes through all that a batch does, with the
+    last that it had: whatever the module communicates meets what the others communicate. Its loss
+    has no weight (:meth:`weigh`).
 
     Args:
         mesh: All ranks.
@@ -100,14 +108,18 @@ class EvenTraining:
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
         self._mesh, self._choice = mesh, choice
-        self._own: float = inf  # batches of this rank; those of a loader that cannot tell are infinite
+        self._own: float = (
+            inf  # batches of this rank; those of a loader that cannot tell are infinite
+        )
         self._differ = False  # those of ranks
         self._asks = False  # before each batch, as not all ranks know theirs
-        self._repeats = False  # the batch at work has been trained on before, or belongs to no epoch
+        self._repeats = (
+            False  # the batch at work has been trained on before, or belongs to no epoch
+        )
         self._over: bool | None = None  # what ranks have agreed on already of the batch that comes
 
     def align(self, trainer: Trainer) -> bool:
-        """Compare how many batches ranks have, and let all of them count with the same number; a collective.
+        """Compare the ranks' numbers of batches; make all count with the same one; a collective.
 
         Args:
             trainer: Whose training loaders are there.
@@ -121,13 +133,17 @@ class EvenTraining:
         loop = trainer.fit_loop
         loader = private.combined_loader(loop)
         length = None if loader is None else sized_len(loader)
-        asks = length is None or any(map(has_iterable_dataset, loader.flattened if loader is not None else ()))
+        asks = length is None or any(
+            map(has_iterable_dataset, loader.flattened if loader is not None else ())
+        )
         answers = all_gather_bytes(json.dumps([length, asks]).encode(), self._mesh.control)
         told: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
         counts = [inf if count is None else count for count, _ in told]
         self._own = inf if asks else counts[self._mesh.rank]
         self._asks = any(asks for _, asks in told)
-        self._differ = len(set(counts)) > 1 and (self._asks or not _ends_before(trainer, min(counts)))
+        self._differ = len(set(counts)) > 1 and (
+            self._asks or not _ends_before(trainer, min(counts))
+        )
         if not self._differ:
             return False
         self._refuse([f"{count:g}" if count < inf else "an unknown number" for count in counts])
@@ -143,12 +159,15 @@ class EvenTraining:
         fetcher = private.data_fetcher(trainer.fit_loop)
         if isinstance(fetcher, PrefetchDataFetcher):
             if (self._asks or self._differ) and not isinstance(fetcher, WatchedFetcher):
-                watched = WatchedFetcher(fetcher, lambda: self._goes_on_without(trainer), self._mesh.rank)
+                watched = WatchedFetcher(
+                    fetcher, lambda: self._goes_on_without(trainer), self._mesh.rank
+                )
                 private.replace_data_fetcher(trainer.fit_loop, watched)
         elif self._choice == "join" and (self._asks or self._differ):
             raise ConfigurationError(
-                "uneven_batches='join' cannot give a batch again to a training_step(self, dataloader_iter), which "
-                "takes its batches itself: write training_step(self, batch, batch_idx), or use 'min'"
+                "uneven_batches='join' cannot give a batch again to a training_step(self, "
+                "dataloader_iter), which takes its batches itself: write training_step(self, "
+                "batch, batch_idx), or use 'min'"
             )
 
     def begin_batch(self, trainer: Trainer) -> None:
@@ -159,7 +178,9 @@ class EvenTraining:
             self.begin(trainer)
         fetcher = private.data_fetcher(trainer.fit_loop)
         watched = fetcher if isinstance(fetcher, WatchedFetcher) else None
-        self._repeats = self._differ and (ready > self._own or (watched is not None and watched.repeats))
+        self._repeats = self._differ and (
+            ready > self._own or (watched is not None and watched.repeats)
+        )
         if self._over is not None:
             over, self._over = self._over, None
         elif self._asks:
@@ -179,7 +200,9 @@ class EvenTraining:
     def _goes_on_without(self, trainer: Trainer) -> bool:
         """Whether this rank, which has no batch, is to go on with one that it has had."""
         if self._asks:
-            self._over = self._agree("none", trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1)
+            self._over = self._agree(
+                "none", trainer.fit_loop.epoch_loop.batch_progress.current.ready + 1
+            )
             if self._over is None:
                 return False
         return self._choice == "join"
@@ -188,12 +211,16 @@ class EvenTraining:
         """Whether the epoch ends with a batch; None if no rank has one.
 
         Args:
-            mine: What this rank has of it: ``more`` batches after it, none (it is the ``last``), or not even this one.
+            mine: What this rank has of it: ``more`` batches after it, none (it is the ``last``), or
+                not even this one.
             ready: Its number, from 1.
         """
         if not agree_on_any([mine != "more"], self._mesh.control)[0]:
             return False
-        told = [json.loads(text) for text in all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)]
+        told = [
+            json.loads(text)
+            for text in all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)
+        ]
         if set(told) == {"none"}:
             return None
         if len(set(told)) > 1:
@@ -203,16 +230,20 @@ class EvenTraining:
         return self._choice != "join" or "more" not in told
 
     def _refuse(self, counts: Sequence[str], *, too_late: bool = False) -> None:
-        """Raise where different numbers are not wanted, or nobody can stop any more before the batch that some lack."""
+        """Raise where different numbers are not wanted, or it is too late to stop.
+
+        It is too late when nobody can stop any more before the batch that some lack.
+        """
         if self._choice == "join" or (self._choice == "min" and not too_late):
             return
         listed = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
         reason = ", and a loader that has ended has not said so before" if too_late else ""
         raise ConfigurationError(
-            f"ranks have different numbers of batches to train on: {listed}{reason}. A step takes all ranks, so "
-            f"training cannot go on when one has no batch left. Give every rank the same number (a DistributedSampler "
-            f"with drop_last=True, or limit_train_batches), or set ShardedDP(uneven_batches='min') to end each epoch "
-            f"on all ranks with the first that has none left, or 'join' to end it with the last"
+            f"ranks have different numbers of batches to train on: {listed}{reason}. A step takes "
+            f"all ranks, so training cannot go on when one has no batch left. Give every rank the "
+            f"same number (a DistributedSampler with drop_last=True, or limit_train_batches), or "
+            f"set ShardedDP(uneven_batches='min') to end each epoch on all ranks with the first "
+            f"that has none left, or 'join' to end it with the last"
         )
 
 
@@ -225,7 +256,9 @@ class WatchedFetcher(PrefetchDataFetcher):
         rank: This rank.
     """
 
-    def __init__(self, fetcher: PrefetchDataFetcher, goes_on: Callable[[], bool], rank: int) -> None:
+    def __init__(
+        self, fetcher: PrefetchDataFetcher, goes_on: Callable[[], bool], rank: int
+    ) -> None:
         vars(self).update(vars(fetcher))
         self._goes_on, self._rank = goes_on, rank
         self._last: Any = None
@@ -255,8 +288,8 @@ class WatchedFetcher(PrefetchDataFetcher):
             self._last = next(iter(self.combined_loader), None)
         if self._last is None:
             raise RuntimeError(
-                f"rank {self._rank} has no batch at all in this epoch, and uneven_batches='join' repeats a rank's last "
-                f"one: give every rank one batch at least, or use 'min'"
+                f"rank {self._rank} has no batch at all in this epoch, and uneven_batches='join' "
+                f"repeats a rank's last one: give every rank one batch at least, or use 'min'"
             )
         return self._last
 
@@ -267,9 +300,15 @@ class WatchedFetcher(PrefetchDataFetcher):
 
 
 def _ends_before(trainer: Trainer, count: float) -> bool:
-    """Whether training is known to end by its number of steps before any rank has used up a number of batches."""
-    accumulates = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer))
+    """Whether training is known to reach its last step before a rank uses up ``count`` batches."""
+    accumulates = any(
+        isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)
+    )
     if trainer.max_steps < 0 or accumulates or not trainer.lightning_module.automatic_optimization:
         return False
     steps = trainer.max_steps - trainer.global_step
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready + steps * trainer.accumulate_grad_batches <= count
+    return (
+        trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        + steps * trainer.accumulate_grad_batches
+        <= count
+    )

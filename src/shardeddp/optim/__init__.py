@@ -1,1 +1,4 @@
-"""Optimizers on shards: local elements for element-wise ones, whole parameters on one rank for others, clipping."""
+"""Optimizers on shards, and clipping.
+
+Element-wise ones step on local elements, others on whole parameters on one rank each.
+"""

@@ -1,11 +1,12 @@
-"""Attachment of optimizers to sharded parameters; what each steps on follows from its scope (`scope.py`).
+"""Attachment of optimizers to sharded parameters; scope (`scope.py`) decides what each steps on.
 
 - ``element``: :class:`LocalStep`, on this rank's elements (`local_step.py`).
 - ``parameter``: :class:`OwnedStep`, on whole parameters, each on one rank (`owned_step.py`).
-- ``model``, or unknown: :class:`GlobalStep`, on the sharded tensors themselves, whose operations give global answers:
-  right, and slow.
+- ``model``, or unknown: :class:`GlobalStep`, on the sharded tensors themselves, whose operations
+  give global answers: right, and slow.
 
-The first two put plain tensors in the optimizer's hands while it steps, and take them back (`swapped_step.py`).
+The first two put plain tensors in the optimizer's hands while it steps, and take them back
+(`swapped_step.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from types import MethodType
 from typing import Any
 
 from torch import optim
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
@@ -52,7 +56,8 @@ _followed: list[Any] = []  # handles of the hooks of every optimizer
 def follow_optimizers(on_step: OnStep) -> None:
     """Follow the optimizers that nobody attaches, from now on; calling it again does nothing.
 
-    One that is made inside of a step is given what modules hold there. It steps on the sharded parameters instead.
+    One that is made inside of a step is given what modules hold there. It steps on the sharded
+    parameters instead.
 
     Args:
         on_step: Called after each of their steps with the parameters that have changed.
@@ -82,14 +87,21 @@ def attach_optimizer(
         stated: What the user says about the scopes of classes, by their names or import paths.
 
     Raises:
-        ConfigurationError: It cannot work on sharded parameters, or is to be offloaded and is not element-wise.
+        ConfigurationError: It cannot work on sharded parameters, or is to be offloaded and is not
+            element-wise.
     """
     _attached.add(optimizer)
-    sharded = [it for group in optimizer.param_groups for it in group["params"] if isinstance(it, ShardTensor)]
+    sharded = [
+        it
+        for group in optimizer.param_groups
+        for it in group["params"]
+        if isinstance(it, ShardTensor)
+    ]
     if sharded:
         refuse(optimizer)
     if "_optimizer_step_post_hooks" not in vars(optimizer):
-        # A wrapper that has not called Optimizer.__init__. What it writes to sharded tensors notes itself.
+        # A wrapper that has not called Optimizer.__init__. What it writes to sharded tensors notes
+        # itself.
         if sharded:
             _warn_unknown(optimizer, sharded[0])
         return
@@ -103,9 +115,10 @@ def attach_optimizer(
     if offload:
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise ConfigurationError(
-            f"cpu_offload cannot take the states of {type(optimizer).__name__} off the device: expected an optimizer "
-            f"that is known to treat each element by itself ({known}). If this one does, say so: "
-            f"ShardedDP(optimizer_scope={{'{type(optimizer).__name__}': 'element'}})"
+            f"cpu_offload cannot take the states of {type(optimizer).__name__} off the device: "
+            f"expected an optimizer that is known to treat each element by itself ({known}). If "
+            f"this one does, say so: ShardedDP(optimizer_scope={{'{type(optimizer).__name__}': "
+            f"'element'}})"
         )
     # Shards that live on the host do not travel through the device's collectives.
     if scope == "parameter" and sharded and not sharded[0].spec.offloaded:
@@ -121,11 +134,13 @@ def _warn_unknown(optimizer: optim.Optimizer, sharded: ShardTensor) -> None:
         return
     name = type(optimizer).__name__
     warnings.warn(
-        f"nothing is known about the optimizer {type(optimizer).__module__}.{name}, so its steps are made on whole "
-        f"values: the result is right, and each of its operations that is not element-wise gathers its tensor, in "
-        f"every step, on all ranks. If the new value of an element depends on nothing but the element, its gradient "
-        f"and its states, say ShardedDP(optimizer_scope={{'{name}': 'element'}}): its step communicates nothing, as "
-        f"AdamW's. If it depends on the element's parameter, but on no other parameter (a norm of it, a factored "
-        f"state, a matrix product), say 'parameter': each rank then steps a part of the parameters",
+        f"nothing is known about the optimizer {type(optimizer).__module__}.{name}, so its steps "
+        f"are made on whole values: the result is right, and each of its operations that is not "
+        f"element-wise gathers its tensor, in every step, on all ranks. If the new value of an "
+        f"element depends on nothing but the element, its gradient and its states, say "
+        f"ShardedDP(optimizer_scope={{'{name}': 'element'}}): its step communicates nothing, as "
+        f"AdamW's. If it depends on the element's parameter, but on no other parameter (a norm of "
+        f"it, a factored state, a matrix product), say 'parameter': each rank then steps a part of "
+        f"the parameters",
         stacklevel=2,
     )

@@ -21,32 +21,45 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
     """
     gradients = list(gradients)
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardTensor)]
-    parts = [torch.linalg.vector_norm(plain, norm_type) for plain in gradients if not isinstance(plain, ShardTensor)]
+    parts = [
+        torch.linalg.vector_norm(plain, norm_type)
+        for plain in gradients
+        if not isinstance(plain, ShardTensor)
+    ]
     if sharded:
         parts += norms(sharded, norm_type)
     if not parts:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].dtype) for part in parts]), norm_type)
+    return torch.linalg.vector_norm(
+        torch.stack([part.to(parts[0].dtype) for part in parts]), norm_type
+    )
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients so that their global norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Scale gradients to a global norm of at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` does.
 
     Returns:
         The norm before clipping, 0-dim, equal on all ranks.
 
     Raises:
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; nothing has been changed.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; nothing has been
+            changed.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = total_norm(gradients, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"the global gradient norm of order {norm_type} is {norm.item()}; no gradient has been clipped. Look for "
-            f"the batch or the layer that overflows, or pass error_if_nonfinite=False to go on"
+            f"the global gradient norm of order {norm_type} is {norm.item()}; no gradient has been "
+            f"clipped. Look for the batch or the layer that overflows, or pass "
+            f"error_if_nonfinite=False to go on"
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     locals_ = [_local(gradient) for gradient in gradients]

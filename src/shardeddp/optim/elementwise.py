@@ -16,7 +16,8 @@ from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, Swappe
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import outside_of
 
-# -- Local parameters: tensors that an element-wise optimizer steps on, on the device or in host memory
+# -- Local parameters: tensors that an element-wise optimizer steps on, on the device or in host
+#    memory
 
 
 class LocalParameters(ABC):
@@ -27,7 +28,9 @@ class LocalParameters(ABC):
         """The local parameter; always the same object for a parameter."""
 
     @abstractmethod
-    def gradient_of(self, local: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def gradient_of(
+        self, local: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """The gradient of a local parameter, from this rank's part of the sharded one's."""
 
     @abstractmethod
@@ -45,7 +48,9 @@ class DeviceShards(LocalParameters):
     def of(self, parameter: torch.Tensor) -> torch.Tensor:  # noqa: D102
         return parameter.raw_local if isinstance(parameter, ShardTensor) else parameter
 
-    def gradient_of(self, local: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:  # noqa: D102
+    def gradient_of(  # noqa: D102
+        self, local: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
         return gradient
 
     def begin_step(self) -> None:  # noqa: D102
@@ -58,13 +63,18 @@ class DeviceShards(LocalParameters):
 class HostCopies(LocalParameters):
     """Copies in host memory: gradients are copied there before a step, parameters back after it.
 
-    DeepSpeed's ZeRO-Offload (https://arxiv.org/abs/2101.06840) keeps the states there in the same way. Copies are
-    pinned where there is a device that copies from them, and all of a step's travel before one wait for them.
+    DeepSpeed's ZeRO-Offload (https://arxiv.org/abs/2101.06840) keeps the states there in the same
+    way. Copies are pinned where there is a device that copies from them, and all of a step's travel
+    before one wait for them.
     """
 
     def __init__(self) -> None:
-        self._copies: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # by local parameter; with its version
-        self._gradients: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}  # by copy: (there, here)
+        self._copies: dict[
+            torch.Tensor, tuple[torch.Tensor, int]
+        ] = {}  # by local parameter; with its version
+        self._gradients: dict[
+            torch.Tensor, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # by copy: (there, here)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:  # noqa: D102
         if not isinstance(parameter, ShardTensor):
@@ -74,7 +84,9 @@ class HostCopies(LocalParameters):
             self._copies[local] = (empty_on_host(local, local.device), -1)
         return self._copies[local][0]
 
-    def gradient_of(self, local: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:  # noqa: D102
+    def gradient_of(  # noqa: D102
+        self, local: torch.Tensor, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
         if gradient is None:
             self._gradients.pop(local, None)
             return None
@@ -97,7 +109,10 @@ class HostCopies(LocalParameters):
         for local, (copy, _) in self._copies.items():
             if copy in self._gradients:
                 local.copy_(copy, non_blocking=True)
-                self._copies[local] = copy, local._version + 1  # `parameters_changed` counts one more version
+                self._copies[local] = (
+                    copy,
+                    local._version + 1,
+                )  # `parameters_changed` counts one more version
 
     def _wait(self) -> None:
         if any(local.is_cuda for local in self._copies):
@@ -106,8 +121,9 @@ class HostCopies(LocalParameters):
 
 # -- LocalStep: an element-wise optimizer steps on this rank's elements, in plain 1D tensors
 #
-# It does the same to every element whatever surrounds it, so all ranks' steps together are the step on the parameters.
-# It steps on the *local parameter* of a sharded one: a 1D view of the main shard, or a copy of that in host memory.
+# It does the same to every element whatever surrounds it, so all ranks' steps together are the step
+# on the parameters. It steps on the *local parameter* of a sharded one: a 1D view of the main
+# shard, or a copy of that in host memory.
 
 # Those with a fused kernel for the CPU, several times as fast as the others there.
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
@@ -119,7 +135,8 @@ class LocalStep(SwappedStep):
     Args:
         optimizer: An element-wise optimizer over (some) sharded parameters.
         on_step: Called after each step.
-        offload: Step in host memory, on copies of parameters and gradients, and keep the states there.
+        offload: Step in host memory, on copies of parameters and gradients, and keep the states
+            there.
     """
 
     _states: LocalStates
@@ -128,15 +145,21 @@ class LocalStep(SwappedStep):
         self._offload = offload
         self._local_parameters = HostCopies() if offload else DeviceShards()
         self._groups: list[_GroupLocalParameters] = []
-        # torch's own do not ask whether a parameter requires a gradient; others may leave out one that does not.
+        # torch's own do not ask whether a parameter requires a gradient; others may leave out one
+        # that does not.
         self._marks_trained = type(optimizer) not in ELEMENTWISE
         super().__init__(optimizer, on_step)
 
-    def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
+    def _swap_in(
+        self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
+    ) -> list[list[torch.Tensor]]:
         if len(self._groups) != len(groups):
             self._groups = [_GroupLocalParameters(self._local_parameters) for _ in groups]
             self._prefer_fused()
-        found = [each.follow(its, known) for each, its, known in zip(self._groups, groups, gradients, strict=True)]
+        found = [
+            each.follow(its, known)
+            for each, its, known in zip(self._groups, groups, gradients, strict=True)
+        ]
         self._local_parameters.begin_step()
         if self._marks_trained:
             self._require_grad(groups, True)
@@ -155,14 +178,21 @@ class LocalStep(SwappedStep):
     def _require_grad(self, groups: list[list[torch.Tensor]], required: bool) -> None:
         for parameter in (it for group in groups for it in group):
             if isinstance(parameter, ShardTensor):
-                self._local_parameters.of(parameter).requires_grad_(required and parameter.requires_grad)
+                self._local_parameters.of(parameter).requires_grad_(
+                    required and parameter.requires_grad
+                )
 
     def _prefer_fused(self) -> None:
-        """Let an optimizer that has been taken off the device use torch's fused kernel for the host, unless told."""
+        """Use torch's fused host kernel for an optimizer taken off the device, unless told."""
         for group in self._optimizer.param_groups:
-            untold = group.get("foreach") is None and not group.get("fused") and not group.get("differentiable")
+            untold = (
+                group.get("foreach") is None
+                and not group.get("fused")
+                and not group.get("differentiable")
+            )
             taken_off = any(
-                parameter.device != self._local_parameters.of(parameter).device for parameter in group["params"]
+                parameter.device != self._local_parameters.of(parameter).device
+                for parameter in group["params"]
             )
             if type(self._optimizer) in _FUSED_ON_HOST and untold and (self._offload or taken_off):
                 group["fused"] = True
@@ -188,24 +218,31 @@ class LocalStates(OutsideStates):
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         parameter = outside_of(parameter)
         local = self._local_parameters.of(parameter)
-        self.inside[local] = {name: _as_local(name, value, parameter, local.device) for name, value in state.items()}
+        self.inside[local] = {
+            name: _as_local(name, value, parameter, local.device) for name, value in state.items()
+        }
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         del self.inside[self._local_parameters.of(outside_of(parameter))]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
         return (parameter for parameter in parameters if parameter in self)
 
     def __len__(self) -> int:
         return len(self.inside)
 
     def __contains__(self, parameter: object) -> bool:
-        return isinstance(parameter, torch.Tensor) and self._local_parameters.of(outside_of(parameter)) in self.inside
+        return (
+            isinstance(parameter, torch.Tensor)
+            and self._local_parameters.of(outside_of(parameter)) in self.inside
+        )
 
 
 class _StateView(dict[str, Any]):
-    """One parameter's states as sharded tensors; what is assigned or removed here reaches the optimizer."""
+    """One parameter's states as sharded tensors; assignments and removals reach the optimizer."""
 
     def __init__(self, state: Mapping[str, Any], parameter: torch.Tensor | None = None) -> None:
         self._state = state
@@ -234,13 +271,19 @@ class _StateView(dict[str, Any]):
 
 def _as_sharded(value: Any, parameter: torch.Tensor | None) -> Any:
     """A state of a local parameter as a state of the sharded parameter."""
-    if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or isinstance(value, ShardTensor):
+    if (
+        not isinstance(parameter, ShardTensor)
+        or not isinstance(value, torch.Tensor)
+        or isinstance(value, ShardTensor)
+    ):
         return value
     is_local = value.dim() == 1 and value.numel() == parameter.spec.interval.numel
     return ShardTensor(value, parameter.spec) if is_local else value
 
 
-def _as_local(name: str, value: Any, parameter: torch.Tensor | None, device: torch.device | None = None) -> Any:
+def _as_local(
+    name: str, value: Any, parameter: torch.Tensor | None, device: torch.device | None = None
+) -> Any:
     """A state of a sharded parameter, sharded itself or full, as a state of its local parameter.
 
     Args:
@@ -249,7 +292,11 @@ def _as_local(name: str, value: Any, parameter: torch.Tensor | None, device: tor
         parameter: The sharded parameter.
         device: Where the optimizer steps on it; None: where the state is.
     """
-    if not isinstance(parameter, ShardTensor) or not isinstance(value, torch.Tensor) or name in SCALAR_STATES:
+    if (
+        not isinstance(parameter, ShardTensor)
+        or not isinstance(value, torch.Tensor)
+        or name in SCALAR_STATES
+    ):
         return value
     if isinstance(value, ShardTensor):
         return value.to_local().to(device)
@@ -259,16 +306,18 @@ def _as_local(name: str, value: Any, parameter: torch.Tensor | None, device: tor
 
 
 class _GroupLocalParameters:
-    """The local parameters of one parameter group, with the gradients that its sharded parameters have.
+    """The local parameters of a parameter group, with the gradients of its sharded parameters.
 
-    What they were made from is remembered: in the steady state every gradient is the object that it was in the step
-    before, and following a thousand parameters costs a thousand comparisons.
+    What they were made from is remembered: in the steady state every gradient is the object that it
+    was in the step before, and following a thousand parameters costs a thousand comparisons.
     """
 
     def __init__(self, local_parameters: LocalParameters) -> None:
         self._local_parameters = local_parameters
         self._parameters: list[torch.Tensor] = []
-        self._parts: list[torch.Tensor | None] = []  # of their gradients; not those themselves, see GroupGradients
+        self._parts: list[
+            torch.Tensor | None
+        ] = []  # of their gradients; not those themselves, see GroupGradients
         self._local: list[torch.Tensor] = []
 
     def follow(self, parameters: list[torch.Tensor], gradients: Gradients) -> list[torch.Tensor]:

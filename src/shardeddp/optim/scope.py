@@ -1,4 +1,4 @@
-"""Scope of an optimizer: what the new value of an element depends on, and so what its step has to see."""
+"""Scope of an optimizer: what an element's new value depends on, and so what a step has to see."""
 
 from __future__ import annotations
 
@@ -37,17 +37,28 @@ KNOWN: dict[type, Scope] = {
 }
 """Of torch's own optimizers."""
 
-# What a subclass may have without being another optimizer: it says how one is made, not what a step does.
+# What a subclass may have without being another optimizer: it says how one is made, not what a step
+# does.
 _HARMLESS = {
-    *("__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__slots__", "__weakref__", "__dict__"),
+    *(
+        "__init__",
+        "__module__",
+        "__qualname__",
+        "__doc__",
+        "__annotations__",
+        "__slots__",
+        "__weakref__",
+        "__dict__",
+    ),
     *("__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"),
 }
 
 
 def scope_of(kind: type, stated: Mapping[str, Scope] | None = None) -> Scope | None:
-    """The scope of an optimizer's class; None where nothing is known, and ``model`` is to be assumed.
+    """The scope of an optimizer's class; None where unknown: then ``model`` is to be assumed.
 
-    Known are torch's own classes, subclasses of them that change nothing but how they are made, and what the user says.
+    Known are torch's own classes, subclasses of them that change nothing but how they are made, and
+    what the user says.
 
     Args:
         kind: The class.
@@ -70,7 +81,7 @@ def _steps_as_its_parent(kind: type) -> bool:
 
 
 def _is_hook_of_torch(kind: type) -> bool:
-    """Whether ``step`` is there only because torch wraps that of every class which is made, in the class itself."""
+    """Whether ``step`` is only torch's wrapper, which torch puts into every class that is made."""
     step = vars(kind)["step"]
     inherited = inspect.getattr_static(kind.__base__, "step", None)
     return (
@@ -100,14 +111,16 @@ def refuse(optimizer: Any) -> None:
     kind = type(optimizer)
     if any(f"{ancestor.__module__}.".startswith(_DISTRIBUTED) for ancestor in kind.__mro__):
         raise ConfigurationError(
-            f"{kind.__module__}.{kind.__qualname__} divides parameters among ranks or averages over them by itself, "
-            f"which ShardedDP does already: both together would step on wrong values. Return the optimizer inside of "
-            f"it (such as torch.optim.AdamW) from configure_optimizers: its states will be sharded, with "
+            f"{kind.__module__}.{kind.__qualname__} divides parameters among ranks or averages "
+            f"over them by itself, which ShardedDP does already: both together would step on wrong "
+            f"values. Return the optimizer inside of it (such as torch.optim.AdamW) from "
+            f"configure_optimizers: its states will be sharded, with "
             f"sharding_strategy='shard_optimizer' they and nothing else"
         )
     if any(ancestor is optim.SparseAdam for ancestor in kind.__mro__):
         raise ConfigurationError(
-            f"{kind.__qualname__} steps on sparse gradients, expected an optimizer for dense ones: gradients of "
-            f"sharded parameters are averaged over ranks, and come dense, also those of an embedding with sparse=True. "
-            f"Use torch.optim.Adam; it moves rows without a gradient as well, as long as they have momentum"
+            f"{kind.__qualname__} steps on sparse gradients, expected an optimizer for dense ones: "
+            f"gradients of sharded parameters are averaged over ranks, and come dense, also those "
+            f"of an embedding with sparse=True. Use torch.optim.Adam; it moves rows without a "
+            f"gradient as well, as long as they have momentum"
         )

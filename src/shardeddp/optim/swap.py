@@ -1,4 +1,4 @@
-"""Swapped step: for the time of its step, an optimizer holds plain tensors in place of sharded parameters."""
+"""Swapped step: while it steps, an optimizer holds plain tensors instead of sharded parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnStep = Callable[[list[ShardTensor]], None]
 
 
 class OutsideStates(MutableMapping[torch.Tensor, State]):
-    """What an optimizer's states look like outside of its step: by sharded parameter, as sharded tensors."""
+    """Optimizer states as seen outside of a step: by sharded parameter, as sharded tensors."""
 
     inside: MutableMapping[Any, State]
     """What the optimizer itself keeps, by the plain tensor that it steps on."""
@@ -34,11 +34,13 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
         self.inside = defaultdict(dict)
 
     def tell(self) -> None:
-        """A step has ended, on all ranks: let them know of each other's states what they have to."""
+        """A step has ended on all ranks: tell them what they need of each other's states."""
 
 
 class SwappedStep(ABC):
-    """Swaps an optimizer's parameters, gradients and states while it steps; outside of it nobody sees other ones.
+    """Swaps an optimizer's parameters, gradients and states while it steps.
+
+    Nobody sees the swapped ones outside of the step.
 
     Args:
         optimizer: An optimizer over (some) sharded parameters.
@@ -48,7 +50,9 @@ class SwappedStep(ABC):
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
         self._optimizer = optimizer
         self._on_step = on_step
-        self._sharded: list[list[torch.Tensor]] | None = None  # the groups' own lists while plain ones are in place
+        self._sharded: list[list[torch.Tensor]] | None = (
+            None  # the groups' own lists while plain ones are in place
+        )
         self._stepped: list[ShardTensor] = []  # what the step under way changes
         self._adopt_state(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
@@ -62,8 +66,10 @@ class SwappedStep(ABC):
         self._surround_step(optimizer)
 
     @abstractmethod
-    def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
-        """The plain tensors that the parameters of every group stand for, filled, with these gradients."""
+    def _swap_in(
+        self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
+    ) -> list[list[torch.Tensor]]:
+        """The filled plain tensors for the parameters of every group, with these gradients."""
 
     @abstractmethod
     def _bring_back(self) -> None:
@@ -71,7 +77,10 @@ class SwappedStep(ABC):
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Give back what the step was lent; also after one that failed at any point, perhaps on this rank alone."""
+        """Give back what the step was lent, also after a failed step.
+
+        The step may have failed at any point, perhaps on this rank alone.
+        """
 
     @abstractmethod
     def _outside(self, optimizer: optim.Optimizer) -> OutsideStates:
@@ -85,7 +94,8 @@ class SwappedStep(ABC):
         closure = kwargs.pop("closure", None) or (args[1] if len(args) > 1 else None)
         loss = None
         if closure is not None:
-            # Before the swap: what the closure calls (clipping, user hooks) is to see the sharded parameters.
+            # Before the swap: what the closure calls (clipping, user hooks) is to see the sharded
+            # parameters.
             with torch.enable_grad():
                 loss = closure()
         self._enter()
@@ -100,12 +110,17 @@ class SwappedStep(ABC):
         stepped, self._stepped = self._stepped, []
         _keep_gradients(optimizer, stepped)
         if stepped and stepped[0].spec.mesh.owners.size > 1:
-            stepped[0].spec.mesh.written.note_options(type(optimizer).__name__, optimizer.param_groups)
+            stepped[0].spec.mesh.written.note_options(
+                type(optimizer).__name__, optimizer.param_groups
+            )
         self._on_step(stepped)
         self._states.tell()
 
     def _surround_step(self, optimizer: optim.Optimizer) -> None:
-        """Swap behind the hooks that users have set by now, and undo it where a step fails: no hook is told of that."""
+        """Swap after the hooks that users have set by now; undo the swap if the step fails.
+
+        No hook is told of a failure.
+        """
         step: Any = optimizer.step
 
         @functools.wraps(step.__func__ if isinstance(step, MethodType) else step)
@@ -121,12 +136,18 @@ class SwappedStep(ABC):
         optimizer.step = MethodType(surrounded, optimizer)  # type: ignore[method-assign]
 
     def _give_up(self) -> None:
-        """Leave a step that has failed: what it wrote to shards stays, as without sharding; what to copies is lost."""
+        """Leave a failed step: what it wrote to shards stays, as without sharding.
+
+        What it wrote to copies is lost.
+        """
         if self._sharded is not None:
             self._leave()
-            # On all ranks alike, whichever of them have written to theirs: what was gathered is gathered anew.
+            # On all ranks alike, whichever of them have written to theirs: what was gathered is
+            # gathered anew.
             held = [it for group in self._optimizer.param_groups for it in group["params"]]
-            torch.autograd.graph.increment_version([it.raw_local for it in held if isinstance(it, ShardTensor)])
+            torch.autograd.graph.increment_version(
+                [it.raw_local for it in held if isinstance(it, ShardTensor)]
+            )
         self._let_go()
 
     def _enter(self) -> None:
@@ -154,7 +175,7 @@ class SwappedStep(ABC):
         self._optimizer.state = self._states  # type: ignore[assignment]
 
     def _adopt_state(self, optimizer: optim.Optimizer) -> None:
-        """Take over a mapping of states that are sharded, or full as they come from a checkpoint."""
+        """Take over a mapping of states: sharded ones, or full ones from a checkpoint."""
         adopted = self._outside(optimizer)
         for parameter, state in optimizer.state.items():
             adopted[parameter] = state
@@ -163,7 +184,10 @@ class SwappedStep(ABC):
 
 
 def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
-    """Give an optimizer the sharded parameters of those it was given inside of a step; also a hook before steps."""
+    """Give an optimizer the sharded parameters for those it was given inside of a step.
+
+    Also a hook before steps.
+    """
     for group in optimizer.param_groups:
         if any(issubclass(kind, OfSharded) for kind in set(map(type, group["params"]))):
             former = group["params"]
@@ -176,14 +200,16 @@ def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
 
 
 def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
-    """The sharded parameters that a step has changed: those that have a gradient, on all ranks the same."""
+    """The sharded parameters that a step has changed: those with a gradient, alike on all ranks."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stepped = _with_gradient(held, stored_gradients(held))
     _keep_gradients(optimizer, stepped)
     return stepped
 
 
-def _with_gradient(parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> list[ShardTensor]:
+def _with_gradient(
+    parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]
+) -> list[ShardTensor]:
     pairs = zip(parameters, gradients, strict=True)
     return [it for it, gradient in pairs if gradient is not None and isinstance(it, ShardTensor)]
 
@@ -200,7 +226,7 @@ _HOOKED_STEP = optim.Optimizer.profile_hook_step(optim.Optimizer.step).__code__
 
 
 def _is_inner_step(optimizer: optim.Optimizer) -> bool:
-    """Whether the step whose hooks are called was called by a step of the same optimizer, a subclass's.
+    """Whether the hooked step was called by another step of the same optimizer, a subclass's.
 
     The stack knows; a flag would not be taken back by a step that fails.
     """
@@ -212,4 +238,7 @@ def _is_inner_step(optimizer: optim.Optimizer) -> bool:
 
 
 def _plain_state_dict(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {**state_dict, "state": {index: dict(state) for index, state in state_dict["state"].items()}}
+    return {
+        **state_dict,
+        "state": {index: dict(state) for index, state in state_dict["state"].items()},
+    }

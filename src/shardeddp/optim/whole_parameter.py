@@ -24,10 +24,10 @@ from shardeddp.torch_private import pytree
 
 
 class Ownership:
-    """Deals parameters out to ranks; the same on every rank, as it looks at nothing but shapes and their order.
+    """Deals parameters out to ranks; alike on every rank, as it reads only shapes and their order.
 
-    The most costly is dealt first, each to the rank that has least so far (R. L. Graham 1969: at most 4/3 of the best
-    possible). Who has been dealt a parameter keeps it.
+    The most costly is dealt first, each to the rank that has least so far (R. L. Graham 1969: at
+    most 4/3 of the best possible). Who has been dealt a parameter keeps it.
 
     Args:
         num_ranks: Among how many.
@@ -56,7 +56,7 @@ class Ownership:
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """What a step on a matrix costs, up to a factor: products of it with itself, along its shorter side.
+    """Cost of a step on a matrix, up to a factor: products with itself along its shorter side.
 
     A tensor with more dims counts as the matrix that its rows make.
 
@@ -69,7 +69,8 @@ def step_cost(shape: Sequence[int]) -> int:
     return numel * min(shape[0], numel // shape[0])
 
 
-# -- Relocation: parameters and gradients on their way from shards to whole tensors at an owner, and back
+# -- Relocation: parameters and gradients on their way from shards to whole tensors at an owner, and
+#    back
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +86,7 @@ class Relocated:
 
 
 def bring(tensors: Sequence[Relocated], mesh: Mesh) -> None:
-    """Fill the whole tensors with what the shards hold: one all-to-all, in which each rank sends its shards.
+    """Fill the whole tensors from the shards: one all-to-all, in which each rank sends its shards.
 
     Args:
         tensors: The same on every rank of ``mesh.owners``, in the same order.
@@ -95,12 +96,12 @@ def bring(tensors: Sequence[Relocated], mesh: Mesh) -> None:
 
 
 def take_back(tensors: Sequence[Relocated], mesh: Mesh) -> None:
-    """Bring what the owners have made of the whole tensors to the shards; the way back of :func:`bring`."""
+    """Send the owners' results in the whole tensors to the shards; the inverse of :func:`bring`."""
     _Exchange(tensors, mesh).take_back()
 
 
 class _Exchange:
-    """The pieces that one rank sends to and gets from each other, as bytes, so that dtypes need not be told apart."""
+    """Pieces that a rank sends to and gets from every other, as bytes, so that dtypes can mix."""
 
     def __init__(self, tensors: Sequence[Relocated], mesh: Mesh) -> None:
         self._group, self._stream = mesh.owners, mesh.gather_stream
@@ -108,7 +109,9 @@ class _Exchange:
         # By peer: what of its tensors is here, and what of this rank's tensors is there.
         self._here: list[list[torch.Tensor]] = [[] for _ in range(size)]
         self._there: list[list[torch.Tensor]] = [[] for _ in range(size)]
-        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []  # (of a shard, of a whole), both on this rank
+        self._own: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # (of a shard, of a whole), both on this rank
         self._locals = [each.sharded.to_local() for each in tensors]
         for each, local in zip(tensors, self._locals, strict=True):
             if each.owner != me:
@@ -136,15 +139,20 @@ class _Exchange:
         for local, part in self._own:
             local.copy_(part)
 
-    def _run(self, sources: Sequence[Sequence[torch.Tensor]], targets: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _run(
+        self, sources: Sequence[Sequence[torch.Tensor]], targets: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
         device = self._locals[0].device if self._locals else torch.device("cpu")
         leaving = [_joined(pieces, device) for pieces in sources]
         arriving = [
-            torch.empty(sum(it.nbytes for it in pieces), dtype=torch.uint8, device=device) for pieces in targets
+            torch.empty(sum(it.nbytes for it in pieces), dtype=torch.uint8, device=device)
+            for pieces in targets
         ]
         self._stream.issue(lambda: self._group.all_to_all(arriving, leaving)).wait()
         for buffer, pieces in zip(arriving, targets, strict=True):
-            for arrived, piece in zip(buffer.split([piece.nbytes for piece in pieces]), pieces, strict=True):
+            for arrived, piece in zip(
+                buffer.split([piece.nbytes for piece in pieces]), pieces, strict=True
+            ):
                 _bytes_of(piece).copy_(arrived)
 
 
@@ -158,11 +166,14 @@ def _joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return (
-        tensor.detach().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        tensor.detach().view(torch.uint8)
+        if tensor.numel()
+        else torch.empty(0, dtype=torch.uint8, device=tensor.device)
     )
 
 
-# -- WholeParameters: which rank owns which parameter of an optimizer, and the whole tensor that it steps on there
+# -- WholeParameters: which rank owns which parameter of an optimizer, and the whole tensor that it
+#    steps on there
 
 
 @dataclass(kw_only=True, eq=False)
@@ -177,7 +188,10 @@ class WholeParameter:
     """Whether the owner's shard is all of it, so that nothing travels."""
 
     tensor: torch.Tensor | None
-    """Of the parameter's shape, at the owner; has memory of its own only during a step, or is a view of the shard."""
+    """Of the parameter's shape, at the owner.
+
+    It has memory of its own only during a step, or is a view of the shard.
+    """
 
     @property
     def values(self) -> Relocated:
@@ -191,10 +205,20 @@ class WholeParameter:
         travels = isinstance(gradient, ShardTensor) and not self.at_home
         if self.tensor is not None:
             here = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
-            self.tensor.grad = torch.empty_like(self.tensor.detach()) if travels else here.reshape(self.tensor.shape)
+            self.tensor.grad = (
+                torch.empty_like(self.tensor.detach())
+                if travels
+                else here.reshape(self.tensor.shape)
+            )
         if not isinstance(gradient, ShardTensor) or self.at_home:
             return []
-        return [Relocated(sharded=gradient, owner=self.owner, whole=None if self.tensor is None else self.tensor.grad)]
+        return [
+            Relocated(
+                sharded=gradient,
+                owner=self.owner,
+                whole=None if self.tensor is None else self.tensor.grad,
+            )
+        ]
 
     def release(self) -> None:
         """Give back the memory of a step."""
@@ -217,13 +241,15 @@ class WholeParameters:
         self._known: dict[torch.Tensor, WholeParameter] = {}
 
     def of(self, parameter: object) -> WholeParameter | None:
-        """The whole of a sharded parameter that has been dealt out; None for what every rank has."""
+        """Whole of a sharded parameter that is dealt out; None for what every rank has."""
         return self._known.get(parameter) if isinstance(parameter, torch.Tensor) else None
 
     def follow(self, parameters: list[torch.Tensor]) -> None:
         """Deal out those that are new; called with the same parameters on every rank."""
         new = [it for it in parameters if isinstance(it, ShardTensor) and it not in self._known]
-        for parameter, owner in zip(new, self._ownership.deal([tuple(it.shape) for it in new]), strict=True):
+        for parameter, owner in zip(
+            new, self._ownership.deal([tuple(it.shape) for it in new]), strict=True
+        ):
             self._known[parameter] = self._assign(parameter, owner)
 
     def _assign(self, parameter: ShardTensor, owner: int) -> WholeParameter:
@@ -236,17 +262,19 @@ class WholeParameters:
                 if at_home
                 else torch.empty(spec.shape, dtype=local.dtype, device=local.device)
             )
-            # As the user's: an optimizer may leave out a parameter that says that it is not trained.
+            # As the user's: an optimizer may leave out a parameter that says that it is not
+            # trained.
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
             if not at_home:
                 release(tensor)
         return WholeParameter(parameter=parameter, owner=owner, at_home=at_home, tensor=tensor)
 
 
-# -- The form of a state: all of it but the elements of tensors and the values of numbers, as JSON that ranks exchange
+# -- The form of a state: all of it but the elements of tensors and the values of numbers, as JSON
+#    that ranks exchange
 #
-# Numbers are left out because an optimizer that counts in Python has new ones in every step. Where a number of another
-# rank is not known, a :class:`NumberElsewhere` stands in its place.
+# Numbers are left out because an optimizer that counts in Python has new ones in every step. Where
+# a number of another rank is not known, a :class:`NumberElsewhere` stands in its place.
 
 Number = bool | int | float
 
@@ -262,7 +290,10 @@ def form_of(value: Any, optimizer: str) -> Any:
         TypeError: It holds something that other ranks cannot be told of.
     """
     if isinstance(value, torch.Tensor):
-        return ["tensor", [list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type]]
+        return [
+            "tensor",
+            [list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type],
+        ]
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
         return ["dict", [[key, form_of(item, optimizer)] for key, item in value.items()]]
     if type(value) in (list, tuple):
@@ -272,9 +303,10 @@ def form_of(value: Any, optimizer: str) -> Any:
     if value is None or isinstance(value, str):
         return ["value", value]
     raise TypeError(
-        f"{optimizer} keeps a {type(value).__name__} as a state of a parameter: expected numbers, text, tensors and "
-        f"lists, tuples and dicts (by text or number) of them, which other ranks can be told of. Say "
-        f"ShardedDP(optimizer_scope={{'{optimizer}': 'model'}}) to have it step on all ranks"
+        f"{optimizer} keeps a {type(value).__name__} as a state of a parameter: expected numbers, "
+        f"text, tensors and lists, tuples and dicts (by text or number) of them, which other ranks "
+        f"can be told of. Say ShardedDP(optimizer_scope={{'{optimizer}': 'model'}}) to have it "
+        f"step on all ranks"
     )
 
 
@@ -296,7 +328,7 @@ def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Number]]:
 
 
 class NumberElsewhere:
-    """A number among the states of a parameter that another rank owns, which this one does not know.
+    """A number among the states of a parameter that another rank owns; unknown to this rank.
 
     Whatever is asked of it raises an error: no answer would be right.
 
@@ -314,9 +346,10 @@ class NumberElsewhere:
 
     def _refuse(self, *_: object) -> NoReturn:
         raise RuntimeError(
-            f"{self.path.removeprefix('.')!r}, a state of {self._fqn}, is a number that the rank which steps this "
-            f"parameter counts in Python, and that other ranks have not been told since: call optimizer.state_dict() "
-            f"on all ranks, after which all know such numbers until the next step"
+            f"{self.path.removeprefix('.')!r}, a state of {self._fqn}, is a number that the rank "
+            f"which steps this parameter counts in Python, and that other ranks have not been told "
+            f"since: call optimizer.state_dict() on all ranks, after which all know such numbers "
+            f"until the next step"
         )
 
     __hash__ = object.__hash__
@@ -327,18 +360,20 @@ class NumberElsewhere:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
 
 
-# -- OwnedStates: what owners keep of whole parameters, seen by every rank as sharded tensors that lie with one rank
+# -- OwnedStates: what owners keep of whole parameters, seen by every rank as sharded tensors that
+#    lie with one rank
 #
-# What a rank knows of another's states is their form: how they are called, their shapes and dtypes, and where there
-# is a number. Owners tell it after a step that has changed it. Elements of tensors never travel for that, and numbers
-# when all ranks ask for the states as a whole.
+# What a rank knows of another's states is their form: how they are called, their shapes and dtypes,
+# and where there is a number. Owners tell it after a step that has changed it. Elements of tensors
+# never travel for that, and numbers when all ranks ask for the states as a whole.
 
 
 class OwnedStates(OutsideStates):
     """The states of an optimizer by sharded parameter; held by whole parameter, where that is.
 
-    A state that is read becomes part of ``_shown`` and is what the next step goes on with, so that whatever is
-    assigned, removed or changed in between reaches the optimizer. So does what comes from a checkpoint.
+    A state that is read becomes part of ``_shown`` and is what the next step goes on with, so that
+    whatever is assigned, removed or changed in between reaches the optimizer. So does what comes
+    from a checkpoint.
 
     Args:
         optimizer: Whose parameters they belong to.
@@ -352,7 +387,9 @@ class OwnedStates(OutsideStates):
         self._shown: dict[torch.Tensor, State] = {}
         self._forms: dict[torch.Tensor, Any] = {}  # as told by owners; alike on all ranks
         self._have_numbers = False  # states of those forms
-        self._numbers: dict[torch.Tensor, dict[str, Number]] | None = None  # by path; brought -> the next step
+        self._numbers: dict[torch.Tensor, dict[str, Number]] | None = (
+            None  # by path; brought -> the next step
+        )
         self._specs: dict[tuple[torch.Tensor, str], ShardSpec] = {}
 
     # -- as others see them
@@ -394,7 +431,9 @@ class OwnedStates(OutsideStates):
         return parameter in self.inside
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
 
     def _owned(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """What this rank steps on: number of the parameter, the parameter, the whole one."""
@@ -406,17 +445,25 @@ class OwnedStates(OutsideStates):
     # -- before and after a step
 
     def settle(self) -> None:
-        """Bring what has been assigned since the last step to the owners; it stays shown until :meth:`tell`."""
+        """Bring what was assigned since the last step to the owners.
+
+        It stays shown until :meth:`tell`.
+        """
         for parameter in [it for it in self._parameters() if it in self._shown]:
             whole = self._wholes.of(parameter)
             if whole is None:
                 raise RuntimeError("states are settled for parameters that have an owner")
-            settled = pytree.tree_map_only(torch.Tensor, partial(_whole_of, whole.owner), self._shown[parameter])
+            settled = pytree.tree_map_only(
+                torch.Tensor, partial(_whole_of, whole.owner), self._shown[parameter]
+            )
             if whole.tensor is not None:
                 self.inside[whole.tensor] = settled
 
     def tell(self) -> None:
-        """Let all ranks know the forms of what owners have: an agreement of one byte on the host if none is new."""
+        """Tell all ranks the forms of the owners' states.
+
+        If none is new, it is an agreement of one byte on the host.
+        """
         parameters = self._parameters()
         self._numbers = None
         for parameter in parameters:
@@ -438,7 +485,11 @@ class OwnedStates(OutsideStates):
 
         answers = gather_results("describing the optimizer's states", answer, self._mesh.control)
         told = {parameters[number]: form for number, form in self._from_owners(answers)}
-        self._forms = {parameter: form for parameter, form in {**self._forms, **told}.items() if form is not None}
+        self._forms = {
+            parameter: form
+            for parameter, form in {**self._forms, **told}.items()
+            if form is not None
+        }
         self._have_numbers = any(map(has_number, self._forms.values()))
 
     def _form_of(self, whole: torch.Tensor) -> Any:
@@ -453,7 +504,10 @@ class OwnedStates(OutsideStates):
     # -- numbers of others
 
     def bring_numbers(self) -> None:
-        """Let all ranks know all numbers among the states: a collective, unless they do or there are none."""
+        """Tell all ranks all numbers among the states.
+
+        A collective, unless all ranks know them or there are none.
+        """
         if not self._have_numbers or self._numbers is not None or self._mesh.owners.size == 1:
             return
         self._mesh.world_fingerprints.call(
@@ -477,9 +531,10 @@ class OwnedStates(OutsideStates):
         form = self._forms.get(parameter)
         if whole is not None and whole.tensor is not None and self._form_of(whole.tensor) != form:
             raise RuntimeError(
-                f"a step of {type(self._optimizer).__name__} has failed and left states of {parameter.spec.fqn} on "
-                f"this rank of which the others do not know: expected none to be read before a step has succeeded. "
-                f"Step again, or load the optimizer's state of before (load_state_dict)"
+                f"a step of {type(self._optimizer).__name__} has failed and left states of "
+                f"{parameter.spec.fqn} on this rank of which the others do not know: expected none "
+                f"to be read before a step has succeeded. Step again, or load the optimizer's "
+                f"state of before (load_state_dict)"
             )
         if whole is None or form is None:
             return {}
@@ -493,7 +548,11 @@ class OwnedStates(OutsideStates):
             return self._sharded(content, held, whole, path)
         if kind == "number":
             known = (self._numbers or {}).get(whole.parameter, {})
-            return _brought(known, NumberElsewhere(whole.parameter.spec.fqn, path)) if held is None else held
+            return (
+                _brought(known, NumberElsewhere(whole.parameter.spec.fqn, path))
+                if held is None
+                else held
+            )
         if kind == "value":
             return content
         if kind == "dict":
@@ -507,12 +566,18 @@ class OwnedStates(OutsideStates):
         ]
         return tuple(items) if kind == "tuple" else items
 
-    def _sharded(self, content: Sequence[Any], held: torch.Tensor | None, whole: WholeParameter, path: str) -> Any:
+    def _sharded(
+        self, content: Sequence[Any], held: torch.Tensor | None, whole: WholeParameter, path: str
+    ) -> Any:
         shape, dtype, device = torch.Size(content[0]), _dtype(content[1]), content[2]
         spec = self._specs.get((whole.parameter, path))
         if spec is None or spec.shape != shape:
             spec = self._specs[whole.parameter, path] = self._spec(shape, whole, path)
-        local = torch.empty(0, dtype=dtype, device=device) if held is None else held.detach().reshape(-1)
+        local = (
+            torch.empty(0, dtype=dtype, device=device)
+            if held is None
+            else held.detach().reshape(-1)
+        )
         return ShardTensor(local, spec)
 
     def _spec(self, shape: torch.Size, whole: WholeParameter, path: str) -> ShardSpec:
@@ -522,13 +587,16 @@ class OwnedStates(OutsideStates):
         return ShardSpec(
             fqn=f"{whole.parameter.spec.fqn}{path}",
             shape=shape,
-            intervals=tuple(everything if rank == whole.owner else nothing for rank in range(self._mesh.owners.size)),
+            intervals=tuple(
+                everything if rank == whole.owner else nothing
+                for rank in range(self._mesh.owners.size)
+            ),
             mesh=self._mesh,
         )
 
 
 def _whole_of(owner: int, value: torch.Tensor) -> torch.Tensor | None:
-    """A state as its owner keeps it; None elsewhere, where that can be told without asking others."""
+    """A state as its owner keeps it; None elsewhere, where that is known without communication."""
     if not isinstance(value, ShardTensor):
         return value
     if value.spec.intervals[owner].numel == value.spec.numel:
@@ -545,18 +613,21 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-# -- OwnedStep: an optimizer that looks at parameters as wholes steps on whole ones, each on one rank, its owner
+# -- OwnedStep: an optimizer that looks at parameters as wholes steps on whole ones, each on one
+#    rank, its owner
 #
-# Before a step, every rank sends its shards of values and gradients to their owners, and the new values travel back
-# after it: each rank sends and receives its own shards three times, which is what one all-gather of the model moves
-# for three ranks, and less for more. States stay with the owners.
+# Before a step, every rank sends its shards of values and gradients to their owners, and the new
+# values travel back after it: each rank sends and receives its own shards three times, which is
+# what one all-gather of the model moves for three ranks, and less for more. States stay with the
+# owners.
 
 
 class OwnedStep(SwappedStep):
     """Lets an optimizer step on the whole parameters that this rank owns.
 
     Args:
-        optimizer: One whose new value of a parameter depends on that parameter alone, with its gradient and states.
+        optimizer: One whose new value of a parameter depends on that parameter alone, with its
+            gradient and states.
         on_step: Called after each step.
         mesh: Of the sharded parameters.
     """
@@ -566,11 +637,15 @@ class OwnedStep(SwappedStep):
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, mesh: Mesh) -> None:
         self._mesh = mesh
         self._wholes = WholeParameters(mesh)
-        self._moved: list[WholeParameter] = []  # have a gradient, and memory -> released after the step
+        self._moved: list[
+            WholeParameter
+        ] = []  # have a gradient, and memory -> released after the step
         super().__init__(optimizer, on_step)
         optimizer.register_state_dict_pre_hook(lambda _: self._states.bring_numbers())
 
-    def _swap_in(self, groups: list[list[torch.Tensor]], gradients: list[Gradients]) -> list[list[torch.Tensor]]:
+    def _swap_in(
+        self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
+    ) -> list[list[torch.Tensor]]:
         self._wholes.follow([it for group in groups for it in group])
         self._states.settle()
         found: list[list[torch.Tensor]] = []

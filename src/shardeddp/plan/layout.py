@@ -1,4 +1,4 @@
-"""Layout of a flat buffer: where every parameter of a unit lies, which interval a rank owns, and boxes of a shape."""
+"""Layout of a flat buffer: places of a unit's parameters, intervals of ranks, boxes of a shape."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,16 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Interval:
-    """The elements ``start <= i < stop`` of something one-dimensional; ``start == stop`` is empty."""
+    """Elements ``start <= i < stop`` of something one-dimensional; ``start == stop`` is empty."""
 
     start: int
     stop: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f"expected 0 <= start <= stop, found start={self.start}, stop={self.stop}")
+            raise ValueError(
+                f"expected 0 <= start <= stop, found start={self.start}, stop={self.stop}"
+            )
 
     @property
     def numel(self) -> int:
@@ -40,7 +42,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Box:
-    """A hyper-rectangle of a tensor: ``sizes[d]`` elements from ``offsets[d]`` on, in every dim ``d``."""
+    """Hyper-rectangle of a tensor: ``sizes[d]`` elements from ``offsets[d]`` on, per dim ``d``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,8 +56,9 @@ class Box:
 def boxes(interval: Interval, shape: Sequence[int]) -> list[Box]:
     """Cut a row-major interval of a tensor into boxes, in the order of their elements.
 
-    Elements 2..11 of a 4 x 4 tensor are a tail, a body and a head, so an interval of a tensor with ``n`` dims needs
-    at most ``2 n - 1`` boxes (one when ``n`` is 0 or 1), and each of them is contiguous in the interval::
+    Elements 2..11 of a 4 x 4 tensor are a tail, a body and a head, so an interval of a tensor with
+    ``n`` dims needs at most ``2 n - 1`` boxes (one when ``n`` is 0 or 1), and each of them is
+    contiguous in the interval::
 
         . . 2 3      Box((0, 2), (1, 2))
         4 5 6 7      Box((1, 0), (1, 4))
@@ -71,7 +74,10 @@ def boxes(interval: Interval, shape: Sequence[int]) -> list[Box]:
     """
     numel = math.prod(shape)
     if interval.stop > numel:
-        raise ValueError(f"expected an interval inside the {numel} elements of shape {tuple(shape)}, found {interval}")
+        raise ValueError(
+            f"expected an interval inside the {numel} elements of shape {tuple(shape)}, found "
+            f"{interval}"
+        )
     return list(_boxes(interval, tuple(shape)))
 
 
@@ -101,31 +107,40 @@ def _inside_row(interval: Interval, index: int, shape: tuple[int, ...]) -> Itera
 
 
 def interval_of(box: Box, shape: Sequence[int]) -> Interval:
-    """The row-major interval that a box of a tensor fills; what :func:`boxes` makes of it is that box.
+    """The row-major interval that a box of a tensor fills; :func:`boxes` turns it into that box.
 
     Raises:
         ValueError: The box does not lie in the tensor, or its elements do not follow each other.
     """
     inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
-        0 <= offset <= offset + size <= dim for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True)
+        0 <= offset <= offset + size <= dim
+        for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True)
     )
     if not inside:
         raise ValueError(f"expected a box inside of shape {tuple(shape)}, found {box}")
     start, stride, whole = 0, 1, True
-    for offset, size, dim in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
+    for offset, size, dim in zip(
+        reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True
+    ):
         if not whole and size != 1:
-            raise ValueError(f"the elements of {box} do not follow each other in a tensor of shape {tuple(shape)}")
+            raise ValueError(
+                f"the elements of {box} do not follow each other in a tensor of shape "
+                f"{tuple(shape)}"
+            )
         start += offset * stride
         stride *= dim
         whole = whole and size == dim
     return Interval(start, start + box.numel)
 
 
-# -- FlatLayout: where every parameter of a unit lies in the unit's flat buffer, and which part of it a rank owns
+# -- FlatLayout: where every parameter of a unit lies in the unit's flat buffer, and which part of
+#    it a rank owns
 
 ALIGNMENT_NBYTES = 16
-"""Every slot and every rank's slice starts on a multiple of this, as vector loads and NCCL's fast path want
-(https://github.com/pytorch/pytorch/issues/195450)."""
+"""Every slot and every rank's slice starts on a multiple of this.
+
+Vector loads and NCCL's fast path want that (https://github.com/pytorch/pytorch/issues/195450).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,18 +166,22 @@ class ParameterSlot:
 class FlatLayout:
     """Places parameters in flat buffers that ``shard_size`` ranks divide evenly.
 
-    Parameters keep the order they come in; each starts on an aligned element; the end is padded so that every rank's
-    slice is equally long and aligned as well. Two float32 parameters of 6 and 5 elements over 2 ranks (16 bytes are 4
-    elements)::
+    Parameters keep the order they come in; each starts on an aligned element; the end is padded so
+    that every rank's slice is equally long and aligned as well. Two float32 parameters of 6 and 5
+    elements over 2 ranks (16 bytes are 4 elements)::
 
         flat buffer   a a a a a a - - | b b b b b - - -     padded_numel = 16
         rank          0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1     shard_numel  = 8
 
-    Build it with :meth:`build`. The layout is arithmetic: it holds no tensor and knows no process group.
+    Build it with :meth:`build`. The layout is arithmetic: it holds no tensor and knows no process
+    group.
     """
 
     itemsize: int
-    """Bytes of one element in the narrowest of the buffers; alignment is by it, so it holds in the wider ones too."""
+    """Bytes of one element in the narrowest of the buffers.
+
+    Alignment is by it, so it holds in the wider ones too.
+    """
 
     shard_size: int
     slots: tuple[ParameterSlot, ...]
@@ -173,19 +192,28 @@ class FlatLayout:
             raise ValueError(f"expected a shard_size of at least 1, found {self.shard_size}")
         if self.padded_numel % self.shard_size:
             raise ValueError(
-                f"expected a padded_numel that shard_size={self.shard_size} divides, found {self.padded_numel}"
+                f"expected a padded_numel that shard_size={self.shard_size} divides, found "
+                f"{self.padded_numel}"
             )
         end = 0
         for slot in self.slots:
             if slot.offset < end:
-                raise ValueError(f"slot {slot.fqn} starts at {slot.offset}, before the end {end} of the one before it")
+                raise ValueError(
+                    f"slot {slot.fqn} starts at {slot.offset}, before the end {end} of the one "
+                    f"before it"
+                )
             end = slot.interval.stop
         if end > self.padded_numel:
             raise ValueError(f"the slots end at {end}, behind padded_numel={self.padded_numel}")
 
     @classmethod
     def build(
-        cls, names: Sequence[str], shapes: Sequence[Sequence[int]], *, itemsize: int, shard_size: int
+        cls,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        itemsize: int,
+        shard_size: int,
     ) -> "FlatLayout":
         """Lay parameters out one behind the other.
 
@@ -204,7 +232,9 @@ class FlatLayout:
             end = slot.interval.stop
         # The constructor refuses a shard_size below 1; until then it must not divide.
         padded_numel = _round_up(end, alignment * max(1, shard_size))
-        return cls(itemsize=itemsize, shard_size=shard_size, slots=tuple(slots), padded_numel=padded_numel)
+        return cls(
+            itemsize=itemsize, shard_size=shard_size, slots=tuple(slots), padded_numel=padded_numel
+        )
 
     @cached_property
     def numel(self) -> int:
@@ -224,7 +254,10 @@ class FlatLayout:
     @cached_property
     def padding_intervals(self) -> tuple[Interval, ...]:
         """The stretches of the flat buffer that belong to no parameter, in order."""
-        edges = [0, *(edge for slot in self.slots for edge in (slot.interval.start, slot.interval.stop))]
+        edges = [
+            0,
+            *(edge for slot in self.slots for edge in (slot.interval.start, slot.interval.stop)),
+        ]
         edges.append(self.padded_numel)
         gaps = (Interval(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True))
         return tuple(gap for gap in gaps if gap.numel)
@@ -236,14 +269,17 @@ class FlatLayout:
         return Interval(shard_rank * self.shard_numel, (shard_rank + 1) * self.shard_numel)
 
     def parameter_interval(self, slot: ParameterSlot, shard_rank: int) -> Interval:
-        """The elements of the parameter, counted from its own start, that ``shard_rank`` owns; may be empty."""
+        """Elements of the parameter, counted from its own start, that ``shard_rank`` owns.
+
+        The interval may be empty.
+        """
         owned = slot.interval.intersect(self.shard_interval(shard_rank))
         if owned.numel == 0:
             return Interval(0, 0)
         return owned.shift(-slot.offset)
 
     def local_interval(self, slot: ParameterSlot, shard_rank: int) -> Interval:
-        """The same elements as :meth:`parameter_interval`, counted from the start of the rank's slice."""
+        """Elements of :meth:`parameter_interval`, counted from the start of the rank's slice."""
         owned = self.parameter_interval(slot, shard_rank)
         if owned.numel == 0:
             return owned

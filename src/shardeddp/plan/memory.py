@@ -29,7 +29,9 @@ class GroupCost:
     def part_nbytes(self) -> int:
         """Bytes of the shard that this rank gathers from, where it owns only a slice of it."""
         shard_size = self.layout.shard_size // self.split
-        return 0 if self.split == 1 else self.layout.padded_numel // shard_size * self.param_itemsize
+        return (
+            0 if self.split == 1 else self.layout.padded_numel // shard_size * self.param_itemsize
+        )
 
     @property
     def shard_nbytes(self) -> int:
@@ -55,9 +57,11 @@ class GroupCost:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes of the gradient buffer; zero when gradients are packed straight into the gradient shard."""
+        """Bytes of the gradient buffer; zero if gradients are packed directly into their shard."""
         direct = self.layout.shard_size == 1 and self.reduce_itemsize == self.main_itemsize
-        return 0 if direct or not self.trainable else self.layout.padded_numel * self.reduce_itemsize
+        return (
+            0 if direct or not self.trainable else self.layout.padded_numel * self.reduce_itemsize
+        )
 
     @property
     def arriving_nbytes(self) -> int:
@@ -66,14 +70,17 @@ class GroupCost:
 
     @property
     def sharing_nbytes(self) -> int:
-        """Bytes of a shard's gradients on their way to the replicas that split it, with what arrives from those."""
+        """Bytes of a shard's gradients on their way to the replicas that split it.
+
+        What arrives from those replicas is included.
+        """
         shard = self.buffer_nbytes * self.split // self.layout.shard_size
         return 0 if self.split == 1 else shard + shard - shard // self.split
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Predicted bytes of one rank's device; activations and the user's own tensors are not in it."""
+    """Predicted bytes of one rank's device, without activations and the user's own tensors."""
 
     main_shard_nbytes: int
     gradient_shard_nbytes: int
@@ -90,7 +97,12 @@ class MemoryPlan:
     @property
     def resting_nbytes(self) -> int:
         """What stays between steps."""
-        return self.main_shard_nbytes + self.gradient_shard_nbytes + self.optimizer_nbytes + self.retained_nbytes
+        return (
+            self.main_shard_nbytes
+            + self.gradient_shard_nbytes
+            + self.optimizer_nbytes
+            + self.retained_nbytes
+        )
 
     @property
     def peak_nbytes(self) -> int:
@@ -110,27 +122,32 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict what a rank holds.
 
-    The root unit is unsharded throughout a backward, and its gradients may be there from the start (those of an output
-    layer are the first of all). Beside them there are two candidates for the worst moment:
+    The root unit is unsharded throughout a backward, and its gradients may be there from the start
+    (those of an output layer are the first of all). Beside them there are two candidates for the
+    worst moment:
 
-    - An inner unit is at its last gradient. Its gradients lie where autograd left them; those of the unit before it,
-      packed into a flat buffer, are being reduced. Over gloo the other ranks' contributions arrive beside that buffer,
-      which is still being sent from. How many units are unsharded then is the strategy's choice: ``prefetch`` more
-      than the one at work, or all that the backward has not come to yet, or all and always.
-    - The root unit's gradients are packed, so they are there twice; the last inner unit's wait for their turn.
+    - An inner unit is at its last gradient. Its gradients lie where autograd left them; those of
+      the unit before it, packed into a flat buffer, are being reduced. Over gloo the other ranks'
+      contributions arrive beside that buffer, which is still being sent from. How many units are
+      unsharded then is the strategy's choice: ``prefetch`` more than the one at work, or all that
+      the backward has not come to yet, or all and always.
+    - The root unit's gradients are packed, so they are there twice; the last inner unit's wait for
+      their turn.
 
-    Units are expected side by side, in the order of their forwards: one with others inside it stays unsharded while
-    those are at work.
+    Units are expected side by side, in the order of their forwards: one with others inside it stays
+    unsharded while those are at work.
 
     Args:
         units: The flat buffers of every unit, the root unit first.
         sharding: When units reshard, when gradients are reduced, what lives on the host.
         prefetch: Depth of the backward prefetch, in units.
         states_per_element: Optimizer states of a parameter's own dtype per element; 2 for Adam.
-        staged: Whether contributions arrive beside the packed gradients (gloo); NCCL adds them up on the way.
-        accumulates: Whether several micro-batches make a step; gradients then wait unsharded where the strategy does
-            not reduce them each time.
-        offload_optimizer: The optimizer's states live on the host, with copies of parameters and gradients.
+        staged: Whether contributions arrive beside the packed gradients (gloo); NCCL adds them up
+            on the way.
+        accumulates: Whether several micro-batches make a step; gradients then wait unsharded where
+            the strategy does not reduce them each time.
+        offload_optimizer: The optimizer's states live on the host, with copies of parameters and
+            gradients.
     """
     groups = [group for unit in units for group in unit]
     main = sum(group.shard_nbytes for group in groups)
@@ -139,7 +156,9 @@ def plan_memory(
     retained = sum(group.part_nbytes for group in groups)
     if sharding.reshard is Reshard.NEVER:
         retained += sum(group.full_nbytes for group in groups)
-    in_flight = _unsharded_root(units, sharding) + _at_worst(units, sharding, prefetch, staged, accumulates)
+    in_flight = _unsharded_root(units, sharding) + _at_worst(
+        units, sharding, prefetch, staged, accumulates
+    )
     if sharding.offload_params:
         host, main, gradient, states = main + gradient + states, 0, 0, 0
     elif offload_optimizer:
@@ -162,9 +181,13 @@ def _unsharded_root(units: Sequence[Sequence[GroupCost]], sharding: ShardingStra
 
 
 def _at_worst(
-    units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, prefetch: int, staged: bool, accumulates: bool
+    units: Sequence[Sequence[GroupCost]],
+    sharding: ShardingStrategy,
+    prefetch: int,
+    staged: bool,
+    accumulates: bool,
 ) -> int:
-    """Bytes of gradients, and of unsharded parameters but the root's, at the worst moment of a backward."""
+    """Bytes of gradients and of non-root unsharded parameters at the worst moment of a backward."""
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
     arriving = [sum(group.arriving_nbytes for group in unit) if staged else 0 for unit in units]
@@ -172,20 +195,28 @@ def _at_worst(
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
     root = sum(gradients[:1])
     if accumulates and not sharding.reduce_every_backward:
-        # All of them lie where autograd left them, until each has been packed. A new one is there twice until it has
-        # been added to that of the micro-batches before.
-        extra = [max(buffer, more - own) for buffer, more, own in zip(buffers, packed, gradients, strict=True)]
+        # All of them lie where autograd left them, until each has been packed. A new one is there
+        # twice until it has been added to that of the micro-batches before.
+        extra = [
+            max(buffer, more - own)
+            for buffer, more, own in zip(buffers, packed, gradients, strict=True)
+        ]
         largest = [group.largest_nbytes for unit in units for group in unit]
         return sum(gradients) + max(extra + largest, default=0)
     unsharded = _unsharded(parameters, sharding, prefetch)
-    moments = [root + sum(gradients[1:2]) + sum(buffers[:1])]  # the root's turn, the last inner unit being done
+    moments = [
+        root + sum(gradients[1:2]) + sum(buffers[:1])
+    ]  # the root's turn, the last inner unit being done
     if len(units) > 1:
         moments += [root + own + held for own, held in zip(gradients[1:], unsharded, strict=True)]
-        # The unit before the one at work is in the first collective, the one before that in the second.
+        # The unit before the one at work is in the first collective, the one before that in the
+        # second.
         sharing = [*(sum(group.sharing_nbytes for group in unit) for unit in units[3:]), 0]
         moments += [
             root + own + before + earlier + held
-            for own, before, earlier, held in zip(gradients[1:], packed[2:], sharing, unsharded, strict=False)
+            for own, before, earlier, held in zip(
+                gradients[1:], packed[2:], sharing, unsharded, strict=False
+            )
         ]
     return max(moments)
 

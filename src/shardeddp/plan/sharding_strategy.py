@@ -36,19 +36,28 @@ class ShardingStrategy:
     shard_size: int | ShardSize
     reshard: Reshard
     reduce_every_backward: bool
-    """False: gradients accumulate unsharded and are reduced once per optimizer step. True: those of each micro-batch
-    are reduced in the shard group and accumulate there; replicas share them once per optimizer step."""
+    """Whether gradients are reduced in every backward.
+
+    False: they accumulate unsharded and are reduced once per optimizer step. True: those of each
+    micro-batch are reduced in the shard group and accumulate there; replicas share them once per
+    optimizer step.
+    """
 
     split_replicas: bool = False
     """Replicas split main shards, gradient shards and optimizer states among them."""
 
     regather_size: int | None = None
-    """Ranks that gather for the backward what they have kept of the forward's gather; None: the shard group."""
+    """Ranks that gather for the backward what they kept of the forward's gather.
+
+    None: the shard group.
+    """
 
     offload_params: bool = False
     """Main shards, gradient shards and with them the optimizer's states live in host memory."""
 
-    def topology(self, num_nodes: int, ranks_per_node: int, order: tuple[int, ...] | None = None) -> Topology:
+    def topology(
+        self, num_nodes: int, ranks_per_node: int, order: tuple[int, ...] | None = None
+    ) -> Topology:
         """The mesh of ranks that this strategy makes of a run.
 
         Args:
@@ -57,17 +66,20 @@ class ShardingStrategy:
             order: The ranks node by node; None: as they count.
 
         Raises:
-            ConfigurationError: The shard size does not divide the number of ranks, or lets some groups cross a node
-                where none has to.
+            ConfigurationError: The shard size does not divide the number of ranks, or lets some
+                groups cross a node where none has to.
         """
         sizes = {ShardSize.WORLD: num_nodes * ranks_per_node, ShardSize.NODE: ranks_per_node}
         size = self.shard_size if isinstance(self.shard_size, int) else sizes[self.shard_size]
         if 1 < size < ranks_per_node and ranks_per_node % size:
-            divisors = [number for number in range(1, ranks_per_node + 1) if ranks_per_node % number == 0]
+            divisors = [
+                number for number in range(1, ranks_per_node + 1) if ranks_per_node % number == 0
+            ]
             raise ConfigurationError(
-                f"shard_size={size} does not divide the {ranks_per_node} ranks of a node, so some ranks that share a "
-                f"model would be on different nodes; use one of {divisors}, or a multiple of {ranks_per_node} to share "
-                f"across nodes ({num_nodes} nodes x {ranks_per_node} ranks)"
+                f"shard_size={size} does not divide the {ranks_per_node} ranks of a node, so some "
+                f"ranks that share a model would be on different nodes; use one of {divisors}, or "
+                f"a multiple of {ranks_per_node} to share across nodes ({num_nodes} nodes x "
+                f"{ranks_per_node} ranks)"
             )
         try:
             topology = Topology(
@@ -80,7 +92,9 @@ class ShardingStrategy:
                 topology.subgroups(self.regather_size)
             return topology
         except ValueError as error:
-            raise ConfigurationError(f"{error} ({num_nodes} nodes x {ranks_per_node} ranks)") from None
+            raise ConfigurationError(
+                f"{error} ({num_nodes} nodes x {ranks_per_node} ranks)"
+            ) from None
 
 
 def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] | None:
@@ -91,7 +105,9 @@ def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] |
     return None if order == tuple(range(len(order))) else order
 
 
-ShardingStrategyName = Literal["full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
+ShardingStrategyName = Literal[
+    "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"
+]
 
 OptimizerShard = Literal["group", "world"]
 """Over which ranks the optimizer's share is split: those that share a model, or all."""
@@ -110,7 +126,9 @@ SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
         shard_size=ShardSize.WORLD, reshard=Reshard.AFTER_BACKWARD, reduce_every_backward=True
     ),
     # ZeRO-1
-    "shard_optimizer": ShardingStrategy(shard_size=ShardSize.WORLD, reshard=Reshard.NEVER, reduce_every_backward=False),
+    "shard_optimizer": ShardingStrategy(
+        shard_size=ShardSize.WORLD, reshard=Reshard.NEVER, reduce_every_backward=False
+    ),
     # DDP: the group that shares a model is the rank itself
     "no_shard": ShardingStrategy(shard_size=1, reshard=Reshard.NEVER, reduce_every_backward=False),
 }
@@ -128,7 +146,8 @@ def find_sharding(sharding_strategy: str) -> ShardingStrategy:
     near = difflib.get_close_matches(name, SHARDING_STRATEGIES, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigurationError(
-        f"sharding_strategy={sharding_strategy!r} is not known; expected one of {', '.join(SHARDING_STRATEGIES)}{hint}"
+        f"sharding_strategy={sharding_strategy!r} is not known; expected one of "
+        f"{', '.join(SHARDING_STRATEGIES)}{hint}"
     )
 
 
@@ -144,23 +163,27 @@ def choose_sharding(
 
     Args:
         sharding_strategy: A name, in any case.
-        shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: what the strategy says.
-        reduce_every_backward: None: what the strategy says.
-        reshard_after_forward: True, False, or a number of ranks that gather for the backward; None: what the strategy
+        shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: what the strategy
             says.
+        reduce_every_backward: None: what the strategy says.
+        reshard_after_forward: True, False, or a number of ranks that gather for the backward; None:
+            what the strategy says.
         offload_params: Whether shards live in host memory.
-        optimizer_shard: ``group``: as the parameters; ``world``: replicas split it, for ``hybrid_shard`` only.
+        optimizer_shard: ``group``: as the parameters; ``world``: replicas split it, for
+            ``hybrid_shard`` only.
 
     Raises:
-        ConfigurationError: There is no such strategy, or something about it is not for the user to choose.
+        ConfigurationError: There is no such strategy, or something about it is not for the user to
+            choose.
     """
     sharding = find_sharding(sharding_strategy)
     changes: dict[str, Any] = {}
     if shard_size is not None:
         if sharding.shard_size is not ShardSize.NODE:
             raise ConfigurationError(
-                f"shard_size={shard_size} goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, "
-                f"whose shard size is fixed; leave shard_size out or use 'hybrid_shard'"
+                f"shard_size={shard_size} goes with sharding_strategy='hybrid_shard', found "
+                f"{sharding_strategy!r}, whose shard size is fixed; leave shard_size out or use "
+                f"'hybrid_shard'"
             )
         changes["shard_size"] = shard_size
     if reduce_every_backward is not None:
@@ -168,27 +191,32 @@ def choose_sharding(
     if reshard_after_forward is not None:
         changes |= _resharding(sharding_strategy, sharding, reshard_after_forward)
     if optimizer_shard not in ("group", "world"):
-        raise ConfigurationError(f"optimizer_shard={optimizer_shard!r}: expected 'group' or 'world'")
+        raise ConfigurationError(
+            f"optimizer_shard={optimizer_shard!r}: expected 'group' or 'world'"
+        )
     if optimizer_shard == "world" and sharding.shard_size is not ShardSize.NODE:
         raise ConfigurationError(
-            f"optimizer_shard='world' goes with sharding_strategy='hybrid_shard', found {sharding_strategy!r}, which "
-            f"has no replicas or nothing but replicas; leave it out"
+            f"optimizer_shard='world' goes with sharding_strategy='hybrid_shard', found "
+            f"{sharding_strategy!r}, which has no replicas or nothing but replicas; leave it out"
         )
     changes["split_replicas"] = optimizer_shard == "world"
     return replace(sharding, **changes, offload_params=offload_params)
 
 
-def _resharding(sharding_strategy: str, sharding: ShardingStrategy, after_forward: bool | int) -> dict[str, Any]:
+def _resharding(
+    sharding_strategy: str, sharding: ShardingStrategy, after_forward: bool | int
+) -> dict[str, Any]:
     if sharding.reshard is Reshard.NEVER:
         raise ConfigurationError(
-            f"reshard_after_forward={after_forward} does not go with sharding_strategy={sharding_strategy!r}, which "
-            f"never reshards; leave it out, or use 'full_shard', 'hybrid_shard' or 'shard_grad_op'"
+            f"reshard_after_forward={after_forward} does not go with "
+            f"sharding_strategy={sharding_strategy!r}, which never reshards; leave it out, or use "
+            f"'full_shard', 'hybrid_shard' or 'shard_grad_op'"
         )
     if isinstance(after_forward, bool):
         return {"reshard": Reshard.AFTER_FORWARD if after_forward else Reshard.AFTER_BACKWARD}
     if after_forward < 2:
         raise ConfigurationError(
-            f"reshard_after_forward={after_forward}: expected True, False, or a number of ranks of at least 2 that "
-            f"divides the shard size"
+            f"reshard_after_forward={after_forward}: expected True, False, or a number of ranks of "
+            f"at least 2 that divides the shard size"
         )
     return {"reshard": Reshard.AFTER_FORWARD, "regather_size": after_forward}

@@ -12,7 +12,7 @@ from shardeddp.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A mesh of ``replicate_size x shard_size`` ranks; ranks that are neighbours in ``order`` share a model.
+    """A mesh of ``replicate_size x shard_size`` ranks; neighbours in ``order`` share a model.
 
     Six ranks with ``shard_size=2``::
 
@@ -26,27 +26,37 @@ class Topology:
     world_size: int
     shard_size: int
     split_replicas: bool = False
-    """Whether the replicas of a shard split what belongs to the optimizer among them: the main shard, the gradient
-    shard and the states. Else each has all of it."""
+    """Whether the replicas of a shard split what belongs to the optimizer; else each has all of it.
+
+    It is the main shard, the gradient shard and the states.
+    """
 
     order: tuple[int, ...] | None = None
-    """The ranks, those that share a model side by side, where that is not as they count: SLURM deals ranks out to nodes
-    like cards if asked to. Every group lists its ranks ascending, as process groups do. None: as they count."""
+    """The ranks, those that share a model side by side; None: as they count.
+
+    It is not as they count where SLURM deals ranks out to nodes like cards, if asked to. Every
+    group lists its ranks ascending, as process groups do.
+    """
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"expected a world_size of at least 1, found {self.world_size}")
         if self.shard_size < 1 or self.world_size % self.shard_size:
-            divisors = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
+            divisors = [
+                size for size in range(1, self.world_size + 1) if self.world_size % size == 0
+            ]
             raise ValueError(
-                f"shard_size={self.shard_size} does not divide the {self.world_size} ranks of this run; "
-                f"use one of {divisors}"
+                f"shard_size={self.shard_size} does not divide the {self.world_size} ranks of this "
+                f"run; use one of {divisors}"
             )
-        for group in (*self.shard_groups(), *self.replicate_groups()) if self.order is not None else ():
+        for group in (
+            (*self.shard_groups(), *self.replicate_groups()) if self.order is not None else ()
+        ):
             if group != sorted(group):
                 raise ValueError(
-                    f"ranks are placed on nodes in no order that replicas can have: {group} would be a group. Let the "
-                    f"launcher place them node by node (srun --distribution=block)"
+                    f"ranks are placed on nodes in no order that replicas can have: {group} would "
+                    f"be a group. Let the launcher place them node by node (srun "
+                    f"--distribution=block)"
                 )
 
     @property
@@ -74,11 +84,11 @@ class Topology:
 
     @property
     def num_slices(self) -> int:
-        """Into how many slices a flat buffer is cut: one per rank that owns different elements than the others."""
+        """Number of slices of a flat buffer: one per rank that owns elements of its own."""
         return self.world_size if self.split_replicas else self.shard_size
 
     def slice_rank(self, rank: int) -> int:
-        """Number of the slice that ``rank`` owns; the slices of a shard's replicas lie side by side."""
+        """Number of the slice owned by ``rank``; slices of a shard's replicas lie side by side."""
         if not self.split_replicas:
             return self.shard_rank(rank)
         return self.shard_rank(rank) * self.replicate_size + self.replicate_rank(rank)
@@ -94,10 +104,12 @@ class Topology:
     def subgroups(self, size: int) -> list[list[int]]:
         """Neighbouring ranks in groups of ``size``, which divides the shard size; by first rank."""
         if size < 1 or self.shard_size % size:
-            divisors = [number for number in range(2, self.shard_size) if self.shard_size % number == 0]
+            divisors = [
+                number for number in range(2, self.shard_size) if self.shard_size % number == 0
+            ]
             raise ValueError(
-                f"groups of {size} ranks do not divide the {self.shard_size} ranks of a shard group; use one of "
-                f"{divisors}"
+                f"groups of {size} ranks do not divide the {self.shard_size} ranks of a shard "
+                f"group; use one of {divisors}"
             )
         return self._runs_of(size)
 
@@ -106,7 +118,9 @@ class Topology:
         return [list(self._ranks[shard :: self.shard_size]) for shard in range(self.shard_size)]
 
     def _runs_of(self, size: int) -> list[list[int]]:
-        return [list(self._ranks[first : first + size]) for first in range(0, self.world_size, size)]
+        return [
+            list(self._ranks[first : first + size]) for first in range(0, self.world_size, size)
+        ]
 
 
 # -- Rank infos: which rank is on which node, and whether that is what the run was told
@@ -114,7 +128,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Where a rank is, and what it believes about the run; fields are plain, they travel as JSON."""
+    """A rank's place and what it believes about the run; fields are plain, they travel as JSON."""
 
     rank: int
     node: int
@@ -150,7 +164,8 @@ def check_infos(infos: Sequence[RankInfo]) -> None:
         infos: Of all ranks that have come; rank 0's first.
 
     Raises:
-        ConfigurationError: Nodes have different numbers of ranks, or other ones than expected; lists the nodes.
+        ConfigurationError: Nodes have different numbers of ranks, or other ones than expected;
+            lists the nodes.
     """
     first, nodes = infos[0], ranks_by_node(infos)
     expected = [first.ranks_per_node] * first.num_nodes
@@ -159,10 +174,10 @@ def check_infos(infos: Sequence[RankInfo]) -> None:
     if distinct and agreed and [len(ranks) for ranks in nodes.values()] == expected:
         return
     raise ConfigurationError(
-        f"expected {first.num_nodes} nodes with {first.ranks_per_node} ranks each (the Trainer's num_nodes and devices "
-        f"on rank 0), found {_describe(infos)}. Every node needs the same number of ranks: set devices= and num_nodes= "
-        f"to what the launcher starts (SLURM: --nodes and --ntasks-per-node, without --ntasks; torchrun: --nnodes and "
-        f"--nproc-per-node)"
+        f"expected {first.num_nodes} nodes with {first.ranks_per_node} ranks each (the Trainer's "
+        f"num_nodes and devices on rank 0), found {_describe(infos)}. Every node needs the same "
+        f"number of ranks: set devices= and num_nodes= to what the launcher starts (SLURM: --nodes "
+        f"and --ntasks-per-node, without --ntasks; torchrun: --nnodes and --nproc-per-node)"
     )
 
 
@@ -184,10 +199,11 @@ def check_runs(infos: Sequence[RankInfo]) -> None:
     odd = [info for info in infos if info.run != first.run]
     if odd:
         raise ConfigurationError(
-            f"the ranks do not run the same: rank 0 (on {first.host}) has {first.run}, rank {odd[0].rank} (on "
-            f"{odd[0].host}) has {odd[0].run} (ranks that differ from rank 0: {[info.rank for info in odd]}). Start "
-            f"the same code with the same options and the same packages on every rank; where the installed code of "
-            f"shardeddp differs under one version, its files are not the same: install it anew"
+            f"the ranks do not run the same: rank 0 (on {first.host}) has {first.run}, rank "
+            f"{odd[0].rank} (on {odd[0].host}) has {odd[0].run} (ranks that differ from rank 0: "
+            f"{[info.rank for info in odd]}). Start the same code with the same options and the "
+            f"same packages on every rank; where the installed code of shardeddp differs under one "
+            f"version, its files are not the same: install it anew"
         )
 
 

@@ -1,5 +1,6 @@
-"""Tensors of a sharded parameter: the sharded one, its unsharded one, views of it, and operations on all of them."""
+"""Tensors of a sharded parameter: sharded, unsharded, views, and operations on all of them."""
 
-# Imported for what they register: how functions of torch and ATen operations that meet a ShardTensor run.
+# Imported for what they register: how functions of torch and ATen operations that meet a
+# ShardTensor run.
 from shardeddp.tensor import autograd as autograd
 from shardeddp.tensor import dispatch as dispatch

@@ -1,4 +1,4 @@
-"""Autograd around sharded parameters: `autograd.grad`, `backward(inputs=...)`, and arguments of `autograd.Function`."""
+"""Autograd on sharded parameters: `grad`, `backward(inputs=...)`, and arguments of `Function`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ from torch.autograd.graph import GradientEdge, Node
 
 from shardeddp.tensor.backward import asking, retaining
 from shardeddp.tensor.operations import asks_only_about
-from shardeddp.tensor.shard_tensor import ShardTensor, gather, handlers, origin_of, refuse_recorded_write
-from shardeddp.tensor.unsharded import OfSharded, ReleasedParameter, outside_of, sharded_of, successor_of
+from shardeddp.tensor.shard_tensor import (
+    ShardTensor,
+    gather,
+    handlers,
+    origin_of,
+    refuse_recorded_write,
+)
+from shardeddp.tensor.unsharded import (
+    OfSharded,
+    ReleasedParameter,
+    outside_of,
+    sharded_of,
+    successor_of,
+)
 from shardeddp.tensor.views import Gathered, GatheredView
 from shardeddp.torch_private import (
     engine_run,
@@ -25,15 +37,18 @@ from shardeddp.torch_private import (
     without_torch_function,
 )
 
-# -- ``torch.autograd.grad`` with respect to sharded parameters: this rank's own gradients, whole, as under DDP
+# -- ``torch.autograd.grad`` with respect to sharded parameters: this rank's own gradients, whole,
+#    as under DDP
 
 
-def asked_gradients(outputs: Any, inputs: Sequence[Any], **options: Any) -> tuple[torch.Tensor | None, ...]:
+def asked_gradients(
+    outputs: Any, inputs: Sequence[Any], **options: Any
+) -> tuple[torch.Tensor | None, ...]:
     """What ``torch.autograd.grad`` returns, where sharded parameters are among its arguments.
 
-    A sharded parameter stands for two leaves of the graph: itself, where it was used outside its unit, and the
-    unsharded parameter of its unit. Its gradient is the sum of theirs: of this rank's outputs, not averaged, a plain
-    tensor of the parameter's shape that may be differentiated again.
+    A sharded parameter stands for two leaves of the graph: itself, where it was used outside its
+    unit, and the unsharded parameter of its unit. Its gradient is the sum of theirs: of this rank's
+    outputs, not averaged, a plain tensor of the parameter's shape that may be differentiated again.
 
     Args:
         outputs: As torch takes them.
@@ -43,7 +58,9 @@ def asked_gradients(outputs: Any, inputs: Sequence[Any], **options: Any) -> tupl
     dtypes = [x.dtype for x in inputs]
     inputs = [outside_of(x) for x in inputs]  # in a step, parameters are met unsharded
     leaves = [
-        (place, x.unsharded) for place, x in enumerate(inputs) if isinstance(x, ShardTensor) and x.unsharded is not None
+        (place, x.unsharded)
+        for place, x in enumerate(inputs)
+        if isinstance(x, ShardTensor) and x.unsharded is not None
     ]
     unused_is_fine, zeros = options.get("allow_unused"), options.get("materialize_grads")
     options |= {"allow_unused": True, "materialize_grads": False}
@@ -54,16 +71,20 @@ def asked_gradients(outputs: Any, inputs: Sequence[Any], **options: Any) -> tupl
         if gradient is not None:
             gradient = gradient.to(dtypes[place])  # what autocast's copy got
         outside = results[place]
-        results[place] = gradient if outside is None else outside if gradient is None else outside + gradient
+        results[place] = (
+            gradient if outside is None else outside if gradient is None else outside + gradient
+        )
     for place, x in enumerate(inputs):
         if results[place] is None and zeros:
             graph = bool(options.get("create_graph"))
-            results[place] = torch.zeros(x.shape, dtype=x.dtype, device=x.device, requires_grad=graph)
+            results[place] = torch.zeros(
+                x.shape, dtype=x.dtype, device=x.device, requires_grad=graph
+            )
         elif results[place] is None and not unused_is_fine:
             name = f" ({x.spec.fqn})" if isinstance(x, ShardTensor) else ""
             raise RuntimeError(
-                f"One of the differentiated Tensors{name} appears to not have been used in the graph. Set "
-                f"allow_unused=True if this is the desired behavior."
+                f"One of the differentiated Tensors{name} appears to not have been used in the "
+                f"graph. Set allow_unused=True if this is the desired behavior."
             )
     return tuple(results[: len(inputs)])
 
@@ -73,32 +94,41 @@ def backward_to(tensors: Any, *, inputs: Any = None, **options: Any) -> None:
 
     Args:
         tensors: As torch takes them.
-        inputs: As torch takes them: the only ones that get gradients, wherever they were used. None: all.
+        inputs: As torch takes them: the only ones that get gradients, wherever they were used.
+            None: all.
         options: As torch takes them.
     """
-    torch.autograd.backward(tensors, inputs=None if inputs is None else with_unsharded(inputs), **options)
+    torch.autograd.backward(
+        tensors, inputs=None if inputs is None else with_unsharded(inputs), **options
+    )
 
 
 def with_unsharded(inputs: Any) -> list[Any]:
     """Leaves of a graph, and the unsharded parameters of those that are sharded; each once."""
     leaves: list[Any] = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    unsharded = [leaf.unsharded for leaf in leaves if isinstance(leaf, ShardTensor) and leaf.unsharded is not None]
+    unsharded = [
+        leaf.unsharded
+        for leaf in leaves
+        if isinstance(leaf, ShardTensor) and leaf.unsharded is not None
+    ]
     known = {id(leaf) for leaf in leaves}
     return leaves + [leaf for leaf in unsharded if id(leaf) not in known]
 
 
-# -- What ``torch.autograd.Function`` is given in the place of sharded parameters: full tensors, and their gradients
+# -- What ``torch.autograd.Function`` is given in the place of sharded parameters: full tensors, and
+#    their gradients
 #
-# ``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of a function would
-# compute with a shard, its backward return a gradient that nobody averages, and a kernel read memory that is not
-# there. All calls of ``apply``, also by references that were taken at import, pass their arguments through one
-# private function of torch; that one is extended here.
+# ``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of
+# a function would compute with a shard, its backward return a gradient that nobody averages, and a
+# kernel read memory that is not there. All calls of ``apply``, also by references that were taken
+# at import, pass their arguments through one private function of torch; that one is extended here.
 #
-# A backward that builds a graph (adjoint methods, reversible layers) asks for gradients with respect to the arguments
-# that its forward has seen, while what it runs may use the parameters themselves. In one process the two are one
-# leaf. So whoever asks for the gradient of such an argument asks for that of the parameter: torch's way into its
-# engine, private as well, is extended for that, and for `backward(inputs=...)`: who names a sharded parameter means
-# all of its uses. So does who asks for its node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
+# A backward that builds a graph (adjoint methods, reversible layers) asks for gradients with
+# respect to the arguments that its forward has seen, while what it runs may use the parameters
+# themselves. In one process the two are one leaf. So whoever asks for the gradient of such an
+# argument asks for that of the parameter: torch's way into its engine, private as well, is extended
+# for that, and for `backward(inputs=...)`: who names a sharded parameter means all of its uses. So
+# does who asks for its node in the graph (`get_gradient_edge`, `register_multi_grad_hook`).
 
 _NAMED = 5  # parameters in a message
 
@@ -110,10 +140,14 @@ def extend_functions(pending_writes: PendingWrites) -> None:
     """Let every ``autograd.Function`` see full tensors from now on.
 
     Args:
-        pending_writes: A method that returns the unsharded parameters of a model that were written to inside of their
-            units, with their names, for the error of a backward that needs their former values. Held weakly.
+        pending_writes: A method that returns the unsharded parameters of a model that were written
+            to inside of their units, with their names, for the error of a backward that needs their
+            former values. Held weakly.
     """
-    _PENDING[:] = [*(each for each in _PENDING if each() is not None), weakref.WeakMethod(pending_writes)]
+    _PENDING[:] = [
+        *(each for each in _PENDING if each() is not None),
+        weakref.WeakMethod(pending_writes),
+    ]
     unwrap, run, found_node, executes = (
         each.current for each in (function_arguments, engine_run, node_of_tensor, will_execute)
     )
@@ -126,7 +160,9 @@ def extend_functions(pending_writes: PendingWrites) -> None:
             return tuple(map(_full, args))
         return args
 
-    def run_backward(outputs: Any, grad_outputs: Any, retain_graph: bool, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(
+        outputs: Any, grad_outputs: Any, retain_graph: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
             with retaining(retain_graph):
                 return run(outputs, grad_outputs, retain_graph, *args, **kwargs)
@@ -139,20 +175,36 @@ def extend_functions(pending_writes: PendingWrites) -> None:
         if kwargs["accumulate_grad"]:
             inputs = tuple({id(each): each for each in map(outside_of, inputs)}.values())
             if any(isinstance(each, ShardTensor) for each in inputs):
-                args = (grad_outputs, retain_graph, create_graph, tuple(with_unsharded(inputs)), *flags)
+                args = (
+                    grad_outputs,
+                    retain_graph,
+                    create_graph,
+                    tuple(with_unsharded(inputs)),
+                    *flags,
+                )
             return run_backward(outputs, *args, **kwargs)
         together = set(map(id, inputs))
         found = [_origin(each, together) for each in inputs]
         if not any(each is not None for each in found):
             return run_backward(outputs, *args, **kwargs)
-        asked = [each if origin is None else origin for each, origin in zip(inputs, found, strict=True)]
-        graph = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": flags[0]}
+        asked = [
+            each if origin is None else origin for each, origin in zip(inputs, found, strict=True)
+        ]
+        graph = {
+            "retain_graph": retain_graph,
+            "create_graph": create_graph,
+            "allow_unused": flags[0],
+        }
         with without_torch_function():
             return asked_gradients(outputs, asked, grad_outputs=grad_outputs, **graph)
 
     def node_of(tensor: Any) -> Node:
         sharded = outside_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
-        if not isinstance(sharded, ShardTensor) or sharded.unsharded is None or not sharded.requires_grad:
+        if (
+            not isinstance(sharded, ShardTensor)
+            or sharded.unsharded is None
+            or not sharded.requires_grad
+        ):
             return found_node(tensor)
         sharded.listen()
         with without_torch_function():
@@ -163,17 +215,19 @@ def extend_functions(pending_writes: PendingWrites) -> None:
         return executes(node if successor is None else node_of(successor))
 
     function_arguments.replace(unwrap_dead_wrappers)
-    will_execute.replace(executes_node)  # asked with nodes of parameters before they were sharded, too
+    will_execute.replace(
+        executes_node
+    )  # asked with nodes of parameters before they were sharded, too
     node_of_tensor.replace(node_of)
     engine_run.replace(engine_run_backward)
 
 
 def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
-    """The sharded parameter whose gradient is meant by what it was handed out as; None where that is what is asked.
+    """The sharded parameter whose gradient is meant by ``asked``; None if it is itself asked for.
 
     Args:
-        asked: A full tensor that a function was given, or a parameter as it is met in a step: earlier uses of it may
-            have been such of the sharded one.
+        asked: A full tensor that a function was given, or a parameter as it is met in a step:
+            earlier uses of it may have been such of the sharded one.
         together: The identities of all that are asked for; :func:`asked_gradients` asks for both.
     """
     origin = outside_of(asked) if isinstance(asked, OfSharded) else origin_of(asked)
@@ -181,23 +235,30 @@ def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
 
 
 def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | GradientEdge]) -> None:
-    """Raise with the names of parameters where autograd misses the values that they had in the forward."""
+    """Raise with the names of parameters whose values from the forward autograd misses."""
     if "modified by an inplace operation" not in str(error):
         return
-    written = {id(parameter): fqn for each in _PENDING if (pending := each()) for parameter, fqn in pending()}
+    written = {
+        id(parameter): fqn
+        for each in _PENDING
+        if (pending := each())
+        for parameter, fqn in pending()
+    }
     names = [written[leaf] for leaf in _leaves(outputs) if leaf in written] if written else []
     if names:
         rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
-            f"parameter {', '.join(names[:_NAMED])}{rest} was written to between its forward and its backward (through "
-            f"`.data`, too): the gradients would belong to neither state. Write to it before the forward or after the "
-            f"backward"
+            f"parameter {', '.join(names[:_NAMED])}{rest} was written to between its forward and "
+            f"its backward (through `.data`, too): the gradients would belong to neither state. "
+            f"Write to it before the forward or after the backward"
         ) from error
 
 
 def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[int]:
     """The identities of the leaves of a graph."""
-    waiting = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
+    waiting = [
+        output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
+    ]
     seen = set(waiting)
     while waiting:
         node: Any = waiting.pop()
@@ -234,7 +295,10 @@ class _View(torch.autograd.Function):
 
 
 def _needs_gradient(arguments: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments))
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        for leaf in pytree.tree_leaves(arguments)
+    )
 
 
 def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,13 +308,21 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     def to_full(sharded: ShardTensor) -> torch.Tensor:
         if id(sharded) not in found:
             operation = f"{func.__name__} of"
-            with temporarily_clear_interpreter_stack():  # a transform of torch.func sees what was gathered, not how
-                full = sharded.full_for_autograd(operation) if sharded.requires_grad else gather(sharded, operation)
+            with (
+                temporarily_clear_interpreter_stack()
+            ):  # a transform of torch.func sees what was gathered, not how
+                full = (
+                    sharded.full_for_autograd(operation)
+                    if sharded.requires_grad
+                    else gather(sharded, operation)
+                )
             found[id(sharded)] = (Gathered(sharded, full), full._version)
         return found[id(sharded)][0].full
 
     def hand_out(tensor: torch.Tensor) -> torch.Tensor:
-        gathered = next((gathered for gathered, _ in found.values() if gathered.aliases(tensor)), None)
+        gathered = next(
+            (gathered for gathered, _ in found.values() if gathered.aliases(tensor)), None
+        )
         if gathered is None:
             return tensor
         return gathered.sharded if tensor is gathered.full else _View.apply(tensor, gathered)

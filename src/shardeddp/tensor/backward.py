@@ -1,4 +1,4 @@
-"""Running backward: whether it returns gradients instead of accumulating them, and whether its graph stays."""
+"""Running backward: whether it returns gradients instead of accumulating, and retains its graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 # One entry per running call; threads of devices look at them as well.
 _ASKED: list[object] = []  # of `torch.autograd.grad`
-_RETAINED: list[bool] = []  # of torch's way into its engine: whether the graph stays for another backward
+_RETAINED: list[
+    bool
+] = []  # of torch's way into its engine: whether the graph stays for another backward
 
 
 def graph_is_retained() -> bool:

@@ -5,8 +5,8 @@ Nothing returns a local answer to a global question, and nothing that is written
 1. questions about the tensor and copies of it are answered from the shard,
 2. element-wise operations on sharded tensors alone, or into one, work on this rank's interval,
 3. reductions over all elements combine the ranks' results,
-4. everything else gathers; what it writes into a gathered operand, then or later through a view of it, is brought back
-   to the shard.
+4. everything else gathers; what it writes into a gathered operand, then or later through a view of
+   it, is brought back to the shard.
 """
 
 from __future__ import annotations
@@ -92,21 +92,34 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
-    """The global vector norm of every tensor (0-dim, in each tensor's dtype), with one reduction for all of them."""
+    """The global vector norm of every tensor, with one reduction for all of them.
+
+    Norms are 0-dim, in each tensor's dtype.
+    """
     if order <= 0:
         return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
     locals_ = [tensor.to_local() for tensor in tensors]
     # In float64: the squares of what float32 holds do not fit into float32.
-    partial = torch.stack(_partial_norms(locals_, order)).to(tensors[0].spec.mesh.device, torch.float64)
+    partial = torch.stack(_partial_norms(locals_, order)).to(
+        tensors[0].spec.mesh.device, torch.float64
+    )
     if order == float("inf"):
         reduced = reduce_partials(partial, tensors[0].spec, "max")
     else:
         reduced = reduce_partials(partial.pow(order), tensors[0].spec, "sum").pow(1.0 / order)
-    return [norm.to(local.dtype.to_real()) for norm, local in zip(reduced.unbind(), locals_, strict=True)]
+    return [
+        norm.to(local.dtype.to_real())
+        for norm, local in zip(reduced.unbind(), locals_, strict=True)
+    ]
 
 
-def _unscale(func: Any, gradients: Sequence[ShardTensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Divide gradients by the loss scale; ``found_inf`` becomes 1 on all ranks if any rank finds one not finite."""
+def _unscale(
+    func: Any, gradients: Sequence[ShardTensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Divide gradients by the loss scale.
+
+    ``found_inf`` becomes 1 on all ranks if any rank finds a gradient that is not finite.
+    """
     world = gradients[0].spec.mesh.world
     locals_ = [gradient.to_local() for gradient in gradients]
     found = found_inf.to(locals_[0].device, copy=True)
@@ -119,7 +132,7 @@ def _unscale(func: Any, gradients: Sequence[ShardTensor], found_inf: torch.Tenso
 
 
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
-    """Combine this rank's partial results with those of the other owners; equal bits on all of them."""
+    """Combine this rank's partial results with those of the other owners; bitwise equal on all."""
     partial = partial.to(spec.mesh.device)
     group, stream = spec.mesh.owners, spec.mesh.reduce_stream
     if kind == "sum":
@@ -136,23 +149,32 @@ def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) ->
 
 
 def _is_pointwise(func: Any) -> bool:
-    # A random number depends on how many were drawn before it; torch.equal is tagged point-wise as well.
+    # A random number depends on how many were drawn before it; torch.equal is tagged point-wise as
+    # well.
     no = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
     return torch.Tag.pointwise in func.tags and no.isdisjoint(func.tags)
 
 
 def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec | None:
-    """The spec that an element-wise operation can work in; None when its result is not a shard like its operands."""
+    """The spec that an element-wise operation can work in.
+
+    None when its result is not a shard like its operands.
+    """
     targets = written(func, args, kwargs)
-    outputs = {id(target) for target in targets if any(target is value for value in kwargs.values())}
+    outputs = {
+        id(target) for target in targets if any(target is value for value in kwargs.values())
+    }
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return _spec_of([leaf for leaf in leaves if id(leaf) not in outputs], targets)
 
 
 def _spec_of(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> ShardSpec | None:
-    # Where something is written the target decides; whatever else takes part is cut to its interval. Else a plain
-    # tensor may be this rank's own (an activation, a gradient), and the result with it: that is whole.
-    if not targets and any(tensor.dim() and not isinstance(tensor, ShardTensor) for tensor in inputs):
+    # Where something is written the target decides; whatever else takes part is cut to its
+    # interval. Else a plain tensor may be this rank's own (an activation, a gradient), and the
+    # result with it: that is whole.
+    if not targets and any(
+        tensor.dim() and not isinstance(tensor, ShardTensor) for tensor in inputs
+    ):
         return None
     deciding = targets or [tensor for tensor in inputs if isinstance(tensor, ShardTensor)]
     specs = {tensor.spec if isinstance(tensor, ShardTensor) else None for tensor in deciding}
@@ -190,7 +212,11 @@ def _note_write(func: Any, target: Any, operands: Sequence[Any]) -> None:
 
 def _home(arguments: Any) -> torch.device:
     """Where the elements of the first sharded argument live: on the host, if they are offloaded."""
-    return next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, ShardTensor)).to_local().device
+    return (
+        next(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, ShardTensor))
+        .to_local()
+        .device
+    )
 
 
 def _operand(tensor: torch.Tensor, spec: ShardSpec, home: torch.device) -> torch.Tensor:
@@ -214,8 +240,13 @@ def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         return _run_gathered(func, args, kwargs)
     lists = [argument for argument in (*args, *kwargs.values()) if _holds_tensors(argument)]
     targets = written(func, args, kwargs)
-    refuse_overlapping(func, views_among(targets), {it for it in targets if isinstance(it, ShardTensor)})
-    specs = [_spec_of(operands, targets[i : i + 1]) for i, operands in enumerate(zip(*lists, strict=True))]
+    refuse_overlapping(
+        func, views_among(targets), {it for it in targets if isinstance(it, ShardTensor)}
+    )
+    specs = [
+        _spec_of(operands, targets[i : i + 1])
+        for i, operands in enumerate(zip(*lists, strict=True))
+    ]
     rows = zip(specs, zip(*lists, strict=True), strict=True)
     homes = [_home(operands) if spec else None for spec, operands in rows]
 
@@ -223,7 +254,11 @@ def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         if not _holds_tensors(argument):
             return gather(argument) if isinstance(argument, ShardTensor) else argument
         return [
-            _operand(item, spec, home) if spec and home else gather(item) if isinstance(item, ShardTensor) else item
+            _operand(item, spec, home)
+            if spec and home
+            else gather(item)
+            if isinstance(item, ShardTensor)
+            else item
             for item, spec, home in zip(argument, specs, homes, strict=True)
         ]
 
@@ -236,11 +271,16 @@ def _run_foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         mark_written(target.to_local() if isinstance(target, ShardTensor) else target)
     if targets:
         return None
-    return [ShardTensor(result, spec) if spec else result for result, spec in zip(results, specs, strict=True)]
+    return [
+        ShardTensor(result, spec) if spec else result
+        for result, spec in zip(results, specs, strict=True)
+    ]
 
 
 def _holds_tensors(argument: Any) -> bool:
-    return isinstance(argument, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in argument)
+    return isinstance(argument, (list, tuple)) and any(
+        isinstance(item, torch.Tensor) for item in argument
+    )
 
 
 def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
@@ -248,7 +288,9 @@ def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.T
     held[0].spec.mesh.fingerprints.call(f"norms of {held[0].spec.fqn} and {len(held) - 1} more")
     sharded = iter(norms(held, order))
     return [
-        next(sharded) if isinstance(tensor, ShardTensor) else torch.linalg.vector_norm(tensor, order)
+        next(sharded)
+        if isinstance(tensor, ShardTensor)
+        else torch.linalg.vector_norm(tensor, order)
         for tensor in tensors
     ]
 
@@ -273,10 +315,15 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
         and first.spec.intervals == second.spec.intervals
     ):
         return torch.equal(
-            *(gather(tensor) if isinstance(tensor, ShardTensor) else tensor for tensor in (first, second))
+            *(
+                gather(tensor) if isinstance(tensor, ShardTensor) else tensor
+                for tensor in (first, second)
+            )
         )
     first.spec.mesh.fingerprints.call(f"equal of {first.spec.fqn}")
-    differs = torch.tensor(not torch.equal(first.to_local(), second.to_local().to(first.to_local())))
+    differs = torch.tensor(
+        not torch.equal(first.to_local(), second.to_local().to(first.to_local()))
+    )
     return not reduce_partials(differs, first.spec, "max")
 
 
@@ -299,14 +346,22 @@ def _run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     operation = f"{func.overloadpacket.__name__} of"
 
     def to_full(sharded: ShardTensor) -> torch.Tensor:
-        return found.setdefault(id(sharded), found.get(id(sharded)) or Gathered(sharded, operation=operation)).full
+        return found.setdefault(
+            id(sharded), found.get(id(sharded)) or Gathered(sharded, operation=operation)
+        ).full
 
     full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
     known = written(func, args, kwargs)
-    targets = [*{id(target): found[id(target)] for target in known if isinstance(target, ShardTensor)}.values()]
+    targets = [
+        *{
+            id(target): found[id(target)] for target in known if isinstance(target, ShardTensor)
+        }.values()
+    ]
     refuse_overlapping(func, [*views_among(known), *targets])
     result = run_on_whole(func, full_args, full_kwargs, [*found.values()], targets)
-    return hand_out(result, found.values(), {id(home.full): home.sharded for home in found.values()})
+    return hand_out(
+        result, found.values(), {id(home.full): home.sharded for home in found.values()}
+    )
 
 
 def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,10 +369,13 @@ def _reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return args[0].resize_(args[1].shape)
     if func is aten.detach_.default or not reshapes(func, args, kwargs):
         return args[0]
-    sharded = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardTensor))
+    sharded = next(
+        leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardTensor)
+    )
     raise NotImplementedError(
-        f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded, or lend it: expected "
-        f"operations that do not. Use the one that returns a new tensor, or change it before the model is sharded"
+        f"{func} would change the shape or the memory of {sharded.spec.fqn}, which is sharded, or "
+        f"lend it: expected operations that do not. Use the one that returns a new tensor, or "
+        f"change it before the model is sharded"
     )
 
 
@@ -332,7 +390,9 @@ def _partial_norms(locals_: Sequence[torch.Tensor], order: float) -> list[torch.
     for dtype in {local.dtype for local in locals_}:
         held = [i for i, local in enumerate(locals_) if local.dtype is dtype and local.numel()]
         if held:
-            norms_held = aten._foreach_norm.Scalar([locals_[i] for i in held], order, dtype=_wide(dtype))
+            norms_held = aten._foreach_norm.Scalar(
+                [locals_[i] for i in held], order, dtype=_wide(dtype)
+            )
             for i, norm in zip(held, norms_held, strict=True):
                 found[i] = norm
     return found
@@ -351,7 +411,9 @@ def _limits(dtype: torch.dtype) -> tuple[float, float]:
     """The neutral elements of a maximum and a minimum."""
     if dtype.is_floating_point:
         return -float("inf"), float("inf")
-    return (False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return (
+        (False, True) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    )
 
 
 handlers.operation = run

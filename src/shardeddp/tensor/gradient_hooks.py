@@ -1,4 +1,7 @@
-"""Gradient hooks of a sharded parameter: for each rank's gradient on its way, and for when `.grad` is complete."""
+"""Gradient hooks of a sharded parameter.
+
+They are for each rank's gradient on its way, and for when `.grad` is complete.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,17 @@ from shardeddp.torch_private import current_backward, engine, without_torch_func
 GradientHook = Callable[[torch.Tensor], torch.Tensor | None]
 CompletionHook = Callable[[torch.Tensor], None]
 Hooks = tuple["OrderedDict[int, GradientHook] | None", "OrderedDict[int, CompletionHook] | None"]
-"""Of ``register_hook`` and of ``register_post_accumulate_grad_hook``, in the dictionaries that handles refer to."""
+"""Hooks of ``register_hook`` and of ``register_post_accumulate_grad_hook``.
+
+They stay in the dictionaries that handles refer to.
+"""
 
 
 def take_hooks(parameter: nn.Parameter) -> Hooks:
-    """Take the hooks off a parameter: they belong to the Python object, and would not fire for another body."""
+    """Take the hooks off a parameter.
+
+    They belong to the Python object, and would not fire for another body.
+    """
     found: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     if found[0] is not None:
         parameter._backward_hooks = None
@@ -33,9 +42,10 @@ def take_hooks(parameter: nn.Parameter) -> Hooks:
 class GradientHooks:
     """The hooks on one sharded parameter, which stands for two leaves of autograd's graphs.
 
-    A hook of ``register_hook`` sees what a backward brings from all uses, in the parameter's unit and outside of it:
-    this rank's gradient, whole and before it is averaged, as under DDP. One of ``register_post_accumulate_grad_hook``
-    is called with the sharded parameter when the backward has ended and ``.grad`` is complete, once.
+    A hook of ``register_hook`` sees what a backward brings from all uses, in the parameter's unit
+    and outside of it: this rank's gradient, whole and before it is averaged, as under DDP. One of
+    ``register_post_accumulate_grad_hook`` is called with the sharded parameter when the backward
+    has ended and ``.grad`` is complete, once.
 
     Args:
         sharded: The parameter.
@@ -43,11 +53,15 @@ class GradientHooks:
         former: Those of the parameter before it was sharded; their handles stay valid.
     """
 
-    def __init__(self, sharded: torch.Tensor, unsharded: nn.Parameter | None, former: Hooks = (None, None)) -> None:
+    def __init__(
+        self, sharded: torch.Tensor, unsharded: nn.Parameter | None, former: Hooks = (None, None)
+    ) -> None:
         self._on_gradient: OrderedDict[int, GradientHook] = former[0] or OrderedDict()
         self._when_complete: OrderedDict[int, CompletionHook] = former[1] or OrderedDict()
         self._sharded = weakref.ref(sharded)
-        self._due = -1  # the backward, by autograd's number, that was told to call the hooks of completion
+        self._due = (
+            -1
+        )  # the backward, by autograd's number, that was told to call the hooks of completion
         self._unsharded = None if unsharded is None else weakref.ref(unsharded)
         self.listens = False
         """Whether what reaches the unsharded parameter passes the hooks."""
@@ -55,7 +69,7 @@ class GradientHooks:
             self.listen()
 
     def add(self, hook: GradientHook) -> RemovableHandle:
-        """Call a hook with each gradient on its way; what it returns, if anything, takes the gradient's place."""
+        """Call a hook with each gradient on its way; its result, if any, replaces the gradient."""
         self.listen()
         handle = RemovableHandle(self._on_gradient)
         self._on_gradient[handle.id] = hook
@@ -69,10 +83,15 @@ class GradientHooks:
         self.listens = True
         with without_torch_function():
             trainable = unsharded.requires_grad
-            torch.Tensor.requires_grad_(unsharded, True)  # a frozen parameter takes no hook, and may be unfrozen later
-            # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks know the model.
+            torch.Tensor.requires_grad_(
+                unsharded, True
+            )  # a frozen parameter takes no hook, and may be unfrozen later
+            # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks
+            # know the model.
             if unsharded.dtype != sharded.dtype:
-                accumulate_in(unsharded, sharded.dtype)  # hooks see gradients in the parameter's own dtype
+                accumulate_in(
+                    unsharded, sharded.dtype
+                )  # hooks see gradients in the parameter's own dtype
             torch.Tensor.register_hook(unsharded, _weakly(self, GradientHooks.run))
             torch.Tensor.requires_grad_(unsharded, trainable)
 
@@ -83,12 +102,13 @@ class GradientHooks:
         return handle
 
     def announce(self) -> None:
-        """The backward that is running changes ``.grad``: call the hooks of completion at its end."""
+        """Call the completion hooks at the end of the running backward, which changes ``.grad``."""
         backward = current_backward()
         if self._due == backward or not self._when_complete:
             return
         self._due = backward
-        # One callback behind the other: at the end of the end, when the engine has installed what it has reduced.
+        # One callback behind the other: at the end of the end, when the engine has installed what
+        # it has reduced.
         engine.queue_callback(lambda: engine.queue_callback(self._complete))
 
     def run(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -98,7 +118,9 @@ class GradientHooks:
             result: Any = hook(gradient)
             if result is not None:
                 # Whole if the unit's gradient is: a hook may mix it with sharded tensors.
-                gradient = result.full_tensor() if plain and type(result) is not torch.Tensor else result
+                gradient = (
+                    result.full_tensor() if plain and type(result) is not torch.Tensor else result
+                )
         return gradient
 
     @torch.no_grad()
@@ -109,7 +131,9 @@ class GradientHooks:
                 hook(sharded)
 
 
-def _weakly(hooks: GradientHooks, method: Callable[[GradientHooks, torch.Tensor], Any]) -> Callable[..., Any]:
+def _weakly(
+    hooks: GradientHooks, method: Callable[[GradientHooks, torch.Tensor], Any]
+) -> Callable[..., Any]:
     reference = weakref.ref(hooks)
 
     def run(tensor: torch.Tensor) -> Any:

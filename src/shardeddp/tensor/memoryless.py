@@ -1,4 +1,4 @@
-"""Tensors without memory of their own, gradients past their `grad`, and functions that no tracer enters."""
+"""Tensors without own memory, gradients past their `grad`, and functions that no tracer enters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let compiled code end before a function and go on behind it.
 
     Args:
-        reason: What happens there and what to do about it; torch shows it to users who ask for one whole graph.
+        reason: What happens there and what to do about it; torch shows it to users who ask for one
+            whole graph.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -29,7 +30,8 @@ def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-# -- What autograd and the engine have as gradients, past the ``grad`` that sharded and unsharded parameters show
+# -- What autograd and the engine have as gradients, past the ``grad`` that sharded and unsharded
+#    parameters show
 
 
 def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -54,7 +56,7 @@ def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> No
 
 
 class Memoryless:
-    """What a sharded tensor and a view of one refuse, because what is written to raw memory could not be seen."""
+    """What sharded tensors and views of them refuse: writes to raw memory could not be seen."""
 
     def data_ptr(self) -> int:  # noqa: D102
         raise self._refusal("data_ptr")
@@ -77,6 +79,7 @@ class Memoryless:
     def _refusal(self, asked: str) -> RuntimeError:
         tensor: Any = self  # both have a spec
         return RuntimeError(
-            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask to_local() for this "
-            f"rank's elements, or full_tensor() for a copy of all of them, and write to it with copy_()"
+            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask "
+            f"to_local() for this rank's elements, or full_tensor() for a copy of all of them, and "
+            f"write to it with copy_()"
         )

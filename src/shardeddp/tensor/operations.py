@@ -1,4 +1,4 @@
-"""Operations by kind: which only ask about a tensor, which write to one, which communicate or draw random numbers."""
+"""Operations by kind: only query a tensor, write to one, communicate or draw random numbers."""
 
 from functools import cache
 from typing import Any
@@ -86,15 +86,19 @@ _TRUTHS = {
 _ASKED = _NAMES | _TRUTHS
 
 # Attributes that are operations.
-_COMPUTED_ATTRIBUTES = {vars(TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_COMPUTED_ATTRIBUTES = {
+    vars(TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
+}
 
 
-# Python functions of torch that autograd does not follow: nn.init works under no_grad, collectives have no backward.
+# Python functions of torch that autograd does not follow: nn.init works under no_grad, collectives
+# have no backward.
 _UNRECORDED = ("torch.nn.init", "torch.distributed.distributed_c10d")
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
-# Operations of torch.distributed that write to nothing. All others write to their first argument; no schema says so.
+# Operations of torch.distributed that write to nothing. All others write to their first argument;
+# no schema says so.
 _COLLECTIVES_THAT_WRITE_NOTHING = {"send", "barrier", "monitored_barrier_", "check_for_nan"}
 
 # Those that write to whatever comes from one other rank, and return before it has come.
@@ -125,12 +129,15 @@ def communicates(func: Any) -> bool:
 def tells_what_it_writes(func: Any) -> bool:
     """Whether :func:`written` names all that an operation writes to.
 
-    Operations of other libraries may leave out ``mutates_args``, and batch norms do not tell of running statistics.
+    Operations of other libraries may leave out ``mutates_args``, and batch norms do not tell of
+    running statistics.
     """
     if func.namespace not in ("aten", "prims", "prim", *_COLLECTIVES):
         return False
     tells = "functional" in func.__name__ or "no_training" in func.__name__
-    return tells or not any(it.name == "running_mean" and it.alias_info is None for it in func._schema.arguments)
+    return tells or not any(
+        it.name == "running_mean" and it.alias_info is None for it in func._schema.arguments
+    )
 
 
 def is_random(func: Any) -> bool:
@@ -139,7 +146,7 @@ def is_random(func: Any) -> bool:
 
 
 def reshapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that may change the shape, strides or memory of its first argument does so."""
+    """Whether an operation that may alter its first argument's shape, strides or memory does so."""
     if func.overloadpacket.__name__ == "set_":
         return True
     before = args[0].shape, args[0].stride()
@@ -157,6 +164,12 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
     name, arguments = func.overloadpacket.__name__, func._schema.arguments
     if name == "batch_p2p_ops":
         return [(place, it.name) for place, it in enumerate(arguments) if it.name == "tensors"]
-    if name in RECEIVES or (func.namespace == "c10d" and name not in _COLLECTIVES_THAT_WRITE_NOTHING):
+    if name in RECEIVES or (
+        func.namespace == "c10d" and name not in _COLLECTIVES_THAT_WRITE_NOTHING
+    ):
         return [(0, arguments[0].name)]
-    return [(place, it.name) for place, it in enumerate(arguments) if it.alias_info and it.alias_info.is_write]
+    return [
+        (place, it.name)
+        for place, it in enumerate(arguments)
+        if it.alias_info and it.alias_info.is_write
+    ]

@@ -1,15 +1,17 @@
-"""ShardTensor: what a parameter is outside its unit's compute; the whole parameter to ask, one interval of it to hold.
+"""ShardTensor: a parameter outside its unit's compute; it looks whole and holds one interval of it.
 
 [Note: the tensors of a parameter]
 One parameter of the user's model is, in the engine, up to five tensors:
 
-- the *sharded parameter*: the user's own object, turned into a ``ShardTensor``. It is what ``parameters()``, optimizers
-  and state dicts see. It holds a view of the main shard.
-- the *unsharded parameter*: a plain ``nn.Parameter``, a view of the unit's gathered flat buffer. The module computes
-  with it, and autograd leaves the unsharded gradient on it. It is usable only while its unit is unsharded.
-- the *local parameter*: a plain 1D view of the main shard, this rank's interval. Element-wise optimizers step on it.
-- the *sharded gradient*: a ``ShardTensor`` over a view of the unit's gradient shard; ``.grad`` of the sharded
-  parameter.
+- the *sharded parameter*: the user's own object, turned into a ``ShardTensor``. It is what
+  ``parameters()``, optimizers and state dicts see. It holds a view of the main shard.
+- the *unsharded parameter*: a plain ``nn.Parameter``, a view of the unit's gathered flat buffer.
+  The module computes with it, and autograd leaves the unsharded gradient on it. It is usable only
+  while its unit is unsharded.
+- the *local parameter*: a plain 1D view of the main shard, this rank's interval. Element-wise
+  optimizers step on it.
+- the *sharded gradient*: a ``ShardTensor`` over a view of the unit's gradient shard; ``.grad`` of
+  the sharded parameter.
 - the *local gradient*: that view itself; ``.grad`` of the local parameter.
 """
 
@@ -26,7 +28,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils.hooks import RemovableHandle
 
@@ -35,7 +41,7 @@ from shardeddp.plan.layout import Box, Interval, boxes
 from shardeddp.tensor.backward import are_asked
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks
 from shardeddp.tensor.memoryless import Memoryless, never_traced, store_gradient, stored_gradient
-from shardeddp.tensor.unsharded import OfSharded, SameParameter, sharded_of
+from shardeddp.tensor.unsharded import OfSharded, SameParameter, part_from_aliases, sharded_of
 from shardeddp.torch_private import (
     make_subclass,
     make_wrapper_subclass,
@@ -50,10 +56,13 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass
 class Handlers:
-    """How calls that meet a ``ShardTensor`` run; ``autograd.py`` and ``dispatch.py`` set it when they are imported."""
+    """Handlers of calls that meet a ``ShardTensor``.
+
+    ``autograd.py`` and ``dispatch.py`` set them when they are imported.
+    """
 
     function: Run
-    """Functions of torch's Python API, ``torch.autograd.grad`` among them, before autograd sees them."""
+    """Functions of torch's Python API, as ``torch.autograd.grad``, before autograd sees them."""
     operation: Run
     """ATen operations, below autograd."""
 
@@ -65,8 +74,8 @@ def _not_imported(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 handlers = Handlers(_not_imported, _not_imported)
 
 outside_of_graphs = never_traced(
-    "a sharded parameter is used here, outside the forward of its unit. Use it inside, or let a parent module be the "
-    "unit (auto_wrap_policy)"
+    "a sharded parameter is used here, outside the forward of its unit. Use it inside, or let a "
+    "parent module be the unit (auto_wrap_policy)"
 )
 
 
@@ -74,13 +83,14 @@ outside_of_graphs = never_traced(
 class ShardSpec:
     """What all tensors that are sharded like one parameter have in common; compared by identity.
 
-    Gradients and optimizer states share their parameter's spec, by which operations know that intervals coincide.
+    Gradients and optimizer states share their parameter's spec, by which operations know that
+    intervals coincide.
     """
 
     fqn: str
     shape: torch.Size
     intervals: tuple[Interval, ...]
-    """Elements of the flattened parameter that each owner holds, in the order of ``mesh.owners``; they cover it."""
+    """Each owner's elements of the flattened parameter, in ``mesh.owners`` order; they cover it."""
 
     mesh: Mesh
     offloaded: bool = False
@@ -104,7 +114,10 @@ class ShardSpec:
         return self.mesh.device if self.offloaded and local.device.type == "cpu" else local.device
 
     def localize(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's interval of a tensor of the parameter's shape, full or sharded; a view if it can be one."""
+        """This rank's interval of a tensor of the parameter's shape, full or sharded.
+
+        A view if it can be one.
+        """
         if isinstance(tensor, ShardTensor) and tensor.spec is self:
             return tensor.to_local()
         return tensor.reshape(-1)[self.interval.start : self.interval.stop]
@@ -142,13 +155,14 @@ class KeepsWrites(Protocol):
 
 
 class ShardTensor(Memoryless, torch.Tensor):
-    """A tensor with its global shape, of which this rank holds one interval of the flattened elements.
+    """A tensor with its global shape; this rank holds one interval of its flattened elements.
 
-    With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the gathered full tensor, and
-    the gradient is averaged over all ranks in backward: right wherever a parameter is used, at the cost of a gather per
-    use, which one warning per parameter points out. Without gradients, element-wise operations work on the local
-    interval, reductions over all elements give the global value, and everything else gathers. A view of it
-    (``weight[0]``) is a view of gathered elements; what is written to the view reaches the shard. All of these need
+    With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the
+    gathered full tensor, and the gradient is averaged over all ranks in backward: right wherever a
+    parameter is used, at the cost of a gather per use, which one warning per parameter points out.
+    Without gradients, element-wise operations work on the local interval, reductions over all
+    elements give the global value, and everything else gathers. A view of it (``weight[0]``) is a
+    view of gathered elements; what is written to the view reaches the shard. All of these need
     every rank to take part, but for the element-wise ones.
     """
 
@@ -156,18 +170,30 @@ class ShardTensor(Memoryless, torch.Tensor):
     _spec: ShardSpec
     _unsharded: nn.Parameter | None  # of a sharded parameter: its unsharded one
     _hooks: GradientHooks | None  # of a sharded parameter: made with the first of them
-    _unit_gradients: tuple[UnitGradients, int] | None  # of a sharded parameter: its unit's, and its place among them
+    _unit_gradients: (
+        tuple[UnitGradients, int] | None
+    )  # of a sharded parameter: its unit's, and its place among them
     _is_routed: bool  # whether gradients of uses outside of a unit find their way
     _former_gradient: torch.Tensor | None  # what `.grad` was, while one of those is on its way
-    _source: ShardTensor | None  # of an alias: what it is one of; whoever holds the one holds the other
+    _source: (
+        ShardTensor | None
+    )  # of an alias: what it is one of; whoever holds the one holds the other
     _is_copy: bool  # whether it is what a deep copy has made of a parameter
-    _aliases: list[weakref.ref[ShardTensor]] | None  # of a parameter: what `.data` has handed out
-    _writes: weakref.ref[KeepsWrites] | None  # of a parameter: brings what was written inside of its unit to the shard
+    _aliases: list[weakref.ref[ShardTensor]] | None  # what shares its memory: `.data`, detached
+    _writes: (
+        weakref.ref[KeepsWrites] | None
+    )  # of a parameter: brings what was written inside of its unit to the shard
     _place: int  # of the parameter there
 
-    def __new__(cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardTensor:  # noqa: D102
+    def __new__(  # noqa: D102
+        cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False
+    ) -> ShardTensor:
         made = make_wrapper_subclass(
-            cls, spec.shape, dtype=local.dtype, device=spec.device_of(local), requires_grad=requires_grad
+            cls,
+            spec.shape,
+            dtype=local.dtype,
+            device=spec.device_of(local),
+            requires_grad=requires_grad,
         )
         made._local = local
         made._spec = spec
@@ -200,7 +226,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether operations on it are recorded; setting it reaches the unsharded parameter as well."""
+        """Whether operations on it are recorded; setting it also sets the unsharded parameter's."""
         with without_torch_function():
             return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
@@ -219,13 +245,10 @@ class ShardTensor(Memoryless, torch.Tensor):
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The same shard without its history; writing to it changes the parameter.
 
-        Assigning copies values in, and what was handed out before keeps the former ones, as it does where a parameter
-        gets other memory.
+        Assigning copies values in, and what was handed out before keeps the former ones, as it does
+        where a parameter gets other memory.
         """
-        alias: Any = self.detach()
-        self._aliases = [each for each in self._aliases or () if each() is not None]
-        self._aliases.append(weakref.ref(alias))
-        return alias
+        return self.detach()
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
@@ -233,18 +256,33 @@ class ShardTensor(Memoryless, torch.Tensor):
             return  # module.to() with the dtype and the device that the module has
         if (data.shape, data.dtype, data.device) != (self.shape, self.dtype, self.device):
             raise RuntimeError(
-                f"{self._spec.fqn} is sharded and cannot be given other memory (.data = ..., .half(), .to()): expected "
-                f"it to stay {tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, "
-                f"{data.dtype} on {data.device}. Change that before the model is sharded"
+                f"{self._spec.fqn} is sharded and cannot be given other memory (.data = ..., "
+                f".half(), .to()): expected it to stay {tuple(self.shape)}, {self.dtype} on "
+                f"{self.device}, found {tuple(data.shape)}, {data.dtype} on {data.device}. Change "
+                f"that before the model is sharded"
             )
-        for alias in [found for each in self._aliases or () if (found := each()) is not None]:
-            alias.move_to(alias._local.clone())
-        self._aliases = None
+        self._part_from_aliases()
         with torch.no_grad():
             self.copy_(data)
 
+    def _part_from_aliases(self) -> None:
+        """Leave the values to what shares them, as a tensor does that gets other memory."""
+        found = [alias for each in self._aliases or () if (alias := each()) is not None]
+        if sharing := [alias for alias in found if alias._local is self._local]:
+            former = self._local.clone()
+            for alias in sharing:
+                alias.move_to(former)
+        self._aliases = None
+        if self._unsharded is not None:
+            part_from_aliases(self._unsharded)
+
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: D102
-        if isinstance(source, torch.Tensor) and not args and not kwargs and source.shape == self.shape:
+        if (
+            isinstance(source, torch.Tensor)
+            and not args
+            and not kwargs
+            and source.shape == self.shape
+        ):
             self.data = source.detach()
             return self
         make: Any = super().set_
@@ -287,14 +325,14 @@ class ShardTensor(Memoryless, torch.Tensor):
         return self._unsharded
 
     def register_hook(self, hook: GradientHook) -> RemovableHandle:  # type: ignore[override]
-        """Call a hook with each gradient on its way to the parameter; see :class:`GradientHooks`."""
+        """Call a hook with each gradient that goes to the parameter; see :class:`GradientHooks`."""
         if not self.is_leaf or not self.requires_grad:
             with without_torch_function():
                 return super().register_hook(hook)
         return self._made_hooks().add(hook)
 
     def listen(self) -> None:
-        """Let gradients of all uses end at one node of autograd's graph, that of the unsharded parameter."""
+        """Let gradients of all uses end at one autograd node, that of the unsharded parameter."""
         self._made_hooks().listen()
 
     def _made_hooks(self) -> GradientHooks:
@@ -302,7 +340,10 @@ class ShardTensor(Memoryless, torch.Tensor):
         return self._hooks
 
     def register_post_accumulate_grad_hook(self, hook: CompletionHook) -> RemovableHandle:
-        """Call a hook with the parameter when a backward has completed its gradient; see :class:`GradientHooks`."""
+        """Call a hook with the parameter when a backward has completed its gradient.
+
+        See :class:`GradientHooks`.
+        """
         if not self.is_leaf or not self.requires_grad:
             with without_torch_function():
                 return super().register_post_accumulate_grad_hook(hook)
@@ -313,7 +354,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         self._unit_gradients = unit_gradients, index
 
     def keep_gradient(self) -> None:
-        """Take note that somebody may have kept the local gradient, as optimizers do in their states."""
+        """Note that somebody may have kept the local gradient, as optimizers do in their states."""
         if self._unit_gradients is not None:
             self._unit_gradients[0].kept_by_others = True
 
@@ -324,15 +365,23 @@ class ShardTensor(Memoryless, torch.Tensor):
     def full_for_autograd(self, operation: str) -> torch.Tensor:
         """The whole tensor, gathered, with a gradient that is averaged over all ranks."""
         self.route_gradient()
-        # Hooks see the sum of what all uses bring: the gradient ends where that of the unit's forward does.
-        leaf = self if self._unsharded is None or not (self._hooks and self._hooks.listens) else self._unsharded
+        # Hooks see the sum of what all uses bring: the gradient ends where that of the unit's
+        # forward does.
+        leaf = (
+            self
+            if self._unsharded is None or not (self._hooks and self._hooks.listens)
+            else self._unsharded
+        )
         # Not by way of Function.apply, which hands sharded arguments out as full ones.
         apply: Any = super(torch.autograd.Function, _FullTensor)
         with without_torch_function():
             return apply.apply(leaf, weakref.ref(self), operation)
 
     def route_gradient(self) -> None:
-        """Let what autograd brings to the parameter itself, from uses outside of its unit, be averaged over ranks."""
+        """Let what autograd brings to the parameter itself be averaged over ranks.
+
+        It comes from uses outside of the parameter's unit.
+        """
         if self._is_routed or not (self.requires_grad and self.is_leaf):
             return
         self._is_routed = True
@@ -348,14 +397,15 @@ class ShardTensor(Memoryless, torch.Tensor):
         self._spec.warned.append("outside")
         nbytes = self._spec.numel * self.element_size()
         warnings.warn(
-            f"parameter {self._spec.fqn} is used outside the forward of the unit that holds it: each such use gathers "
-            f"{nbytes:,} bytes. The result is right. To make it fast, use the parameter inside its module's forward, "
-            f"or let a parent module be the unit (auto_wrap_policy)",
+            f"parameter {self._spec.fqn} is used outside the forward of the unit that holds it: "
+            f"each such use gathers {nbytes:,} bytes. The result is right. To make it fast, use "
+            f"the parameter inside its module's forward, or let a parent module be the unit "
+            f"(auto_wrap_policy)",
             stacklevel=stacklevel,
         )
 
     def _take_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Pass on what uses outside of a unit have added up to: this rank's gradient, whole and not averaged."""
+        """Pass on this rank's sum of gradients from uses outside of a unit: whole, not averaged."""
         if self._hooks is not None:
             gradient = self._hooks.run(gradient)
         if are_asked():
@@ -402,46 +452,66 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @property
     def raw_local(self) -> torch.Tensor:
-        """The same as they lie, without what may have been written inside of the unit since it was gathered."""
+        """This rank's elements as they lie.
+
+        What may have been written inside of the unit since it was gathered is not in them.
+        """
         return self._local
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, gathered; a collective of all ranks of the shard group. No gradient flows through it."""
+        """The whole tensor, gathered; a collective of all ranks of the shard group.
+
+        No gradient flows through it.
+        """
         return gather(self, "full_tensor of")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         spec, interval = self._spec, self._spec.interval
         return (
-            f"ShardTensor({spec.fqn}, shape={tuple(spec.shape)}, dtype={self._local.dtype}, elements "
-            f"{interval.start}..{interval.stop} of {spec.numel} on rank {spec.mesh.rank}, local={self._local!r})"
+            f"ShardTensor({spec.fqn}, shape={tuple(spec.shape)}, dtype={self._local.dtype}, "
+            f"elements {interval.start}..{interval.stop} of {spec.numel} on rank {spec.mesh.rank}, "
+            f"local={self._local!r})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) not in memo:
             copied = type(self)(self.to_local().detach().clone(), self._spec, self.requires_grad)
             copied._is_copy = True
-            vars(copied).update({k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in _ATTRIBUTES})
+            vars(copied).update(
+                {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in _ATTRIBUTES}
+            )
             memo[id(self)] = copied
         return memo[id(self)]
 
     def __copy__(self) -> ShardTensor:
         copied = type(self)(self._local, self._spec, self.requires_grad)
         vars(copied).update({k: v for k, v in vars(self).items() if k not in _ATTRIBUTES})
-        copied._source, copied._writes, copied._place = self, self._writes, self._place
-        return copied
+        return copied._as_alias_of(self)
 
     def user_attributes(self) -> dict[str, Any]:
         """What users have set on the parameter."""
-        return {name: value for name, value in vars(self).items() if name not in (*_ATTRIBUTES, "_is_param")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in (*_ATTRIBUTES, "_is_param")
+        }
 
     def alias(self) -> ShardTensor:
         """The same shard under another object, without history."""
-        made = ShardTensor(self._local, self._spec)
-        made._source, made._writes, made._place = self, self._writes, self._place
-        return made
+        return ShardTensor(self._local, self._spec)._as_alias_of(self)
+
+    def _as_alias_of(self, source: ShardTensor) -> ShardTensor:
+        """Share the memory of a sharded tensor until that is assigned other values."""
+        self._source, self._writes, self._place = source, source._writes, source._place
+        origin = source._origin()
+        origin._aliases = [
+            *(each for each in origin._aliases or () if each() is not None),
+            weakref.ref(self),
+        ]
+        return self
 
     def whole(self, operation: str) -> torch.Tensor:
-        """A plain tensor in its place, or a parameter of the class that it had; a collective of all ranks."""
+        """A plain whole tensor, or a parameter of its original class; a collective of all ranks."""
         whole = gather(self, operation)
         if not isinstance(self, nn.Parameter):
             return whole
@@ -460,11 +530,18 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @property
     def is_of_a_unit(self) -> bool:
-        """False for the copy of a parameter: no unit gathers and reduces it. An alias of a parameter is of its unit."""
+        """Whether it is of a unit; false for the copy of a parameter.
+
+        No unit gathers and reduces a copy. An alias of a parameter is of its unit.
+        """
+        return self._origin()._unit_gradients is not None
+
+    def _origin(self) -> ShardTensor:
+        """Of an alias, what it is one of; anything else itself."""
         origin = self
         while origin._source is not None:
             origin = origin._source
-        return origin._unit_gradients is not None
+        return origin
 
     __hash__ = torch.Tensor.__hash__
 
@@ -475,7 +552,10 @@ class ShardTensor(Memoryless, torch.Tensor):
         return super().__eq__(other)
 
     def note_write(self, operation: str, values: torch.Tensor | None = None) -> None:
-        """Let ranks compare what they write to a parameter of which each keeps a part; see :class:`WriteDigest`."""
+        """Note a write, for ranks to compare.
+
+        Each keeps a part of the parameter; see :class:`WriteDigest`.
+        """
         mesh = self._spec.mesh
         if mesh.owners.size > 1 and self.is_of_a_unit:
             mesh.written.note(self._spec.fqn, operation, values)
@@ -483,8 +563,8 @@ class ShardTensor(Memoryless, torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole("pickling").__reduce_ex__(protocol)
 
-    # `torch.distributed.checkpoint` asks for these three, so `dcp.save` and `dcp.load` take the state dict of a sharded
-    # model as it is. Checkpoints of the Trainer do not come this way.
+    # `torch.distributed.checkpoint` asks for these three, so `dcp.save` and `dcp.load` take the
+    # state dict of a sharded model as it is. Checkpoints of the Trainer do not come this way.
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.to_local())
@@ -492,14 +572,17 @@ class ShardTensor(Memoryless, torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._spec.shape),
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=properties, size=self._spec.shape
+                ),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes()
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            for box in self._boxes()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -509,7 +592,9 @@ class ShardTensor(Memoryless, torch.Tensor):
             if index.offset is None or box.offsets == tuple(index.offset):
                 return self.to_local().detach()[position : position + box.numel].view(box.sizes)
             position += box.numel
-        raise ValueError(f"rank {self._spec.mesh.rank} has no box of {self._spec.fqn} at {index.offset}")
+        raise ValueError(
+            f"rank {self._spec.mesh.rank} has no box of {self._spec.fqn} at {index.offset}"
+        )
 
     def _boxes(self) -> list[Box]:
         return boxes(self._spec.interval, self._spec.shape)
@@ -530,7 +615,8 @@ class ShardTensor(Memoryless, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
-            # Recorded with the parameter itself: the __torch_function__ of another class (a nested tensor) came first.
+            # Recorded with the parameter itself: the __torch_function__ of another class (a nested
+            # tensor) came first.
             for each in pytree.tree_leaves((args, kwargs)):
                 if isinstance(each, ShardTensor):
                     each.route_gradient()
@@ -538,7 +624,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
 
 def keep_writes(parameters: Iterable[Any]) -> None:
-    """Bring what was written to parameters inside of their units, or to views from there, to their shards."""
+    """Bring writes made inside of units, to parameters or to views from there, to their shards."""
     for home in {each._writes for each in parameters if isinstance(each, ShardTensor)}:
         found = None if home is None else home()
         if found is not None:
@@ -563,7 +649,10 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
 
 
 def mark_written(local: torch.Tensor) -> None:
-    """Note a write to a shard: below autograd, where operations on shards run, nothing else counts versions."""
+    """Count a write to a shard in its version counter.
+
+    Operations on shards run below autograd, where nothing else counts versions.
+    """
     if not local.is_inference():
         torch.autograd.graph.increment_version(local)
 
@@ -571,16 +660,22 @@ def mark_written(local: torch.Tensor) -> None:
 def refuse_recorded_write(sharded: ShardTensor, operation: str) -> None:
     """Raise for a write that autograd would have to record."""
     raise RuntimeError(
-        f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while gradients are "
-        f"recorded; it is unchanged. Write to it under torch.no_grad(), or to a copy of it (clone())"
+        f"parameter {sharded.spec.fqn} is sharded and cannot be written to by {operation} while "
+        f"gradients are recorded; it is unchanged. Write to it under torch.no_grad(), or to a copy "
+        f"of it (clone())"
     )
 
 
 class _FullTensor(torch.autograd.Function):
-    """Gather forward; the gradient stays this rank's own. Its leaf is the parameter or its unsharded one."""
+    """Gather forward; the gradient stays this rank's own.
+
+    Its leaf is the parameter or its unsharded one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, sharded: weakref.ref[ShardTensor], operation: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, leaf: torch.Tensor, sharded: weakref.ref[ShardTensor], operation: str
+    ) -> torch.Tensor:
         ctx.sharded, found = sharded, sharded()
         assert found is not None
         return gather(found, operation)
@@ -591,7 +686,7 @@ class _FullTensor(torch.autograd.Function):
 
 
 def origin_of(tensor: Any) -> ShardTensor | None:
-    """The sharded parameter that autograd knows a plain tensor to be the whole of; None for any other."""
+    """The sharded parameter that autograd knows a plain tensor to be the whole of, or None."""
     node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
     return node.sharded() if isinstance(node, _FullTensor._backward_cls) else None  # type: ignore[attr-defined]
 
@@ -600,7 +695,9 @@ class _Average(torch.autograd.Function):
     """Average whole gradients over all ranks and keep this rank's interval."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device) -> ShardTensor:
+    def forward(
+        ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device
+    ) -> ShardTensor:
         total = gradient.contiguous().clone()
         spec.mesh.world.all_reduce_(total).wait()
         local = spec.localize(total).div(spec.mesh.topology.world_size)
@@ -609,14 +706,17 @@ class _Average(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        # Whoever used the average took it whole, so what arrives has been averaged over ranks already.
+        # Whoever used the average took it whole, so what arrives has been averaged over ranks
+        # already.
         return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
 
 
 _ATTRIBUTES = (*ShardTensor.__annotations__,)
 
 
-def _weakly(sharded: ShardTensor, method: Callable[[ShardTensor, torch.Tensor], Any]) -> Callable[..., Any]:
+def _weakly(
+    sharded: ShardTensor, method: Callable[[ShardTensor, torch.Tensor], Any]
+) -> Callable[..., Any]:
     reference = weakref.ref(sharded)
 
     def run(tensor: torch.Tensor) -> Any:
@@ -628,7 +728,7 @@ def _weakly(sharded: ShardTensor, method: Callable[[ShardTensor, torch.Tensor], 
 
 @cache
 def sharded_class(kind: type) -> type[ShardTensor]:
-    """The class of a sharded parameter: an instance of the class that the user's parameter has, too."""
+    """The class of a sharded parameter; its objects are of the user's parameter class, too."""
     if kind is nn.Parameter:
         return ShardTensor
     return type(f"Sharded{kind.__name__}", (ShardTensor, kind), {"__module__": kind.__module__})

@@ -1,4 +1,4 @@
-"""Unsharded parameters: their class while the unit is unsharded, their class after it, and their identity."""
+"""Unsharded parameters: their identity, and their classes while the unit is unsharded and after."""
 
 import copy
 import weakref
@@ -12,9 +12,16 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardeddp.tensor.memoryless import never_traced, store_gradient, stored_gradient
-from shardeddp.torch_private import make_subclass, no_torch_function, pytree, swap_tensor_impl, without_torch_function
+from shardeddp.torch_private import (
+    make_subclass,
+    no_torch_function,
+    pytree,
+    swap_tensor_impl,
+    without_torch_function,
+)
 
-# -- Give a parameter another body and keep its identity, so that references taken before sharding stay valid
+# -- Give a parameter another body and keep its identity, so that references taken before sharding
+#    stay valid
 
 _IDENTITY = "shardeddp"  # a key of what torch keeps for its users beside a node
 
@@ -22,9 +29,9 @@ _IDENTITY = "shardeddp"  # a key of what torch keeps for its users beside a node
 def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchange class, attributes and implementation of two tensors; ``id()`` of each stays.
 
-    ``torch.utils.swap_tensors`` does the same and refuses objects with weak references, which every ``nn.LSTM`` has on
-    its weights; those references are to the object and stay true. A graph that was recorded before leads to the
-    former body: it refuses to run backward.
+    ``torch.utils.swap_tensors`` does the same and refuses objects with weak references, which every
+    ``nn.LSTM`` has on its weights; those references are to the object and stay true. A graph that
+    was recorded before leads to the former body: it refuses to run backward.
 
     Raises:
         RuntimeError: Native code holds a weak reference to one of them; nothing has changed.
@@ -45,7 +52,7 @@ def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def successor_of(node: Node) -> torch.Tensor | None:
-    """The parameter whose node this was in graphs, before it was given another body; None: it is no such node."""
+    """The parameter that had this node before its body was swapped; None: no such node."""
     identity = _metadata_of(node).get(_IDENTITY)
     return None if identity is None else identity()
 
@@ -56,37 +63,48 @@ def _metadata_of(node: Any) -> dict[str, Any]:
 
 def _refuse_backward(gradients: tuple[Any, ...]) -> None:
     raise RuntimeError(
-        "this graph was recorded before its model was sharded, and its gradients would reach nobody: expected a "
-        "forward of the model as the Trainer has set it up. Compute what the loss needs anew, inside training_step"
+        "this graph was recorded before its model was sharded, and its gradients would reach "
+        "nobody: expected a forward of the model as the Trainer has set it up. Compute what the "
+        "loss needs anew, inside training_step"
     )
 
 
-# -- The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded one after that
+# -- The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded
+#    one after that
 
 OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
-"""In the dictionary of an unsharded parameter: its name, its dtype outside, a weak reference to what it is there."""
+"""Keys of an unsharded parameter's dictionary.
+
+Its name, its dtype outside, and a weak reference to its sharded parameter.
+"""
 
 
 _ALIASES = WeakIdKeyDictionary()
-"""By parameter, weak references to what its `.data` has handed out; beside its dictionary, which is pickled."""
+"""Weak references to detached aliases, by parameter; not in its dictionary, which is pickled."""
+
+
+def part_from_aliases(parameter: torch.Tensor) -> None:
+    """Leave an unsharded parameter's values to its detached aliases; the parameter gets others."""
+    found: Any = _ALIASES.pop(parameter, None) or []
+    for alias in [alias for each in found if (alias := each()) is not None]:
+        alias.data = alias.clone()
 
 
 class WholeParameter(nn.Parameter):
     """A plain parameter whose writes can be counted, and that stays in its memory.
 
-    ``data`` of a plain one has a version counter of its own, and assigning to it gives the parameter other memory.
+    ``data`` of a plain one has a version counter of its own, and assigning to it gives the
+    parameter other memory.
     """
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The values without history; writing to them in place changes the parameter.
 
-        Assigning copies values in, and what was handed out before keeps the former ones, as it does where a parameter
-        gets other memory.
+        Assigning copies values in, and what was handed out before keeps the former ones, as it does
+        where a parameter gets other memory.
         """
-        alias = self.detach()
-        _ALIASES[self] = [*(each for each in _ALIASES.get(self) or () if each() is not None), weakref.ref(alias)]
-        return alias
+        return self.detach()
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
@@ -94,32 +112,43 @@ class WholeParameter(nn.Parameter):
             if self._has_already(data):
                 return
             raise RuntimeError(
-                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (.data = ...): expected "
-                f"{tuple(self.shape)}, {self.dtype} on {self.device}, found {tuple(data.shape)}, {data.dtype} on "
-                f"{data.device}. Change values in place, and shape, dtype or device before the model is sharded"
+                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (.data = "
+                f"...): expected {tuple(self.shape)}, {self.dtype} on {self.device}, found "
+                f"{tuple(data.shape)}, {data.dtype} on {data.device}. Change values in place, and "
+                f"shape, dtype or device before the model is sharded"
             )
         if data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
             return
-        former: Any = _ALIASES.pop(self, None) or []
-        for alias in [found for each in former if (found := each()) is not None]:
-            alias.data = alias.clone()
+        part_from_aliases(self)
         with torch.no_grad():
             self.copy_(data)
+
+    def detach(self) -> torch.Tensor:  # noqa: D102
+        alias = super().detach()
+        if not torch.compiler.is_compiling():
+            _ALIASES[self] = [
+                *(each for each in _ALIASES.get(self) or () if each() is not None),
+                weakref.ref(alias),
+            ]
+        return alias
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Take the values of a tensor; the parameter stays in its memory."""
         if not isinstance(source, torch.Tensor) or args or kwargs:
             raise RuntimeError(
-                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (set_). Write values into it "
-                f"(copy_), or change its memory before the model is sharded"
+                f"{self.__dict__[OURS[0]]} is sharded and cannot be given other memory (set_). "
+                f"Write values into it (copy_), or change its memory before the model is sharded"
             )
         self.data = source.detach()
         return self
 
     def _has_already(self, data: torch.Tensor) -> bool:
-        """Whether these are its values in the dtype that it has outside of its unit: ``module.to()`` with that dtype.
+        """Whether these are its values in its dtype outside of its unit.
 
-        Modules that insist on a dtype do so in their forward, where the parameter may be in a lower one.
+        ``module.to()`` with that dtype gives them.
+
+        Modules that insist on a dtype do so in their forward, where the parameter may be in a lower
+        one.
         """
         same_place = data.shape == self.shape and data.device == self.device
         if not same_place or data.dtype != self.__dict__.get(OURS[1]):
@@ -146,11 +175,17 @@ class SameParameter(torch.Tensor):
 
 
 class OfSharded(nn.Parameter):
-    """What belongs to the sharded parameter, wherever users meet it: gradient, hooks, and attributes of their own."""
+    """What belongs to the sharded parameter, wherever users meet it.
+
+    That is the gradient, hooks, and attributes of their own.
+    """
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient of the sharded parameter; autograd's own, of this rank and this unit, is the engine's."""
+        """The gradient of the sharded parameter.
+
+        Autograd's own, of this rank and this unit, is the engine's.
+        """
         return sharded_of(self).grad
 
     @grad.setter
@@ -176,7 +211,9 @@ class OfSharded(nn.Parameter):
         reference = vars(self).get(OURS[-1])  # none yet while the parameter is being made
         found = {} if reference is None else sharded_of(self).user_attributes()
         if name not in found:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
+            raise AttributeError(
+                f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self
+            )
         return found[name]
 
     @never_traced("a parameter is looked up in a dictionary or a set")
@@ -185,8 +222,12 @@ class OfSharded(nn.Parameter):
 
     @never_traced("a parameter is compared")
     def __eq__(self, other: object) -> Any:
-        """Element by element; true as a whole where the other is the same parameter, met outside of its unit."""
-        if not isinstance(other, OfSharded) and isinstance(other, nn.Parameter) and sharded_of(self) is other:
+        """Element by element; true as a whole for the same parameter, met outside of its unit."""
+        if (
+            not isinstance(other, OfSharded)
+            and isinstance(other, nn.Parameter)
+            and sharded_of(self) is other
+        ):
             return SameParameter.like(self)
         return super().__eq__(other)
 
@@ -216,10 +257,11 @@ class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIn
 
 
 class ReleasedParameter(OfSharded):
-    """The class of an unsharded parameter while its memory is released: whatever meets it meets the sharded one.
+    """An unsharded parameter whose memory is released: whatever meets it meets the sharded one.
 
-    Who has kept a reference from inside of the unit's forward computes with the same values, gathered for each use.
-    Changing an object's class is invisible to autograd, which holds the implementation and not the Python object.
+    Who has kept a reference from inside of the unit's forward computes with the same values,
+    gathered for each use. Changing an object's class is invisible to autograd, which holds the
+    implementation and not the Python object.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -231,8 +273,11 @@ class ReleasedParameter(OfSharded):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        positional, named = pytree.tree_map_only(ReleasedParameter, sharded_of, (args, kwargs or {}))
-        # By name where it is a method or an attribute: the sharded parameter's class may have its own.
+        positional, named = pytree.tree_map_only(
+            ReleasedParameter, sharded_of, (args, kwargs or {})
+        )
+        # By name where it is a method or an attribute: the sharded parameter's class may have its
+        # own.
         if args and isinstance(args[0], ReleasedParameter):
             name = func.__name__
             if getattr(torch.Tensor, name, None) is func:
@@ -243,7 +288,7 @@ class ReleasedParameter(OfSharded):
 
 
 def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let autograd add up the gradients of an unsharded parameter in another dtype than its own, from now on."""
+    """Let autograd accumulate an unsharded parameter's gradients in another dtype from now on."""
     former = stored_gradient(unsharded)
     with without_torch_function():
         if unsharded.grad_dtype is dtype or (former is not None and former.is_sparse):
@@ -259,7 +304,8 @@ def sharded_of(unsharded: nn.Parameter) -> Any:
     sharded = unsharded.__dict__[OURS[2]]()
     if sharded is None:
         raise RuntimeError(
-            f"parameter {unsharded.__dict__[OURS[0]]} was kept from inside its unit's forward, and its model is gone"
+            f"parameter {unsharded.__dict__[OURS[0]]} was kept from inside its unit's forward, and "
+            f"its model is gone"
         )
     return sharded
 
@@ -271,14 +317,20 @@ def outside_of(parameter: Any) -> Any:
 
 @cache
 def unsharded_class(kind: type) -> type[UnshardedParameter]:
-    """The class of a usable unsharded parameter: an instance of the class that the user's parameter has, too."""
-    return UnshardedParameter if kind is nn.Parameter else _derive("Unsharded", UnshardedParameter, kind)
+    """The class of a usable unsharded parameter; its objects are of the user's class, too."""
+    return (
+        UnshardedParameter
+        if kind is nn.Parameter
+        else _derive("Unsharded", UnshardedParameter, kind)
+    )
 
 
 @cache
 def released_class(kind: type) -> type[ReleasedParameter]:
-    """The class of an unsharded parameter whose memory is released, for one that the user gave a class of its own."""
-    return ReleasedParameter if kind is nn.Parameter else _derive("Released", ReleasedParameter, kind)
+    """The class of an unsharded parameter with released memory, for a parameter class of a user."""
+    return (
+        ReleasedParameter if kind is nn.Parameter else _derive("Released", ReleasedParameter, kind)
+    )
 
 
 def _derive(prefix: str, ours: type, theirs: type) -> Any:

@@ -9,9 +9,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm import agree_on_any_alike
+from shardeddp.comm import agree_on_highest_alike
 from shardeddp.tensor.memoryless import Memoryless
-from shardeddp.tensor.operations import RECEIVES, communicates, is_random, reshapes, tells_what_it_writes, written
+from shardeddp.tensor.operations import (
+    RECEIVES,
+    communicates,
+    is_random,
+    reshapes,
+    tells_what_it_writes,
+    written,
+)
 from shardeddp.tensor.shard_tensor import (
     ShardSpec,
     ShardTensor,
@@ -22,11 +29,12 @@ from shardeddp.tensor.shard_tensor import (
 )
 from shardeddp.torch_private import coalesces, is_alias_of, make_subclass, no_torch_function, pytree
 
-# -- The full elements of a ShardTensor: gathered for one operation, or behind views that write through to the shard
+# -- The full elements of a ShardTensor: gathered for one operation, or behind views that write
+#    through to the shard
 
 
 class Gathered:
-    """The full elements of a sharded tensor, kept equal to it for as long as a view of them is in use.
+    """The full elements of a sharded tensor, kept equal to it while a view of them is in use.
 
     Args:
         sharded: Where they come from and where writes go.
@@ -34,20 +42,23 @@ class Gathered:
         operation: Why they are gathered.
     """
 
-    def __init__(self, sharded: ShardTensor, full: torch.Tensor | None = None, operation: str = "reading") -> None:
+    def __init__(
+        self, sharded: ShardTensor, full: torch.Tensor | None = None, operation: str = "reading"
+    ) -> None:
         self.sharded = sharded
         self.full = gather(sharded, operation) if full is None else full
-        self._version = self._shard_version()
+        self._note_shard()
 
     def refresh(self) -> None:
         """Gather again if the shard has changed, by whatever means; a collective, then."""
-        if self._shard_version() != self._version:
+        local = self.sharded.to_local()
+        if local is not self._local or _version_of(local) != self._version:
             self.full.copy_(gather(self.sharded, "reading a view of"))
             mark_written(self.full)  # a graph that still needs the former values must fail
-            self._version = self._shard_version()
+            self._note_shard()
 
     def write_back(self) -> None:
-        """Bring what was written to the full elements to the shard; every rank keeps its own interval."""
+        """Bring writes to the full elements to the shard; every rank keeps its own interval."""
         local, spec = self.sharded.to_local(), self.sharded.spec
         if self.full.shape != spec.shape:
             raise RuntimeError(
@@ -57,7 +68,7 @@ class Gathered:
         self.sharded.note_write("whole", self.full)
         local.copy_(spec.localize(self.full))
         mark_written(local)
-        self._version = self._shard_version()
+        self._note_shard()
 
     def follow_rank_zero(self, func: Any) -> None:
         """Take the elements that rank 0 has drawn; a collective of all ranks."""
@@ -86,34 +97,47 @@ class Gathered:
             return changed
         self._assemble(func)
         operation = f"{func.overloadpacket.__name__} of {spec.fqn}"
-        (written,), same = agree_on_any_alike([changed], self.digest(), spec.mesh.control, operation)
+        (written,), same = agree_on_highest_alike(
+            [changed], self.digest(), spec.mesh.control, operation
+        )
         if written and not same:
             raise RuntimeError(
-                f"{func} has left different values of {spec.fqn} on different ranks (this is rank {spec.mesh.rank}): "
-                f"it is sharded and has one value for all of them. Expected what every rank gets alike (all_reduce, "
-                f"broadcast or all_gather over all ranks); the parameter is unchanged. Work on a copy (full_tensor())"
+                f"{func} has left different values of {spec.fqn} on different ranks (this is rank "
+                f"{spec.mesh.rank}): it is sharded and has one value for all of them. Expected "
+                f"what every rank gets alike (all_reduce, broadcast or all_gather over all ranks); "
+                f"the parameter is unchanged. Work on a copy (full_tensor())"
             )
         return changed
 
     def _assemble(self, func: Any) -> None:
         mesh = self.sharded.spec.mesh
-        if mesh.world_fingerprints is not mesh.fingerprints:  # which has been called to gather the elements
-            mesh.world_fingerprints.call(f"{func.overloadpacket.__name__} of {self.sharded.spec.fqn}")
+        if (
+            mesh.world_fingerprints is not mesh.fingerprints
+        ):  # which has been called to gather the elements
+            mesh.world_fingerprints.call(
+                f"{func.overloadpacket.__name__} of {self.sharded.spec.fqn}"
+            )
 
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor shares memory with the full elements."""
         return tensor.layout is torch.strided and is_alias_of(tensor, self.full)
 
-    def _shard_version(self) -> int:
-        local = self.sharded.to_local()
-        return 0 if local.is_inference() else local._version
+    def _note_shard(self) -> None:
+        self._local = (
+            self.sharded.to_local()
+        )  # an alias that has parted from its parameter has another one
+        self._version = _version_of(self._local)
+
+
+def _version_of(local: torch.Tensor) -> int:
+    return 0 if local.is_inference() else local._version
 
 
 class GatheredView(Memoryless, torch.Tensor):
-    """A view of a sharded tensor as a plain one would give it: of its elements now, and what is written reaches them.
+    """A view of a sharded tensor as of a plain one: it shows current elements and writes to them.
 
-    It owns gathered memory for as long as it lives. Reading it gathers again if the shard has changed in between, so
-    every rank has to take part, as everywhere.
+    It owns gathered memory for as long as it lives. Reading it gathers again if the shard has
+    changed in between, so every rank has to take part, as everywhere.
     """
 
     _plain: torch.Tensor
@@ -190,11 +214,17 @@ class GatheredView(Memoryless, torch.Tensor):
         for view in views:
             view._gathered.refresh()
         _check_targets(func, targets, args, kwargs)
-        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda view: view._plain, (args, kwargs))
+        plain_args, plain_kwargs = pytree.tree_map_only(
+            cls, lambda view: view._plain, (args, kwargs)
+        )
         homes = {id(view._gathered): view._gathered for view in views}
         written_to = {id(target._gathered): target._gathered for target in targets}
-        result = run_on_whole(func, plain_args, plain_kwargs, [*homes.values()], [*written_to.values()])
-        return hand_out(result, [view._gathered for view in views], {id(view._plain): view for view in views})
+        result = run_on_whole(
+            func, plain_args, plain_kwargs, [*homes.values()], [*written_to.values()]
+        )
+        return hand_out(
+            result, [view._gathered for view in views], {id(view._plain): view for view in views}
+        )
 
 
 def views_among(tensors: Iterable[torch.Tensor]) -> list[Gathered]:
@@ -202,18 +232,24 @@ def views_among(tensors: Iterable[torch.Tensor]) -> list[Gathered]:
     return [tensor._gathered for tensor in tensors if isinstance(tensor, GatheredView)]
 
 
-def _check_targets(func: Any, targets: Sequence[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_targets(
+    func: Any, targets: Sequence[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Refuse the writes that could not be brought back."""
     for target in targets:
         sharded = target._gathered.sharded
         if torch.Tag.inplace_view in func.tags and reshapes(func, args, kwargs):
-            raise NotImplementedError(f"{func} would reshape a view of {sharded.spec.fqn} in place: take another view")
+            raise NotImplementedError(
+                f"{func} would reshape a view of {sharded.spec.fqn} in place: take another view"
+            )
         if target.requires_grad and torch.is_grad_enabled():
             refuse_recorded_write(sharded, str(func))
 
 
 def hand_out(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:
-    """The result of an operation on full elements as callers see it: what aliases them comes as a view of the shard.
+    """Result of an operation on full elements, as callers see it.
+
+    What aliases these elements comes as a view of the shard.
 
     Args:
         result: Plain tensors in any structure.
@@ -230,16 +266,21 @@ def hand_out(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.T
     return pytree.tree_map_only(torch.Tensor, present, result)
 
 
-# -- What an operation writes to whole tensors, brought back to the shards that they were gathered from
+# -- What an operation writes to whole tensors, brought back to the shards that they were gathered
+#    from
 
 
 def run_on_whole(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gathered: Sequence[Gathered], targets: Sequence[Gathered]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    gathered: Sequence[Gathered],
+    targets: Sequence[Gathered],
 ) -> Any:
     """Run an operation on whole tensors, and bring what it writes to them back to their shards.
 
-    A sharded tensor has one value for all ranks. So random numbers are those of rank 0, and what a collective writes is
-    refused where it differs between ranks.
+    A sharded tensor has one value for all ranks. So random numbers are those of rank 0, and what a
+    collective writes is refused where it differs between ranks.
 
     Args:
         func: The operation.
@@ -256,7 +297,9 @@ def run_on_whole(
     talks = communicates(func)
     if talks and gathered:
         _refuse_late(func, gathered[0], targets)
-    suspects = [] if tells_what_it_writes(func) else [home for home in gathered if home not in targets]
+    suspects = (
+        [] if tells_what_it_writes(func) else [home for home in gathered if home not in targets]
+    )
     before = [home.digest() for home in suspects]
     result = func(*args, **kwargs)
     if talks and targets:
@@ -274,7 +317,9 @@ def run_on_whole(
     return result
 
 
-def refuse_overlapping(func: Any, targets: Sequence[Gathered], also: Iterable[ShardTensor] = ()) -> None:
+def refuse_overlapping(
+    func: Any, targets: Sequence[Gathered], also: Iterable[ShardTensor] = ()
+) -> None:
     """Refuse to write to one shard by way of several copies of it.
 
     Args:
@@ -285,7 +330,9 @@ def refuse_overlapping(func: Any, targets: Sequence[Gathered], also: Iterable[Sh
     sharded = [*(home.sharded for home in targets), *also]
     if targets and len({id(each.to_local()) for each in sharded}) < len(sharded):
         fqns = ", ".join(sorted({each.spec.fqn for each in sharded}))
-        raise NotImplementedError(f"{func} would write to several views of {fqns} at once: write to one at a time")
+        raise NotImplementedError(
+            f"{func} would write to several views of {fqns} at once: write to one at a time"
+        )
 
 
 def _refuse_late(func: Any, asked: Gathered, targets: Sequence[Gathered]) -> None:
@@ -294,19 +341,24 @@ def _refuse_late(func: Any, asked: Gathered, targets: Sequence[Gathered]) -> Non
         return
     if coalesces():
         raise NotImplementedError(
-            f"{func} on {asked.sharded.spec.fqn}, which is sharded, inside of a block that coalesces collectives: "
-            f"expected one that runs by itself. Communicate a copy of it (full_tensor()) or leave the block"
+            f"{func} on {asked.sharded.spec.fqn}, which is sharded, inside of a block that "
+            f"coalesces collectives: expected one that runs by itself. Communicate a copy of it "
+            f"(full_tensor()) or leave the block"
         )
     if targets and func.overloadpacket.__name__ in RECEIVES:
         raise NotImplementedError(
-            f"{func} would receive into {targets[0].sharded.spec.fqn}, which is sharded and has one value for all "
-            f"ranks: expected a collective that leaves the same on all of them. Receive into a tensor of your own, and "
-            f"copy_() to the parameter what all ranks agree on; it is unchanged"
+            f"{func} would receive into {targets[0].sharded.spec.fqn}, which is sharded and has "
+            f"one value for all ranks: expected a collective that leaves the same on all of them. "
+            f"Receive into a tensor of your own, and copy_() to the parameter what all ranks agree "
+            f"on; it is unchanged"
         )
 
 
 def _finish(func: Any, result: Any, targets: Sequence[Gathered]) -> None:
-    """Wait for what a collective writes, also where its caller wants to wait later: ``wait()`` finds it done."""
+    """Wait for what a collective writes, even if its caller wants to wait later.
+
+    The caller's ``wait()`` finds it done.
+    """
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, torch.ScriptObject):
             dist.Work.unbox(leaf).wait()

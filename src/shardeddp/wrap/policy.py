@@ -23,7 +23,8 @@ from shardeddp.wrap.tree import (
     walk,
 )
 
-# -- Policies that are told what to choose: by class, by name, by size, or by a function of one's own
+# -- Policies that are told what to choose: by class, by name, by size, or by a function of one's
+#    own
 
 
 class Policy(ABC):
@@ -34,11 +35,12 @@ class Policy(ABC):
         """The fqns of the modules that become units.
 
         Args:
-            root: The model, on every rank with the same module tree. The answer must not depend on the rank.
+            root: The model, on every rank with the same module tree. The answer must not depend on
+                the rank.
 
         Returns:
-            Names as ``root.named_modules()`` gives them, never ``""``. Nested ones are fine: every parameter belongs to
-            the nearest unit around it.
+            Names as ``root.named_modules()`` gives them, never ``""``. Nested ones are fine: every
+            parameter belongs to the nearest unit around it.
 
         Raises:
             ConfigurationError: What was asked for is not in the model.
@@ -50,7 +52,10 @@ class Policy(ABC):
 
 
 class SingleUnitPolicy(Policy):
-    """The whole model is one unit: gathered once per forward and, with ``full_shard``, never smaller in between."""
+    """The whole model is one unit.
+
+    It is gathered once per forward and, with ``full_shard``, never smaller in between.
+    """
 
     def select(self, root: nn.Module) -> list[str]:
         """No module below the root."""
@@ -61,8 +66,8 @@ class PredicatePolicy(Policy):
     """Every module for which a function says yes.
 
     Args:
-        predicate: Called as ``predicate(name, module)`` with every module that can be a unit; it must choose at least
-            one, and the same ones on every rank.
+        predicate: Called as ``predicate(name, module)`` with every module that can be a unit; it
+            must choose at least one, and the same ones on every rank.
     """
 
     def __init__(self, predicate: Callable[[str, nn.Module], bool]) -> None:
@@ -74,9 +79,10 @@ class PredicatePolicy(Policy):
         names = [name for name, module in candidates.items() if self.predicate(name, module)]
         if not names:
             raise ConfigurationError(
-                f"PredicatePolicy: expected {self.predicate!r} to accept at least one module of {type(root).__name__}, "
-                f"found that it accepts none of {len(candidates)} ({listing(candidates) or 'no submodules'}). "
-                "Accept at least one, or pass auto_wrap_policy=None for one unit."
+                f"PredicatePolicy: expected {self.predicate!r} to accept at least one module of "
+                f"{type(root).__name__}, found that it accepts none of {len(candidates)} "
+                f"({listing(candidates) or 'no submodules'}). Accept at least one, or pass "
+                f"auto_wrap_policy=None for one unit."
             )
         return names
 
@@ -84,8 +90,8 @@ class PredicatePolicy(Policy):
 class SizePolicy(Policy):
     """Units of at least ``min_numel`` parameters, collected from the leaves upwards.
 
-    A module becomes a unit as soon as the parameters below it that no inner unit took reach ``min_numel``; what remains
-    at the top stays with the root.
+    A module becomes a unit as soon as the parameters below it that no inner unit took reach
+    ``min_numel``; what remains at the top stays with the root.
 
     Args:
         min_numel: Parameters (elements, not bytes) that a unit holds at least.
@@ -93,7 +99,9 @@ class SizePolicy(Policy):
 
     def __init__(self, min_numel: int) -> None:
         if min_numel < 1:
-            raise ConfigurationError(f"SizePolicy: expected min_numel of at least 1 parameter, found {min_numel}.")
+            raise ConfigurationError(
+                f"SizePolicy: expected min_numel of at least 1 parameter, found {min_numel}."
+            )
         self.min_numel = min_numel
 
     def select(self, root: nn.Module) -> list[str]:
@@ -105,12 +113,15 @@ class SizePolicy(Policy):
         return names
 
     def _collect(self, name: str, module: nn.Module, counted: set[int], names: list[str]) -> int:
-        """Adds the units at or below the module to ``names`` and returns the parameters that none of them took."""
+        """Add the units at or below the module to ``names``.
+
+        Returns the parameters that none of them took.
+        """
         left = 0
         for child_name, child in unit_children(module):
             left += self._collect(join(name, child_name), child, counted, names)
-        # What lies below the children was counted with them (tied parameters at their first place); the rest is the
-        # module's own, or lies in children that cannot be units.
+        # What lies below the children was counted with them (tied parameters at their first place);
+        # the rest is the module's own, or lies in children that cannot be units.
         for parameter in module.parameters():
             if id(parameter) not in counted:
                 counted.add(id(parameter))
@@ -125,8 +136,9 @@ class NamePolicy(Policy):
     """Modules by name; a pattern may stand for several.
 
     Args:
-        names: Names as ``named_modules()`` gives them, or patterns with ``*``, ``?`` and ``[...]``, matched segment by
-            segment: ``layers.*`` means ``layers.0`` and ``layers.1``, not ``layers.0.mlp``.
+        names: Names as ``named_modules()`` gives them, or patterns with ``*``, ``?`` and ``[...]``,
+            matched segment by segment: ``layers.*`` means ``layers.0`` and ``layers.1``, not
+            ``layers.0.mlp``.
     """
 
     def __init__(self, names: Sequence[str] | set[str]) -> None:
@@ -134,8 +146,8 @@ class NamePolicy(Policy):
         if not given or "" in given:
             found = "an empty list" if not given else "''"
             raise ConfigurationError(
-                f"NamePolicy: expected module names such as 'layers.*', found {found}. "
-                "The root is always a unit and is not named; pass auto_wrap_policy=None for one unit."
+                f"NamePolicy: expected module names such as 'layers.*', found {found}. The root is "
+                f"always a unit and is not named; pass auto_wrap_policy=None for one unit."
             )
         # A set's order differs from rank to rank; which name an error reports must not.
         self.names = sorted(given)
@@ -151,8 +163,9 @@ class NamePolicy(Policy):
             matches = [name for name in known if _matches(pattern, name)]
             if not matches:
                 raise ConfigurationError(
-                    f"NamePolicy: expected {pattern!r} to name a module of {type(root).__name__}, found none; "
-                    f"{nearest(pattern, known)} (Patterns are matched segment by segment.)"
+                    f"NamePolicy: expected {pattern!r} to name a module of {type(root).__name__}, "
+                    f"found none; {nearest(pattern, known)} (Patterns are matched segment by "
+                    f"segment.)"
                 )
             for name in matches:
                 if id(uncompiled(name, known[name])[1]) not in allowed:
@@ -165,26 +178,33 @@ class ClassPolicy(Policy):
     """Every module of the given classes and of their subclasses.
 
     Args:
-        classes: Module classes, or strings: an import path (``"my.module.Block"``) or, where the model holds only one
-            class of that name, a bare class name (``"Block"``). Each must match at least one module.
+        classes: Module classes, or strings: an import path (``"my.module.Block"``) or, where the
+            model holds only one class of that name, a bare class name (``"Block"``). Each must
+            match at least one module.
     """
 
-    def __init__(self, classes: Sequence[type[nn.Module] | str] | set[type[nn.Module] | str]) -> None:
+    def __init__(
+        self, classes: Sequence[type[nn.Module] | str] | set[type[nn.Module] | str]
+    ) -> None:
         given = [classes] if isinstance(classes, (str, type)) else list(classes)
         if not given:
             raise ConfigurationError(
-                "ClassPolicy: expected at least one module class, found none. Pass auto_wrap_policy=None for one unit."
+                "ClassPolicy: expected at least one module class, found none. Pass "
+                "auto_wrap_policy=None for one unit."
             )
         for entry in given:
             if not isinstance(entry, str) and not _is_module_class(entry):
                 raise ConfigurationError(
-                    f"ClassPolicy: expected subclasses of torch.nn.Module or their names as strings, found {entry!r}."
+                    f"ClassPolicy: expected subclasses of torch.nn.Module or their names as "
+                    f"strings, found {entry!r}."
                 )
         # A set's order differs from rank to rank; which class an error names must not.
-        self.classes = sorted(given, key=lambda entry: entry if isinstance(entry, str) else import_path(entry))
+        self.classes = sorted(
+            given, key=lambda entry: entry if isinstance(entry, str) else import_path(entry)
+        )
 
     def select(self, root: nn.Module) -> list[str]:
-        """The modules of the classes; those without a forward, such as ``nn.ModuleList``, are left out."""
+        """The modules of the classes, except those without a forward, such as ``nn.ModuleList``."""
         candidates = unit_candidates(root)
         chosen: set[str] = set()
         for entry in self.classes:
@@ -196,17 +216,27 @@ class ClassPolicy(Policy):
         return [name for name in candidates if name in chosen]
 
     def _find_class(self, name: str, root: nn.Module) -> type[nn.Module]:
-        """The class that a string means, looked for in the model first and imported only if it is not there."""
+        """The class that a string means: from the model, imported only if it is not there."""
         present = list(dict.fromkeys(class_of(module) for module in root.modules()))
-        bases = [base for module_class in present for base in module_class.__mro__ if issubclass(base, nn.Module)]
+        bases = [
+            base
+            for module_class in present
+            for base in module_class.__mro__
+            if issubclass(base, nn.Module)
+        ]
         for classes in (present, list(dict.fromkeys(bases))):
-            found = [each for each in classes if name in (import_path(each), each.__qualname__, each.__name__)]
+            found = [
+                each
+                for each in classes
+                if name in (import_path(each), each.__qualname__, each.__name__)
+            ]
             if len(found) == 1:
                 return found[0]
             if found:
                 raise ConfigurationError(
-                    f"ClassPolicy: expected {name!r} to mean one class of {type(root).__name__}, found several: "
-                    f"{listing(import_path(each) for each in found)}. Give the import path, or the class itself."
+                    f"ClassPolicy: expected {name!r} to mean one class of {type(root).__name__}, "
+                    f"found several: {listing(import_path(each) for each in found)}. Give the "
+                    f"import path, or the class itself."
                 )
         elsewhere = imported(name)
         if not _is_module_class(elsewhere):
@@ -227,8 +257,8 @@ def _cannot_be_unit(pattern: str, name: str, module: nn.Module) -> str:
     if not has_forward(module):
         return f"{start}, which has no forward and so is never called. Name its members instead: {name + '.*'!r}."
     return (
-        f"{start}, inside a torch.nn.MultiheadAttention or a parametrization, which use its weights without a call. "
-        "Name the module around it instead."
+        f"{start}, inside a torch.nn.MultiheadAttention or a parametrization, which use its "
+        f"weights without a call. Name the module around it instead."
     )
 
 
@@ -236,23 +266,30 @@ def _is_module_class(value: object) -> TypeGuard[type[nn.Module]]:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _no_module_of(entry: type[nn.Module] | str, wanted: type[nn.Module] | None, root: nn.Module) -> str:
+def _no_module_of(
+    entry: type[nn.Module] | str, wanted: type[nn.Module] | None, root: nn.Module
+) -> str:
     """Why a class selected nothing, and what it could have been."""
     shown = entry if isinstance(entry, str) else import_path(entry)
     start = f"ClassPolicy: expected at least one module of class {shown!r} in {type(root).__name__}"
-    unusable = [name for name, module in root.named_modules() if wanted is not None and isinstance(module, wanted)]
+    unusable = [
+        name
+        for name, module in root.named_modules()
+        if wanted is not None and isinstance(module, wanted)
+    ]
     if unusable:
         return (
-            f"{start} that is called, found only {listing(unusable)}: containers have no forward, and the parts of a "
-            "torch.nn.MultiheadAttention or a parametrization are not called. Name the class of their members, or "
-            "that of the module around them."
+            f"{start} that is called, found only {listing(unusable)}: containers have no forward, "
+            f"and the parts of a torch.nn.MultiheadAttention or a parametrization are not called. "
+            f"Name the class of their members, or that of the module around them."
         )
     known = sorted({class_of(module).__name__ for module in unit_candidates(root).values()})
     name = shown.rpartition(".")[2]
     if wanted is not None and name in known:
         return (
-            f"{start}, found another class that is named {name!r} too. Was it defined again after the model was built? "
-            "Pass the class that the model was built from, or its name as a string."
+            f"{start}, found another class that is named {name!r} too. Was it defined again after "
+            f"the model was built? Pass the class that the model was built from, or its name as a "
+            f"string."
         )
     return f"{start}, found none; {nearest(name, known)}"
 
@@ -261,7 +298,8 @@ def _no_module_of(entry: type[nn.Module] | str, wanted: type[nn.Module] | None, 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-# An embedding's weight is often read outside its forward (tied logits); the root's parameters are there all the time.
+# An embedding's weight is often read outside its forward (tied logits); the root's parameters are
+# there all the time.
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 # 64 KiB in fp32: a smaller all-gather costs its latency, whatever its size.
@@ -285,34 +323,41 @@ def default_floor(numel: int) -> int:
 class AutoPolicy(Policy):
     """Makes a unit of each repeated block of the model.
 
-    The rule, in which a *list* is an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` (or a subclass of one):
+    The rule, in which a *list* is an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` (or
+    a subclass of one):
 
-    1. A *block* is a module held directly in a list, with a forward and at least ``min_numel`` parameters, if a second
-       such module of the same class exists anywhere in the model. One object that is registered twice counts once.
-       ``nn.Embedding`` is never a block.
-    2. The outermost blocks become units: the layers of a transformer, not the experts or the heads inside them.
-    3. A *stage* is opened: the blocks inside it are taken in its place. A block is a stage if at least half of its
-       parameters are in list-held blocks of one class, each made of several modules, and if stages come in different
-       sizes: no two blocks of its class, or fewer than half of them, have the same number of parameters. So Swin gives
-       its blocks and not its stages. A plain ``nn.Sequential`` of equal blocks is a stage at any size.
-    4. A block with more than ``max_fraction`` of the model's parameters is opened too: the blocks inside it become
-       units, and so does each of its other children that reaches ``min_numel``. If there are none, it is a unit.
-    5. All else belongs to the unit around it, mostly the root: embeddings, heads, classes that appear once, models
-       without lists, models of which every part is below ``min_numel``.
+    1. A *block* is a module held directly in a list, with a forward and at least ``min_numel``
+       parameters, if a second such module of the same class exists anywhere in the model. One
+       object that is registered twice counts once. ``nn.Embedding`` is never a block.
+    2. The outermost blocks become units: the layers of a transformer, not the experts or the heads
+       inside them.
+    3. A *stage* is opened: the blocks inside it are taken in its place. A block is a stage if at
+       least half of its parameters are in list-held blocks of one class, each made of several
+       modules, and if stages come in different sizes: no two blocks of its class, or fewer than
+       half of them, have the same number of parameters. So Swin gives its blocks and not its
+       stages. A plain ``nn.Sequential`` of equal blocks is a stage at any size.
+    4. A block with more than ``max_fraction`` of the model's parameters is opened too: the blocks
+       inside it become units, and so does each of its other children that reaches ``min_numel``. If
+       there are none, it is a unit.
+    5. All else belongs to the unit around it, mostly the root: embeddings, heads, classes that
+       appear once, models without lists, models of which every part is below ``min_numel``.
 
     Args:
-        min_numel: Parameters (elements) that a unit holds at least; None: 1/256 of the model's, but not below 16,384
-            and not above 1,000,000.
+        min_numel: Parameters (elements) that a unit holds at least; None: 1/256 of the model's, but
+            not below 16,384 and not above 1,000,000.
         max_fraction: Share of the model's parameters above which a block is opened, in (0, 1].
     """
 
     def __init__(self, min_numel: int | None = None, max_fraction: float = 0.5) -> None:
         if min_numel is not None and min_numel < 1:
             raise ConfigurationError(
-                f"AutoPolicy: expected min_numel of at least 1 parameter or None, found {min_numel}."
+                f"AutoPolicy: expected min_numel of at least 1 parameter or None, found "
+                f"{min_numel}."
             )
         if not 0 < max_fraction <= 1:
-            raise ConfigurationError(f"AutoPolicy: expected max_fraction above 0 and at most 1, found {max_fraction}.")
+            raise ConfigurationError(
+                f"AutoPolicy: expected max_fraction above 0 and at most 1, found {max_fraction}."
+            )
         self.min_numel = min_numel
         self.max_fraction = max_fraction
 
@@ -324,7 +369,7 @@ class AutoPolicy(Policy):
 
 
 class _Census:
-    """The parameters of every module and the classes of list members, counted once for one ``select``."""
+    """Parameters of every module and classes of list members, counted once for one ``select``."""
 
     def __init__(self, root: nn.Module, floor: int, ceiling: float) -> None:
         self._root = root
@@ -357,11 +402,13 @@ class _Census:
         if self._is_block(module) and not self._is_stage(module):
             return [name] if self._numel[id(module)] <= self._ceiling else self._split(name, module)
         return [
-            unit for child_name, child in unit_children(module) for unit in self._find(join(name, child_name), child)
+            unit
+            for child_name, child in unit_children(module)
+            for unit in self._find(join(name, child_name), child)
         ]
 
     def _split(self, name: str, module: nn.Module) -> list[str]:
-        """The units of a module that is too large to be one: every eligible child, or the units inside it."""
+        """The units of a module too large to be one: every eligible child, or the units in it."""
         units: list[str] = []
         for child_name, child in unit_children(module):
             path = join(name, child_name)
@@ -381,7 +428,10 @@ class _Census:
         return id(module) in self._members and len(self._sizes[class_of(module)]) > 1
 
     def _is_stage(self, module: nn.Module) -> bool:
-        """Whether the module is one of several sizes and made of blocks, or a plain sequence of equal blocks."""
+        """Whether the module is one of several sizes and made of blocks.
+
+        Or it is a plain sequence of equal blocks.
+        """
         sizes_differ = not _mostly_equal(self._sizes[class_of(module)])
         if not sizes_differ and class_of(module) is not nn.Sequential:
             return False
@@ -396,7 +446,7 @@ class _Census:
         )
 
     def _composites_in(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The list members inside a module that consist of modules themselves: blocks, not single layers."""
+        """The list members inside a module that contain modules: blocks, not single layers."""
         for name, inner in walk(module):
             if name and id(inner) in self._members and any(True for _ in unit_children(inner)):
                 yield inner
@@ -404,7 +454,9 @@ class _Census:
 
 def _numel(*modules: nn.Module) -> int:
     """Elements of the parameters of the modules together, each parameter once."""
-    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    parameters = {
+        id(parameter): parameter for module in modules for parameter in module.parameters()
+    }
     return sum(parameter.numel() for parameter in parameters.values())
 
 

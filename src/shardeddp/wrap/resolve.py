@@ -37,9 +37,10 @@ def resolve_policy(value: object) -> Policy:
     """The policy that a value of ``auto_wrap_policy`` means.
 
     Args:
-        value: ``"auto"`` (the repeated blocks of the model), None or ``"none"`` (one unit), a module class, a class
-            name or import path, a list, tuple or set of those, a predicate ``(name, module) -> bool`` or its
-            import path, or a Policy, which is returned as it is. The case of ``"auto"`` and ``"none"`` does not count.
+        value: ``"auto"`` (the repeated blocks of the model), None or ``"none"`` (one unit), a
+            module class, a class name or import path, a list, tuple or set of those, a predicate
+            ``(name, module) -> bool`` or its import path, or a Policy, which is returned as it is.
+            The case of ``"auto"`` and ``"none"`` does not count.
 
     Raises:
         ConfigurationError: The value is none of these.
@@ -56,23 +57,35 @@ def resolve_policy(value: object) -> Policy:
         return _resolve_collection(list(value))
     if callable(value) and not isinstance(value, nn.Module):
         return _resolve_callable(value)
-    raise ConfigurationError(f"auto_wrap_policy: {_EXPECTED}; found {value!r} of type {type(value).__name__}.")
+    raise ConfigurationError(
+        f"auto_wrap_policy: {_EXPECTED}; found {value!r} of type {type(value).__name__}."
+    )
 
 
 def _resolve_string(value: str) -> Policy:
-    """A preset, or a class or predicate by name; what is none of them is refused before any model is seen."""
+    """A preset, or a class or predicate by name; others are refused before any model is seen."""
     if value.lower() in _PRESETS:
         return _PRESETS[value.lower()]()
     _reject_module_name(value)
-    # Classes are capitalized, so a lower-case word is a misspelt preset. A list still takes lower-case classes.
+    # Classes are capitalized, so a lower-case word is a misspelt preset. A list still takes
+    # lower-case classes.
     misspelt = get_close_matches(value.lower(), _PRESETS, n=1, cutoff=0.7)
-    if misspelt or not all(part.isidentifier() for part in value.split(".")) or ("." not in value and value.islower()):
-        hint = f'did you mean "{misspelt[0]}"?' if misspelt else f"the names are {', '.join(map(repr, _PRESETS))}."
+    if (
+        misspelt
+        or not all(part.isidentifier() for part in value.split("."))
+        or ("." not in value and value.islower())
+    ):
+        hint = (
+            f'did you mean "{misspelt[0]}"?'
+            if misspelt
+            else f"the names are {', '.join(map(repr, _PRESETS))}."
+        )
         raise ConfigurationError(f"auto_wrap_policy: {_EXPECTED}; found {value!r}: {hint}")
     target = imported(value)
     if isinstance(target, type):
         return _resolve_class(target)
-    # What cannot be imported may still be a class of the model: one of `__main__`, or one made inside a function.
+    # What cannot be imported may still be a class of the model: one of `__main__`, or one made
+    # inside a function.
     return _resolve_callable(target) if callable(target) else ClassPolicy([value])
 
 
@@ -81,7 +94,8 @@ def _resolve_class(value: type) -> Policy:
         return ClassPolicy([value])
     if issubclass(value, Policy):
         raise ConfigurationError(
-            f"auto_wrap_policy: expected a policy object, found the class: pass {value.__name__}(...)."
+            f"auto_wrap_policy: expected a policy object, found the class: pass "
+            f"{value.__name__}(...)."
         )
     raise ConfigurationError(
         f"auto_wrap_policy: {_EXPECTED}; found the class {value!r}, which is not a torch.nn.Module."
@@ -103,15 +117,19 @@ def _resolve_callable(value: Callable[..., Any]) -> Policy:
         names: set[str] = set()
     if names & _TORCH_POLICY_ARGUMENTS:
         raise ConfigurationError(
-            f"auto_wrap_policy: {_EXPECTED}; found {value!r}, a policy of torch's FSDP. Pass the set of classes that "
-            "it wraps, SizePolicy(min_numel=...) for a size, or a function predicate(name, module)."
+            f"auto_wrap_policy: {_EXPECTED}; found {value!r}, a policy of torch's FSDP. Pass the "
+            f"set of classes that it wraps, SizePolicy(min_numel=...) for a size, or a function "
+            f"predicate(name, module)."
         )
     return PredicatePolicy(value)
 
 
 def _reject_module_name(value: str) -> None:
     """Raises for what can only be meant as module names."""
-    if any(character in value for character in "*?[") or any(part.isdigit() for part in value.split(".")):
+    if any(character in value for character in "*?[") or any(
+        part.isdigit() for part in value.split(".")
+    ):
         raise ConfigurationError(
-            f"auto_wrap_policy: {_EXPECTED}; found {value!r}, which names modules. Pass NamePolicy(names=[{value!r}])."
+            f"auto_wrap_policy: {_EXPECTED}; found {value!r}, which names modules. Pass "
+            f"NamePolicy(names=[{value!r}])."
         )

@@ -1,4 +1,4 @@
-"""Module tree as policies see it: which modules can be units, under which names; specifications of units."""
+"""Module tree as policies see it: possible units and their names; unit specifications."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 
 from shardeddp.torch_private import OptimizedModule
 
-# -- Scripted and traced modules: their parameters live in C++, where they can be read and replaced like any other's
+# -- Scripted and traced modules: their parameters live in C++, where they can be read and replaced
+#    like any other's
 
 
 class ScriptedParameters(dict[str, torch.Tensor | None]):
@@ -69,7 +70,8 @@ def registry_of(module: nn.Module) -> nn.Module:
 class ParameterSpec:
     """One parameter object and every place of the model where it is registered.
 
-    A tied parameter has several owners and still one spec: it is sharded, gathered and reduced once.
+    A tied parameter has several owners and still one spec: it is sharded, gathered and reduced
+    once.
     """
 
     fqn: str
@@ -82,7 +84,10 @@ class ParameterSpec:
     """Every (module, attribute name) under which the object is registered, in module order."""
 
     shares_memory_with: nn.Parameter | None = None
-    """An earlier parameter, another object, whose memory it has (``head.weight.data = embedding.weight.data``)."""
+    """An earlier parameter, another object, whose memory it has.
+
+    Example: ``head.weight.data = embedding.weight.data``.
+    """
 
     compute_in: torch.dtype | None = None
     """Dtype that the parameter is gathered in and computes with; None: its own."""
@@ -111,14 +116,19 @@ class ParameterSpec:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Of the gradient while it is reduced."""
-        if self.reduce_in is not None or not (self.dtype.is_floating_point or self.dtype.is_complex):
+        if self.reduce_in is not None or not (
+            self.dtype.is_floating_point or self.dtype.is_complex
+        ):
             return self.reduce_in or self.dtype
         return torch.promote_types(self.dtype, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
-    """A module whose parameters are gathered and released together; the root's spec holds what no inner unit took."""
+    """A module whose parameters are gathered and released together.
+
+    The root's spec holds what no inner unit took.
+    """
 
     name: str
     """The module's fqn, ``""`` for the root."""
@@ -129,7 +139,7 @@ class UnitSpec:
     """In module order, without those that an inner unit holds."""
 
     passthrough: tuple[ParameterSpec, ...] = ()
-    """Parameters of a single rank that would neither be cut nor gathered nor cast: they stay what they are."""
+    """Parameters of a single rank that would not be cut, gathered or cast; they stay as is."""
 
     @property
     def label(self) -> str:
@@ -142,26 +152,38 @@ class UnitSpec:
         return sum(spec.parameter.numel() for spec in self.parameters)
 
 
+def is_computed(module: nn.Module, attribute: str) -> bool:
+    """Whether an attribute is recomputed before each forward.
+
+    Examples: `spectral_norm`, `weight_norm`, pruning.
+    """
+    return any(f"{attribute}_{suffix}" in module._parameters for suffix in ("orig", "g"))
+
+
 def join(prefix: str, name: str) -> str:
     """The fqn of the child ``name`` of the module ``prefix``, which is ``""`` for the root."""
     return f"{prefix}.{name}" if prefix else name
 
 
-# -- The module tree as policies see it: which modules can be units, and under which names and classes
+# -- The module tree as policies see it: which modules can be units, and under which names and
+#    classes
 
 _MOST_LISTED = 10
 _INSIDE = "_orig_mod"  # the name of the module inside of an OptimizedModule
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether Python calls the module; a unit is gathered when its module is called, so others cannot be units."""
+    """Whether Python calls the module; other modules cannot be units.
+
+    A unit is gathered when its module is called.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         return False  # code that is not Python's calls what is inside of it
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class the user wrote; ``parametrize`` gives every module that it touches a class of its own."""
+    """The class the user wrote; ``parametrize`` gives every module it touches its own class."""
     return parametrize.type_before_parametrizations(module)
 
 
@@ -181,11 +203,11 @@ def imported(path: str) -> object | None:
 
 
 def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The direct children below which units may lie; of what ``torch.compile(module)`` returned, the module inside.
+    """Direct children below which units may lie, without the shells of ``torch.compile(module)``.
 
-    ``nn.MultiheadAttention`` reads the weights of its ``out_proj`` without calling it, and a parametrization is
-    evaluated while an attribute is read: no call would gather them, so both belong to the unit around them. So does
-    everything inside of a scripted or traced module.
+    ``nn.MultiheadAttention`` reads the weights of its ``out_proj`` without calling it, and a
+    parametrization is evaluated while an attribute is read: no call would gather them, so both
+    belong to the unit around them. So does everything inside of a scripted or traced module.
     """
     if isinstance(module, nn.MultiheadAttention | torch.jit.ScriptModule):
         return
@@ -196,14 +218,14 @@ def unit_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def uncompiled(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """Name and module that the user wrote, without the shells that ``torch.compile(module)`` puts around it."""
+    """Name and module as the user wrote them, without the shells of ``torch.compile(module)``."""
     while isinstance(module, OptimizedModule):
         name, module = join(name, _INSIDE), module.get_submodule(_INSIDE)
     return name, module
 
 
 def compiled_shells(root: nn.Module) -> dict[int, nn.Module]:
-    """The outermost shell of every module around which ``torch.compile(module)`` has put one, by its identity."""
+    """Outermost ``torch.compile(module)`` shell of each compiled module, by module identity."""
     shells: dict[int, nn.Module] = {}
     for module in root.modules():
         if isinstance(module, OptimizedModule):
@@ -213,7 +235,7 @@ def compiled_shells(root: nn.Module) -> dict[int, nn.Module]:
 
 
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Root and every module at or below which units may lie, each object once, in ``named_modules`` order."""
+    """Root and modules at or below which units may lie, once each, in ``named_modules`` order."""
     # Identity, not equality: a torchmetrics Metric overloads ``==`` and changes its hash.
     seen: set[int] = set()
 
@@ -229,7 +251,7 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def unit_candidates(root: nn.Module) -> dict[str, nn.Module]:
-    """Every module that could be a unit by its fqn, without the root, in ``named_modules`` order."""
+    """Every module but the root that could be a unit, by fqn, in ``named_modules`` order."""
     return {name: module for name, module in walk(root) if name and has_forward(module)}
 
 
@@ -240,8 +262,14 @@ def listing(names: Iterable[str]) -> str:
     return f"{shown} and {len(every) - _MOST_LISTED} more" if len(every) > _MOST_LISTED else shown
 
 
+def first_three(names: Iterable[str]) -> str:
+    """The first names for a warning, and how many more there are."""
+    every = list(names)
+    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the known names closest to it, or what there is.
+    """End of an error message about an unknown name: the closest known names, or what there is.
 
     Args:
         name: What was asked for.

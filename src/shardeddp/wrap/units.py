@@ -1,4 +1,4 @@
-"""Units of a model under a policy: every parameter in exactly one; models that cannot be sharded are refused."""
+"""Units of a model under a policy: each parameter in exactly one; refuses unshardable models."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,22 +31,23 @@ _WRAPPERS = {
 
 
 def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
-    """The units of a model: the root first, then those that the policy chose, in ``named_modules`` order.
+    """The units of a model: the root, then those the policy chose, in ``named_modules`` order.
 
-    Every parameter belongs to the nearest unit around it. One that is registered in several units (a tied parameter)
-    belongs to the innermost unit that encloses all its places, so it is gathered once and present wherever it is used.
-    So do different parameters with the same memory.
+    Every parameter belongs to the nearest unit around it. One that is registered in several units
+    (a tied parameter) belongs to the innermost unit that encloses all its places, so it is gathered
+    once and present wherever it is used. So do different parameters with the same memory.
 
     Args:
         root: The whole model, not wrapped by another engine; on any device, the meta device too.
         policy: Chooses the inner units; modules without a forward among its choice are left out.
 
     Returns:
-        At least the root's unit. Inner units that end without a parameter are dropped; the root's is kept.
+        At least the root's unit. Inner units that end without a parameter are dropped; the root's
+        is kept.
 
     Raises:
-        ConfigurationError: The model has parameters that cannot be sharded, or share a part of their memory; or the
-            policy chose a module that does not exist.
+        ConfigurationError: The model has parameters that cannot be sharded, or share a part of
+            their memory; or the policy chose a module that does not exist.
     """
     _reject_unshardable(root)
     modules = _unit_modules(root, policy)
@@ -73,8 +74,9 @@ def require_parameters(root: nn.Module) -> None:
     """
     if next(root.parameters(), None) is None:
         raise ConfigurationError(
-            f"Expected a model with parameters, found none in {type(root).__name__}. Register them in __init__ or "
-            "configure_model, as nn.Parameter or in submodules; a plain Python list of modules registers none."
+            f"Expected a model with parameters, found none in {type(root).__name__}. Register them "
+            f"in __init__ or configure_model, as nn.Parameter or in submodules; a plain Python "
+            f"list of modules registers none."
         )
 
 
@@ -92,7 +94,9 @@ def _parameter_places(root: nn.Module) -> list[_Places]:
     found: dict[int, _Places] = {}
     for name, module in root.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places = found.setdefault(id(parameter), _Places(fqn=join(name, attribute), parameter=parameter))
+            places = found.setdefault(
+                id(parameter), _Places(fqn=join(name, attribute), parameter=parameter)
+            )
             places.owners.append((module, attribute))
     return list(found.values())
 
@@ -112,24 +116,35 @@ def _by_memory(found: list[_Places]) -> list[list[_Places]]:
     extents: dict[int, list[tuple[int, int, _Places]]] = {}  # by storage
     for places in found:
         parameter = places.parameter
-        if parameter.is_meta or not parameter.numel() or parameter.layout is not torch.strided:
+        if not parameter.numel() or parameter.layout is not torch.strided:
             groups[id(parameter)] = [places]
             continue
-        start = parameter.data_ptr()
-        groups.setdefault((start, parameter.shape, parameter.stride(), parameter.dtype), []).append(places)
-        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        storage = parameter.untyped_storage()._cdata
+        start = int(parameter.storage_offset()) * parameter.element_size()
+        groups.setdefault(
+            (storage, start, parameter.shape, parameter.stride(), parameter.dtype), []
+        ).append(places)
+        reach = sum(
+            (size - 1) * stride
+            for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        )
         extent = start, start + (reach + 1) * parameter.element_size(), places
-        extents.setdefault(parameter.untyped_storage()._cdata, []).append(extent)
+        extents.setdefault(storage, []).append(extent)
     for lying in extents.values():
         lying.sort(key=lambda extent: extent[:2])
         for (_, end, one), (start, _, other) in pairwise(lying):
-            same = any(one in group and other in group for group in groups.values()) if start < end else True
+            same = (
+                any(one in group and other in group for group in groups.values())
+                if start < end
+                else True
+            )
             if not same:
                 raise ConfigurationError(
-                    f"Expected parameters that share all of their memory or none of it, found {one.fqn!r} "
-                    f"({tuple(one.parameter.shape)}) and {other.fqn!r} ({tuple(other.parameter.shape)}), which share a "
-                    f"part or see it in another shape. Give one of them memory of its own (.data = ....clone()), or "
-                    f"register one parameter at both places."
+                    f"Expected parameters that share all of their memory or none of it, found "
+                    f"{one.fqn!r} ({tuple(one.parameter.shape)}) and {other.fqn!r} "
+                    f"({tuple(other.parameter.shape)}), which share a part or see it in another "
+                    f"shape. Give one of them memory of its own (.data = ....clone()), or register "
+                    f"one parameter at both places."
                 )
     return list(groups.values())
 
@@ -143,21 +158,26 @@ def _unit_modules(root: nn.Module, policy: Policy) -> dict[int, tuple[str, nn.Mo
     for name in policy.select(root):
         if name not in by_name:
             raise ConfigurationError(
-                f"{type(policy).__name__}: expected names of modules of {type(root).__name__}, found {name!r}; "
-                f"{nearest(name, by_name)} Return names as named_modules() gives them."
+                f"{type(policy).__name__}: expected names of modules of {type(root).__name__}, "
+                f"found {name!r}; {nearest(name, by_name)} Return names as named_modules() gives "
+                f"them."
             )
         module = by_name[name]
         if has_forward(module):
             chosen.add(id(shells.get(id(module), module)))
-    return {id(module): (name, module) for name, module in root.named_modules() if id(module) in chosen}
+    return {
+        id(module): (name, module) for name, module in root.named_modules() if id(module) in chosen
+    }
 
 
-# The units around a module on one way from the root, outermost first, as module identities. A module that is registered
-# at several places has several.
+# The units around a module on one way from the root, outermost first, as module identities. A
+# module that is registered at several places has several.
 _Chain = tuple[int, ...]
 
 
-def _unit_chains(root: nn.Module, units: dict[int, tuple[str, nn.Module]]) -> dict[int, list[_Chain]]:
+def _unit_chains(
+    root: nn.Module, units: dict[int, tuple[str, nn.Module]]
+) -> dict[int, list[_Chain]]:
     """Every distinct chain of enclosing units, for each module."""
     chains: dict[int, list[_Chain]] = {}
     pending: list[tuple[nn.Module, _Chain]] = [(root, ())]
@@ -187,30 +207,44 @@ def _innermost_common(chains: list[_Chain]) -> int:
 def _reject_unshardable(root: nn.Module) -> None:
     """Raises for models that no policy can make trainable."""
     for name, module in root.named_modules():
-        wrapper = next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+        wrapper = next(
+            (
+                _WRAPPERS[base.__name__]
+                for base in type(module).__mro__
+                if base.__name__ in _WRAPPERS
+            ),
+            None,
+        )
         if wrapper is not None:
             raise ConfigurationError(
-                f"Expected a model that nothing else distributes, found {name or '(root)'!r} wrapped by {wrapper}. "
-                "Pass the bare module: the strategy shards it itself."
+                f"Expected a model that nothing else distributes, found {name or '(root)'!r} "
+                f"wrapped by {wrapper}. Pass the bare module: the strategy shards it itself."
             )
     parameters = dict(root.named_parameters())
-    lazy = [name for name, parameter in parameters.items() if isinstance(parameter, UninitializedParameter)]
+    lazy = [
+        name
+        for name, parameter in parameters.items()
+        if isinstance(parameter, UninitializedParameter)
+    ]
     if lazy:
         raise ConfigurationError(
             f"Expected parameters with shapes, found {len(lazy)} uninitialized: {listing(lazy)}. "
-            "Run one forward through the lazy modules before training, for instance at the end of __init__."
+            f"Run one forward through the lazy modules before training, for instance at the end of "
+            f"__init__."
         )
     distributed = [name for name, parameter in parameters.items() if _is_dtensor(parameter)]
     if distributed:
         raise ConfigurationError(
-            f"Expected plain parameters, found {len(distributed)} that are DTensors already: {listing(distributed)}. "
-            "Pass the bare module, without fully_shard, distribute_tensor or parallelize_module."
+            f"Expected plain parameters, found {len(distributed)} that are DTensors already: "
+            f"{listing(distributed)}. Pass the bare module, without fully_shard, distribute_tensor "
+            f"or parallelize_module."
         )
     sharded = [name for name, parameter in parameters.items() if isinstance(parameter, ShardTensor)]
     if sharded:
         raise ConfigurationError(
-            f"Expected plain parameters, found {len(sharded)} that are sharded already: {listing(sharded)}. "
-            "An earlier setup of this module failed half way: build the module anew."
+            f"Expected plain parameters, found {len(sharded)} that are sharded already: "
+            f"{listing(sharded)}. An earlier setup of this module failed half way: build the "
+            f"module anew."
         )
 
 

@@ -80,7 +80,9 @@ def watch(world: Worlds, folder: Path, saves: int, asynchronous: bool) -> list[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_there_is_always_a_whole_checkpoint(world: Worlds, tmp_path: Path, asynchronous: bool) -> None:
+def test_there_is_always_a_whole_checkpoint(
+    world: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
     counts = watch(world, tmp_path, 30, asynchronous)
     assert min(counts) >= 1
     assert max(counts) <= 2
@@ -89,7 +91,9 @@ def test_there_is_always_a_whole_checkpoint(world: Worlds, tmp_path: Path, async
 @pytest.mark.torture
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_there_is_always_a_whole_checkpoint_over_500_saves(world: Worlds, tmp_path: Path, asynchronous: bool) -> None:
+def test_there_is_always_a_whole_checkpoint_over_500_saves(
+    world: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
     counts = watch(world, tmp_path, 500, asynchronous)
     assert len(counts) > 500
     assert min(counts) >= 1

@@ -58,7 +58,9 @@ def check(target: Path, step: int, texts: list[str]) -> bool:
     return not failed
 
 
-def fail_at(folder: str, number: int, victim: int, points: int | None, seed: int = 0) -> Counter[str]:
+def fail_at(
+    folder: str, number: int, victim: int, points: int | None, seed: int = 0
+) -> Counter[str]:
     """Let calls of a save fail on one rank, one call in each save."""
     target, step = Path(folder) / TARGET, 1
     assert attempt(target, step, nullcontext()) == ["", ""]
@@ -67,7 +69,9 @@ def fail_at(folder: str, number: int, victim: int, points: int | None, seed: int
     group = dist.group.WORLD
     assert group is not None
     count = int(all_gather_bytes(str(counting.seen).encode(), group)[victim])
-    chosen = random.Random(seed).sample(range(1, count + 1), count if points is None else min(points, count))
+    chosen = random.Random(seed).sample(
+        range(1, count + 1), count if points is None else min(points, count)
+    )
     results: Counter[str] = Counter()
     for n in chosen:
         strike = Strike(n if dist.get_rank() == victim else 0, number)
@@ -109,13 +113,17 @@ def test_every_call_that_fails_on_one_rank_fails_the_save_on_all_or_is_harmless(
 # -- a full disk
 
 
-def fill_disk(folder: str, victim: int, budgets: list[int], reports_free: bool) -> list[tuple[int, str]]:
+def fill_disk(
+    folder: str, victim: int, budgets: list[int], reports_free: bool
+) -> list[tuple[int, str]]:
     """Save with less and less room on one rank."""
     target, step, results = Path(folder) / TARGET, 1, []
     assert attempt(target, step, nullcontext()) == ["", ""]
     for budget in budgets:
         limited = dist.get_rank() == victim
-        texts = attempt(target, step + 1, disk_of(budget, reports_free) if limited else nullcontext())
+        texts = attempt(
+            target, step + 1, disk_of(budget, reports_free) if limited else nullcontext()
+        )
         step += check(target, step + 1, texts)
         results.append((budget, texts[0]))
     assert attempt(target, step + 1, nullcontext()) == ["", ""], "a save on a disk with room again"
@@ -144,7 +152,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"no file system may be mounted here: {mounted.stderr.decode().strip()}")
     yield place
@@ -153,7 +163,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def save_into(folder: str, rooms: list[int]) -> list[str]:
     """Save on a real file system that something else has filled up to some bytes."""
-    checkpoints, ballast, step, results = Path(folder) / "checkpoints", Path(folder) / "ballast", 1, []
+    checkpoints, ballast, step, results = (
+        Path(folder) / "checkpoints",
+        Path(folder) / "ballast",
+        1,
+        [],
+    )
     target = checkpoints / TARGET
     assert attempt(target, step, nullcontext()) == ["", ""]
     for room in rooms:
@@ -170,12 +185,18 @@ def save_into(folder: str, rooms: list[int]) -> list[str]:
     return results
 
 
-def test_a_real_disk_that_is_full_refuses_the_save_on_all_ranks(world: Worlds, small_disk: Path) -> None:
+def test_a_real_disk_that_is_full_refuses_the_save_on_all_ranks(
+    world: Worlds, small_disk: Path
+) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
-    results = world(2).run(save_into, str(small_disk), [number * page for number in [0, 8, *range(16, 34)]])[0]
+    results = world(2).run(
+        save_into, str(small_disk), [number * page for number in [0, 8, *range(16, 34)]]
+    )[0]
     full = [text for text in results if text]
     assert all(
-        str(small_disk) in text and re.search(r"[\d,]+ bytes (were|are) needed, [\d,]+ are free", text) for text in full
+        str(small_disk) in text
+        and re.search(r"[\d,]+ bytes (were|are) needed, [\d,]+ are free", text)
+        for text in full
     )
     assert any("not enough space" in text for text in full), "refused before the first byte"
     assert any("No space left" in text for text in full), "refused in the middle"
@@ -203,7 +224,9 @@ class Stage:
 
     def act(self, step: int) -> crashes.Action:
         self._stores += 1
-        return alone(lambda: save(self.checkpoints / TARGET, step), self._root / f"store-{self._stores}")
+        return alone(
+            lambda: save(self.checkpoints / TARGET, step), self._root / f"store-{self._stores}"
+        )
 
     def check(self) -> int:
         before = step_of(self.checkpoints / TARGET)
@@ -224,7 +247,9 @@ def kill_at(stage: Stage, points: list[int]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_kill_at_some_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+def test_a_kill_at_some_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path,
+) -> None:
     stage = Stage(tmp_path)
     count = crashes.count_calls(stage.act(2))
     draw = random.Random(1).sample(range(1, count), 15)
@@ -233,7 +258,9 @@ def test_a_kill_at_some_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_ne
 
 @pytest.mark.torture
 @pytest.mark.timeout(300)
-def test_a_kill_at_every_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+def test_a_kill_at_every_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path,
+) -> None:
     stage = Stage(tmp_path)
     count = crashes.count_calls(stage.act(2))
     steps = kill_at(stage, list(range(1, count + 1)))
@@ -243,7 +270,9 @@ def test_a_kill_at_every_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_n
 
 @pytest.mark.torture
 @pytest.mark.timeout(380)
-def test_a_kill_at_every_system_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+def test_a_kill_at_every_system_call_of_a_whole_save_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path,
+) -> None:
     if not crashes.has_strace():
         pytest.skip("strace is not installed; the same is done from inside the process")
     stage, log = Stage(tmp_path), tmp_path / "calls"
@@ -255,7 +284,11 @@ def test_a_kill_at_every_system_call_of_a_whole_save_leaves_the_old_checkpoint_o
     steps = []
     for name, n in points:
         stage.reset()
-        assert crashes.run_traced(stage.act(2), log, calls, f"{name}:signal=KILL:when={n}") == "killed"
+        assert (
+            crashes.run_traced(stage.act(2), log, calls, f"{name}:signal=KILL:when={n}") == "killed"
+        )
         steps.append(stage.check())
-    print(f"{len(points)} system calls: {steps.count(1)} times the old one, {steps.count(2)} times the new one")
+    print(
+        f"{len(points)} system calls: {steps.count(1)} times the old one, {steps.count(2)} times the new one"
+    )
     assert set(steps) == {1, 2}

@@ -23,7 +23,9 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(60)
 
 
-def train(folder: str, asynchronous: bool, steps: int, budget: int | None, path: str | None = None) -> tuple[str, int]:
+def train(
+    folder: str, asynchronous: bool, steps: int, budget: int | None, path: str | None = None
+) -> tuple[str, int]:
     """Train with a save in every second step, on a disk with so much room for rank 1.
 
     Returns:
@@ -41,7 +43,9 @@ def train(folder: str, asynchronous: bool, steps: int, budget: int | None, path:
     limited = budget is not None and dist.get_rank() == 1
     try:
         with disk_of(budget or 0, reports_free=False) if limited else nullcontext():
-            trainer.fit(TinyGpt(), torch.utils.data.DataLoader(tokens, batch_size=2), ckpt_path=path)
+            trainer.fit(
+                TinyGpt(), torch.utils.data.DataLoader(tokens, batch_size=2), ckpt_path=path
+            )
     except CheckpointError as error:
         return str(error), trainer.global_step
     return "", trainer.global_step
@@ -49,7 +53,9 @@ def train(folder: str, asynchronous: bool, steps: int, budget: int | None, path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_full_disk_on_one_rank_stops_the_training_on_all(world: Worlds, tmp_path: Path, asynchronous: bool) -> None:
+def test_a_full_disk_on_one_rank_stops_the_training_on_all(
+    world: Worlds, tmp_path: Path, asynchronous: bool
+) -> None:
     folder = tmp_path / "checkpoints"
     # Room for one checkpoint and a part of the next.
     results = world(2).run(train, str(folder), asynchronous, 40, 100_000)
@@ -59,5 +65,8 @@ def test_a_full_disk_on_one_rank_stops_the_training_on_all(world: Worlds, tmp_pa
     assert 2 < steps < 40
     assert sweep(folder).removed == ()
     path = find_checkpoints(folder).checkpoints[-1].path
-    assert world(2).run(train, str(folder), asynchronous, steps + 6, None, str(path)) == [("", steps + 6)] * 2
+    assert (
+        world(2).run(train, str(folder), asynchronous, steps + 6, None, str(path))
+        == [("", steps + 6)] * 2
+    )
     assert sweep(folder).removed == ()

@@ -19,7 +19,9 @@ from world import Worlds
 
 pytestmark = [
     pytest.mark.timeout(60),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory and descriptors are read from /proc"),
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="memory and descriptors are read from /proc"
+    ),
 ]
 
 TENSORS, ROWS = 5, 80_000
@@ -42,7 +44,9 @@ def peaks(folder: str) -> tuple[int, int]:
     save(Path(folder) / "small.ckpt", 1, rows=4)  # what is loaded once only
     snapshot = snapshot_of(1, rank, size, ROWS, TENSORS)
     waits = peak_of(lambda: save_through(Saver(CheckpointOptions()), snapshot, folder, group))
-    in_thread = peak_of(lambda: save_through(Saver(CheckpointOptions(asynchronous=True)), snapshot, folder, group))
+    in_thread = peak_of(
+        lambda: save_through(Saver(CheckpointOptions(asynchronous=True)), snapshot, folder, group)
+    )
     return waits, in_thread
 
 
@@ -62,7 +66,9 @@ def test_a_save_takes_less_memory_than_two_chunks_and_one_in_a_thread_one_copy_o
         )
         assert waits <= 2 * CHUNK_NBYTES // 2
         assert in_thread <= 1.1 * shard
-        assert in_thread > 0.9 * shard, "a save in a thread has a copy of its own, or this measures nothing"
+        assert in_thread > 0.9 * shard, (
+            "a save in a thread has a copy of its own, or this measures nothing"
+        )
 
 
 def usage() -> tuple[int, int, int]:
@@ -72,7 +78,9 @@ def usage() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), resident
 
 
-def save_often(folder: str, saves: int, asynchronous: bool) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def save_often(
+    folder: str, saves: int, asynchronous: bool
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """What the process uses after a few saves, and after many."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
@@ -92,7 +100,9 @@ def save_often(folder: str, saves: int, asynchronous: bool) -> tuple[tuple[int, 
 
 def check_growth(world: Worlds, folder: Path, saves: int, asynchronous: bool) -> None:
     for early, late in world(2).run(save_often, str(folder), saves, asynchronous, timeout_s=250):
-        print(f"descriptors, threads, bytes after the first saves: {early}; after {saves} more: {late}")
+        print(
+            f"descriptors, threads, bytes after the first saves: {early}; after {saves} more: {late}"
+        )
         assert late[:2] == early[:2]
         assert late[2] <= 1.01 * early[2]
 

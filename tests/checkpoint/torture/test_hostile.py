@@ -32,7 +32,9 @@ def train(folder: str, steps: int, path: str | None = None) -> list[str]:
     Returns:
         What was warned of.
     """
-    saving = ModelCheckpoint(folder, "{step}", monitor="score", mode="min", save_top_k=1, every_n_train_steps=1)
+    saving = ModelCheckpoint(
+        folder, "{step}", monitor="score", mode="min", save_top_k=1, every_n_train_steps=1
+    )
     tokens = torch.randint(0, 11, (40, 6), generator=torch.Generator().manual_seed(0))
     loader = torch.utils.data.DataLoader(tokens, batch_size=2)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
@@ -62,7 +64,9 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(original: Files, marker: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, float, int]]:
+def found(
+    original: Files, marker: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, float, int]]:
     """What came of each case, seconds, bytes of memory."""
     folder = tmp_path_factory.mktemp("hostile")
     write_files(folder / "0.ckpt", original)
@@ -70,12 +74,18 @@ def found(original: Files, marker: Path, tmp_path_factory: pytest.TempPathFactor
     (folder / "secret.distcp").write_bytes(original["__0_0.distcp"])
     for number, name in names.items():
         build(original, folder / f"{number}.ckpt", marker, name)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)]),
+    }
     command = [sys.executable, str(TESTS / "support" / "torture_reader.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, done.stdout.splitlines())
-    return {names.get(number, "honest"): (outcome, seconds, nbytes) for number, outcome, seconds, nbytes in lines}
+    return {
+        names.get(number, "honest"): (outcome, seconds, nbytes)
+        for number, outcome, seconds, nbytes in lines
+    }
 
 
 @pytest.mark.slow
@@ -84,7 +94,9 @@ def test_the_honest_one_is_read(found: dict[str, tuple[str, float, int]]) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_checkpoint_is_refused(found: dict[str, tuple[str, float, int]], marker: Path, name: str) -> None:
+def test_a_hostile_checkpoint_is_refused(
+    found: dict[str, tuple[str, float, int]], marker: Path, name: str
+) -> None:
     outcome, seconds, nbytes = found[name]
     assert outcome.startswith("refused: "), outcome
     assert ".ckpt" in outcome
@@ -113,12 +125,16 @@ def test_saved_callbacks_cannot_have_a_directory_deleted(
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path)
     for name in ("victim", "victim.ckpt"):
-        write_files(tmp_path / name, original if content == "a checkpoint" else {"thesis.tex": b"mine"})
+        write_files(
+            tmp_path / name, original if content == "a checkpoint" else {"thesis.tex": b"mine"}
+        )
     files = dict(original)
     callbacks_that_delete(files, folder, victim.format(folder=folder, victim=tmp_path / "victim"))
     write_files(folder / "evil.ckpt", files)
     warned = world(2).run(train, str(folder), 8, str(folder / "evil.ckpt"))[0]
     for name in ("victim", "victim.ckpt"):
-        assert len(read_files(tmp_path / name)) == (len(original) if content == "a checkpoint" else 1)
+        assert len(read_files(tmp_path / name)) == (
+            len(original) if content == "a checkpoint" else 1
+        )
     if "folder" in victim:  # Lightning itself sees where the other one lies
         assert any("was not deleted" in text and "victim" in text for text in warned), warned

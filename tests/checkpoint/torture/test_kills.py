@@ -11,7 +11,9 @@ from support.torture_kills import KillServer, Outcome, Trial
 
 pytestmark = [
     pytest.mark.timeout(60),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are forked and die with their parent"),
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="ranks are forked and die with their parent"
+    ),
 ]
 
 
@@ -24,14 +26,20 @@ def server() -> Iterator[KillServer]:
 def trials(seed: int, count: int, asynchronous: bool, resume_every: int) -> list[Trial]:
     draw = random.Random(seed)
     return [
-        Trial(seed=draw.randrange(2**32), asynchronous=asynchronous, resumes=number % resume_every == resume_every - 1)
+        Trial(
+            seed=draw.randrange(2**32),
+            asynchronous=asynchronous,
+            resumes=number % resume_every == resume_every - 1,
+        )
         for number in range(count)
     ]
 
 
 def summary(outcomes: list[Outcome]) -> str:
     """What was hit, in a few lines."""
-    calls = Counter(phase.partition("(")[2].rstrip(")") or "outside" for it in outcomes for phase in it.phases)
+    calls = Counter(
+        phase.partition("(")[2].rstrip(")") or "outside" for it in outcomes for phase in it.phases
+    )
     return "\n".join(
         [
             f"{len(outcomes)} kills, {sum(it.in_save for it in outcomes)} of them in a save, "
@@ -49,13 +57,17 @@ def summary(outcomes: list[Outcome]) -> str:
 def check(outcomes: list[Outcome], seed: int) -> None:
     wrong = [it for it in outcomes if it.problem]
     print(f"seed {seed}\n{summary(outcomes)}")
-    assert wrong == [], f"seed {seed}: " + "\n".join(f"{it.trial} {it.phases}\n{it.problem}" for it in wrong[:3])
+    assert wrong == [], f"seed {seed}: " + "\n".join(
+        f"{it.trial} {it.phases}\n{it.problem}" for it in wrong[:3]
+    )
     assert sum(it.hung for it in outcomes) == 0, [it for it in outcomes if it.hung]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_killed_ranks_lose_nothing_that_was_saved_and_leave_nothing(server: KillServer, asynchronous: bool) -> None:
+def test_killed_ranks_lose_nothing_that_was_saved_and_leave_nothing(
+    server: KillServer, asynchronous: bool
+) -> None:
     seed = 20 + asynchronous
     check(list(server.run(trials(seed, 2, asynchronous, resume_every=2))), seed)
 

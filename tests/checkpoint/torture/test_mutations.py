@@ -74,7 +74,10 @@ def mutate_and_load(original: Files, folder: Path, seed: int, count: int) -> Tal
 
 
 def check(tally: Tally, folder: Path, seed: int) -> None:
-    print(f"seed {seed}\n" + "\n".join(f"{kind}: {dict(counts)}" for kind, counts in sorted(tally.counts.items())))
+    print(
+        f"seed {seed}\n"
+        + "\n".join(f"{kind}: {dict(counts)}" for kind, counts in sorted(tally.counts.items()))
+    )
     assert tally.wrong == []
     for mutation, text in tally.texts:
         assert str(folder) in text, text
@@ -97,7 +100,9 @@ def test_damage_of_2000_kinds_is_refused_or_harmless(original: Files, tmp_path: 
     assert len(tally.texts) > 1000
 
 
-def test_every_byte_of_a_tensor_is_under_a_checksum_and_an_error_says_where(original: Files, tmp_path: Path) -> None:
+def test_every_byte_of_a_tensor_is_under_a_checksum_and_an_error_says_where(
+    original: Files, tmp_path: Path
+) -> None:
     folder = tmp_path / "bad.ckpt"
     write_files(folder, original)
     tensors = whole(open_checkpoint(folder, None))["state_dict"]
@@ -139,15 +144,17 @@ def go_on(folders: list[str]) -> list[tuple[str, str, bool]]:
     return results
 
 
-def check_training(world: Worlds, original: Files, folder: Path, seed: int, count: int) -> Counter[str]:
+def check_training(
+    world: Worlds, original: Files, folder: Path, seed: int, count: int
+) -> Counter[str]:
     draw = random.Random(seed)
     write_files(folder / "good.ckpt", original)
     for number in range(count):
         write_files(folder / f"{number}.ckpt", mutate(original, draw.randrange(2**32)).files)
     names = ["good.ckpt", *(f"{number}.ckpt" for number in range(count))]
-    (text, expected, unchanged), *results = world(1).run(go_on, [str(folder / name) for name in names], timeout_s=250)[
-        0
-    ]
+    (text, expected, unchanged), *results = world(1).run(
+        go_on, [str(folder / name) for name in names], timeout_s=250
+    )[0]
     assert (text, unchanged) == ("", False)
     outcomes: Counter[str] = Counter()
     for name, (text, weights, unchanged) in zip(names[1:], results, strict=True):
@@ -156,13 +163,17 @@ def check_training(world: Worlds, original: Files, folder: Path, seed: int, coun
     return outcomes
 
 
-def test_a_refused_checkpoint_leaves_the_model_as_it_was(world: Worlds, original: Files, tmp_path: Path) -> None:
+def test_a_refused_checkpoint_leaves_the_model_as_it_was(
+    world: Worlds, original: Files, tmp_path: Path
+) -> None:
     assert check_training(world, original, tmp_path, 5, 15)["refused"] > 5
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(300)
-def test_200_refused_checkpoints_leave_the_model_as_it_was(world: Worlds, original: Files, tmp_path: Path) -> None:
+def test_200_refused_checkpoints_leave_the_model_as_it_was(
+    world: Worlds, original: Files, tmp_path: Path
+) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(seed, check_training(world, original, tmp_path, seed, 200))
 
@@ -179,15 +190,20 @@ def _weights(tree: Any) -> list[list[Any]]:
 def _exchange(tree: Any) -> None:
     """Two parameters of unequal shapes under each other's names."""
     up, down = (
-        next(pair for pair in _weights(tree) if pair[0] == f"blocks.0.{name}.weight") for name in ("up", "down")
+        next(pair for pair in _weights(tree) if pair[0] == f"blocks.0.{name}.weight")
+        for name in ("up", "down")
     )
     up[1], down[1] = down[1], up[1]
 
 
 UNFIT: dict[str, Callable[[Any], object]] = {
     "an optimizer group is missing": lambda tree: _optimizer(tree)["param_groups"].pop(),
-    "an optimizer group has too few parameters": lambda tree: _optimizer(tree)["param_groups"][0]["params"].pop(),
-    "there is an optimizer too many": lambda tree: tree["optimizer_states"].append(_optimizer(tree)),
+    "an optimizer group has too few parameters": lambda tree: _optimizer(tree)["param_groups"][0][
+        "params"
+    ].pop(),
+    "there is an optimizer too many": lambda tree: tree["optimizer_states"].append(
+        _optimizer(tree)
+    ),
     "a parameter is missing": lambda tree: _weights(tree).pop(),
     "a parameter is unknown": lambda tree: _weights(tree).append(["more", _weights(tree)[0][1]]),
     "a parameter is no tensor": lambda tree: _weights(tree)[1].__setitem__(1, 3),
@@ -222,5 +238,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_one_text(
     results = world(2).run(go_on_unfit, str(tmp_path / "unfit.ckpt"))
     assert results[0] == results[1]
     text, unchanged = results[0]
-    assert text.startswith(("CheckpointError", "KeyError")), text  # the latter is Lightning's, for what it looks up
+    assert text.startswith(("CheckpointError", "KeyError")), (
+        text
+    )  # the latter is Lightning's, for what it looks up
     assert unchanged, f"the model was changed before this was found: {text}"

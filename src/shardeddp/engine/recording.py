@@ -1,0 +1,757 @@
+"""Recording of a model's construction on the meta device; replayed on the host for wanted tensors.
+
+On the meta device tensors have shapes and no values. A recording keeps the operations that would
+have given them values: the constructors' own, those of initializers, conversions to another dtype.
+Repeated on the host, they give the values of an eager construction to the last bit, one parameter
+after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
+from shardeddp.torch_private import TorchDispatchMode, neg_view, pytree
+
+HOST = torch.device("cpu")
+
+# -- Operations as they are kept: what is called, over which memory, and with which random numbers
+
+
+@dataclass(frozen=True, slots=True)
+class MetaView:
+    """Place of a meta tensor: a storage, and how it lies in there."""
+
+    storage: int
+    """Its number in the recording, the same on every rank that builds the same model."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conjugated: bool
+    negated: bool
+
+    def over(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor that lies there in real memory."""
+        found = torch.empty(0, dtype=self.dtype, device=HOST)
+        found.set_(cast(Any, memory), self.offset, self.shape, self.stride)
+        found = found.conj() if self.conjugated else found
+        return neg_view(found) if self.negated else found
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether it has each byte of a storage exactly once."""
+        reach = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1 and stride != reach:
+                return False
+            reach *= size
+        return reach * self.dtype.itemsize == nbytes and self.offset == 0
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What all strided tensors over the same memory have in common."""
+    return tensor.untyped_storage()._cdata
+
+
+def _lying(tensor: torch.Tensor, storage: int) -> MetaView:
+    """How a strided tensor lies in a storage of this number."""
+    geometry = tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    return MetaView(storage, *geometry, tensor.is_conj(), tensor.is_neg())
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Random numbers that an operation takes from a generator."""
+
+    generator: torch.Generator | None
+    """None: the one of the host that ``torch.manual_seed`` seeds."""
+
+    before: bytes
+    """Digest of the generator's state in front of the operation."""
+
+    after: bytes
+    """The same behind it."""
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """A call that gives values to meta tensors.
+
+    Memory of the meta device is told by numbers of storages.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[MetaView | None]
+    """Places of the tensors in what it returns; None for what is no meta tensor."""
+
+    reads: frozenset[int]
+    writes: frozenset[int]
+    """What it changes or makes."""
+
+    replaces: frozenset[int]
+    """What it writes as a whole, without reading it: what stood there before does not matter."""
+
+    draws: tuple[Draw, ...]
+    only_fills: bool
+    """Whether how far it moves generators depends on shapes alone."""
+
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+
+
+# -- Recording: the operations in the order in which they came
+
+_REPLACING = {
+    "normal_",
+    "uniform_",
+    "fill_",
+    "zero_",
+    "copy_",
+    "random_",
+    "bernoulli_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "cauchy_",
+}
+_WITHOUT_VALUES = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+}
+
+# Functions that make tensors on the meta device past all dispatch.
+_CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+
+# Functions of torch.nn.init that return at once for tensors on the meta device.
+_INITIALIZERS = {"_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_"}
+
+# Functions that make an index of a list, on the device of the tensor.
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+# Functions that need values and are no operations.
+_READING = (torch.Tensor.tolist, torch.Tensor.__format__)
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+class Recording:
+    """Operations on the meta device, from all the times when this was :meth:`active`."""
+
+    def __init__(self) -> None:
+        self._operations: list[Operation] = []
+        # By number; held, so that none has another's address.
+        self._storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[int, int] = {}  # of storages, by address
+        self._unknown: set[int] = set()  # numbers of what was made unseen, or from such
+        self._seeded: set[bytes] = set()  # digests of states that generators were given here
+        self._states: dict[bytes, torch.Tensor] = {}  # others in which they were found, by digest
+        self._generators: dict[int, torch.Generator] = {}
+        self._caught_up = 0  # number of operations whose draws generators have been brought behind
+        self._is_active = False
+        self.reset_names: set[str] = set()
+        """Tensors of models that were built unseen; what is recorded of them are resets."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle knows of no tensors: those of a copied model are others."""
+        return type(self), ()
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Record what this thread does to meta tensors."""
+        if self._is_active:
+            yield
+            return
+        self._is_active = True
+        try:
+            with _Functions(self), _Operations(self):
+                yield
+        finally:
+            self._is_active = False
+
+    def place_of(self, tensor: torch.Tensor) -> MetaView:
+        """The place of a strided meta tensor; if it was made unseen, its values are unknown."""
+        return _lying(tensor, self._number(tensor))
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take tensors that were made unseen for empty ones."""
+        self._unknown -= {self._number(tensor) for tensor in tensors}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether anything was seen of the memory of a tensor."""
+        return storage_of(tensor) in self._numbers
+
+    def knows(self, storage: int) -> bool:
+        """Whether all that has given a storage its values was seen."""
+        return storage not in self._unknown
+
+    def nbytes(self, storage: int) -> int:
+        """Size of a storage."""
+        return self._storages[storage].nbytes()
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of torch, and keep it if it concerns the meta device."""
+        involved = _meta_tensors((args, kwargs))
+        name = function.overloadpacket.__name__
+        if involved and _answers_python(function):
+            args, kwargs = self.values((args, kwargs))
+            return function(*args, **kwargs)
+        if not involved and is_random(function) and not _is_made_on_meta(kwargs):
+            self._catch_up(_generator_in(args, kwargs))
+        # In front of the call, which may change geometry. Without meta tensors the call comes
+        # first: it changes nothing of what it is given, and most calls then stay on the host.
+        kept = (self._kept(args), self._kept(kwargs)) if involved else None
+        try:
+            result = function(*args, **kwargs)
+        except NotImplementedError:
+            if written(function, args, kwargs) or kwargs.get("device") is not None:
+                raise
+            if is_random(function):
+                self._catch_up(_generator_in(args, kwargs))
+            # torch does not know the shapes of what it returns (geqrf): it runs at once, and its
+            # values are kept.
+            args, kwargs = self.values((args, kwargs))
+            return pytree.tree_map(self._moved, function(*args, **kwargs))
+        outputs = _meta_tensors(result)
+        if not involved and not outputs:
+            return result
+        kept = kept or (self._kept(args), self._kept(kwargs))
+        made = {self._number(tensor) for tensor in outputs if not self.has(tensor)}
+        self._unknown -= made
+        if name in _WITHOUT_VALUES:
+            return result
+        changed = written(function, args, kwargs) if tells_what_it_writes(function) else involved
+        writes = made.union(self._number(tensor) for tensor in changed if tensor.is_meta)
+        if writes:
+            places = [
+                self.place_of(it) if _is_meta(it) else None for it in pytree.tree_leaves(result)
+            ]
+            target = kept[0][0] if name in _REPLACING and isinstance(kept[0][0], MetaView) else None
+            draws = self._draw(_generator_in(args, kwargs)) if is_random(function) else ()
+            self._add(function, *kept, places, frozenset(made), frozenset(writes), target, draws)
+        return result
+
+    def add_constant(self, values: torch.Tensor, made: torch.Tensor) -> None:
+        """Keep that a tensor was made of values."""
+        self.adopt([made])
+        place = self.place_of(made)
+        only = frozenset((place.storage,))
+        self._add(torch.clone, (values.detach().clone(),), {}, [place], only, only, None, ())
+
+    def _moved(self, values: Any) -> Any:
+        if not isinstance(values, torch.Tensor):
+            return values
+        made = values.to("meta")
+        self.add_constant(values, made)
+        return made
+
+    def add_initializer(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Keep a call of a function of ``torch.nn.init``, which fills its argument ``tensor``."""
+        target = self.place_of(arguments["tensor"])
+        kept = self._kept(arguments)
+        # The generator that is given may not be the only one: sparse_ draws its permutations
+        # elsewhere.
+        given = arguments.get("generator")
+        draws = self._draw(None) + (() if given is None else self._draw(given))
+        self._add(function, (), kept, [], frozenset(), frozenset((target.storage,)), target, draws)
+
+    def _add(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[MetaView | None],
+        made: frozenset[int],
+        writes: frozenset[int],
+        target: MetaView | None,
+        draws: tuple[Draw, ...],
+    ) -> None:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, MetaView)]
+        replaces = made
+        if target is not None and target.covers(self.nbytes(target.storage)):
+            is_read = sum(view.storage == target.storage for view in given) > 1
+            replaces |= set() if is_read else {target.storage}
+        reads = frozenset(view.storage for view in given) - replaces
+        if self._unknown.isdisjoint(reads):
+            self._unknown -= replaces
+        else:
+            self._unknown |= writes
+        fills = len(given) == (target is not None)
+        self._operations.append(
+            Operation(function, args, kwargs, outputs, reads, writes, replaces, draws, fills)
+        )
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        number = self._numbers.setdefault(storage._cdata, len(self._storages))
+        if number == len(self._storages):
+            self._storages.append(storage)
+            self._unknown.add(number)
+        return number
+
+    def _kept(self, arguments: Any) -> Any:
+        """Arguments as given later: meta tensors by place, host tensors with present values."""
+
+        def keep(leaf: Any) -> Any:
+            if _is_meta(leaf):
+                return self.place_of(leaf)
+            if isinstance(leaf, torch.Tensor):
+                return leaf.detach().clone()
+            return HOST if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+        return pytree.tree_map(keep, arguments)
+
+    def _catch_up(self, generator: torch.Generator | None) -> None:
+        """Bring generators to where an eager construction has them by now.
+
+        The host is about to draw numbers.
+        """
+        generator = generator or torch.default_generator
+        digest = _digest(generator.get_state())
+        if digest not in self._seeded:
+            return
+        self._generators[id(generator)] = generator
+        steps = _needed(self._operations, frozenset())
+        latest = self._operations[self._caught_up :]
+        # Only the draws since the last time, unless the program has gone back, or they depend on
+        # values.
+        if digest in {draw.after for it in latest for draw in it.draws} and not any(
+            step.is_wanted for step in steps
+        ):
+            steps = [Step(operation, is_wanted=False) for operation in latest if operation.draws]
+        list(self.repeat(Plan(steps, frozenset()), move_generators=True))
+        self._caught_up = len(self._operations)
+
+    def _draw(self, given: torch.Generator | None) -> tuple[Draw, ...]:
+        """Reseed a generator in place of an operation's draw.
+
+        No other program comes to that state.
+        """
+        generator = given or torch.default_generator
+        self._generators[id(generator)] = generator
+        state = generator.get_state()
+        before = _digest(state)
+        if before not in self._seeded:
+            self._states.setdefault(before, state)
+        generator.manual_seed(int.from_bytes(before[:7], "little"))
+        after = _digest(generator.get_state())
+        self._seeded.add(after)
+        return (Draw(given, before, after),)
+
+    def values(self, arguments: Any) -> Any:
+        """Arguments of a call that needs values at once: ``item()``, ``allclose()``.
+
+        Raises:
+            RuntimeError: What has made one of them is not recorded.
+        """
+        kept = self._kept(arguments)
+        needed = {leaf.storage for leaf in pytree.tree_leaves(kept) if isinstance(leaf, MetaView)}
+        if not needed.isdisjoint(self._unknown):
+            raise RuntimeError(
+                "expected a tensor with values, found one on the meta device that was made "
+                "unrecorded"
+            )
+        found = dict(self.repeat(self.plan(needed)))
+        for storage in needed - found.keys():
+            found[storage] = torch.UntypedStorage(self.nbytes(storage), device=HOST)
+        return pytree.tree_map_only(MetaView, lambda place: place.over(found[place.storage]), kept)
+
+    # -- repeating
+
+    def plan(self, wanted: Iterable[int]) -> Plan:
+        """What has to run, and in which order, for the final values of some storages."""
+        kept = frozenset(wanted)
+        return Plan(_needed(self._operations, kept) if kept else [], kept)
+
+    def repeat(
+        self, plan: Plan, move_generators: bool = False
+    ) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        """Run operations on the host; yields each wanted storage with its memory once complete.
+
+        Args:
+            plan: What to run.
+            move_generators: Whether generators that have not moved since are left where an eager
+                construction leaves them; without it they stay as they are.
+        """
+        states = _GeneratorStates(
+            self._states, [step.operation for step in plan.steps], self._generators.values()
+        )
+        memory: dict[int, torch.UntypedStorage] = {}
+        with states.kept(move_generators):
+            for step in plan.steps:
+                with torch.no_grad(), HOST, states.around(step.operation) as generators:
+                    self._run(step, memory, generators)
+                for storage in step.ends:
+                    held = memory.pop(storage)
+                    if storage in plan.wanted:
+                        yield storage, held
+                    del held  # while the next operation runs
+
+    def rewind(self) -> None:
+        """Leave generators that have not moved since where they stood before the recording."""
+        states = _GeneratorStates(self._states, self._operations, self._generators.values())
+        with states.kept(move=True):
+            for operation in self._operations:
+                states.skip(operation)
+
+    def _run(
+        self,
+        step: Step,
+        memory: dict[int, torch.UntypedStorage],
+        generators: dict[int, torch.Generator],
+    ) -> None:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Generator):
+                return generators.get(id(leaf), leaf)
+            if not isinstance(leaf, MetaView):
+                return leaf
+            if not step.is_wanted:
+                return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=HOST)
+            if leaf.storage not in memory:
+                memory[leaf.storage] = torch.UntypedStorage(self.nbytes(leaf.storage), device=HOST)
+            return leaf.over(memory[leaf.storage])
+
+        operation = step.operation
+        args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(operation.default_dtype)
+        try:
+            result = operation.function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        if not step.is_wanted:
+            return
+        held = {
+            storage_of(it)
+            for it in pytree.tree_leaves((args, kwargs))
+            if isinstance(it, torch.Tensor)
+        }
+        for place, found in zip(operation.outputs, pytree.tree_leaves(result), strict=False):
+            if place is None or place.storage in memory or not isinstance(found, torch.Tensor):
+                continue
+            nbytes = self.nbytes(place.storage)
+            as_planned = _lying(found, place.storage) == place
+            own = found.untyped_storage()
+            if as_planned and own.nbytes() == nbytes and storage_of(found) not in held:
+                memory[place.storage] = own
+            else:
+                memory[place.storage] = torch.UntypedStorage(nbytes, device=HOST)
+                place.over(memory[place.storage]).copy_(found)
+
+
+class _Operations(TorchDispatchMode):
+    """Hears of every operation."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self._recording.run(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """Hears of what never becomes an operation on the meta device."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = cast(Any, args[0] if args else None)
+        is_made = func in _CONSTANTS and not isinstance(first, torch.Tensor)
+        if func in _INDEXING and first.is_meta:
+            args = (first, _on_host(args[1]), *args[2:])
+        elif func in _READING or (is_made and _meta_tensors(first)):
+            args = self._recording.values(args)
+        elif is_made and type(first) is list and not first and not kwargs:
+            # So transformers ask on which device models are being built, and initialise none on the
+            # meta device.
+            kwargs = {"device": HOST}
+        result = func(*args, **kwargs)
+        if func in _CONSTANTS and _is_meta(result) and not self._recording.has(result):
+            self._recording.add_constant(func(*args, **{**kwargs, "device": HOST}), result)
+        elif func == _IS_META and _is_meta(args[0]):
+            self._ask(sys._getframe(1), args[0])
+        return result
+
+    def _ask(self, frame: FrameType | None, tensor: torch.Tensor) -> None:
+        """Note a ``torch.nn.init`` function that asks whether its tensor is meta, then returns."""
+        while frame is not None and frame.f_globals.get("__name__") in (
+            "torch.utils._device",
+            "torch.overrides",
+        ):
+            frame = frame.f_back
+        if frame is None or frame.f_globals.get("__name__") != nn.init.__name__:
+            return
+        if frame.f_code.co_name not in _INITIALIZERS:
+            return
+        given = inspect.getargvalues(frame)
+        if given.locals["tensor"] is tensor:
+            function = vars(nn.init)[frame.f_code.co_name]
+            self._recording.add_initializer(
+                function, {name: given.locals[name] for name in given.args}
+            )
+
+
+def _on_host(index: Any) -> Any:
+    """An index with its lists of numbers, ranges and arrays as host tensors, which have values."""
+    if type(index) is tuple:
+        return tuple(map(_on_host, index))
+    is_list = type(index) is list and not any(
+        isinstance(it, torch.Tensor) for it in pytree.tree_leaves(index)
+    )
+    return torch.as_tensor(index, device=HOST) if is_list or _is_array(index) else index
+
+
+def _is_array(index: Any) -> bool:
+    return isinstance(index, range) or hasattr(index, "__array_interface__")
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf.layout is torch.strided
+
+
+def _meta_tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if _is_meta(leaf)]
+
+
+def _generator_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    return next(
+        (it for it in (kwargs.get("generator"), *args) if isinstance(it, torch.Generator)), None
+    )
+
+
+def _is_made_on_meta(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+@cache
+def _answers_python(function: Any) -> bool:
+    """Whether an operation returns a number or a truth: ``item()``, ``allclose()``."""
+    returns = [str(it.type) for it in function._schema.returns]
+    return bool(returns) and set(returns) <= {"bool", "int", "float", "number"}
+
+
+def _digest(state: torch.Tensor) -> bytes:
+    return hashlib.blake2b(cast(Any, state.numpy()), digest_size=16).digest()
+
+
+# -- Plan: which operations matter for what is wanted, and an order in which memory is held for a
+#    short time
+
+_GENERATORS = -1  # a number that no storage has: whatever draws keeps its order
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """An operation that is going to be repeated."""
+
+    operation: Operation
+    is_wanted: bool
+    """Whether its values matter; otherwise it moves generators and no more."""
+
+    ends: list[int] = field(default_factory=list[int])
+    """Storages that no later step needs."""
+
+    def places(self) -> Iterator[int]:
+        """What has to be used in the order of the recording."""
+        if self.is_wanted:
+            yield from sorted(self.operation.reads | self.operation.writes)
+        if self.operation.draws:
+            yield _GENERATORS
+
+
+class Plan:
+    """Order of operations for what is wanted.
+
+    An operation runs as soon as all has run that touched its memory earlier; only draws keep the
+    order of the recording. So a parameter that its constructor draws and a parent scales at the
+    very end is complete at once.
+
+    Args:
+        steps: What has to run, as it was recorded.
+        wanted: Storages whose final values are wanted.
+    """
+
+    def __init__(self, steps: list[Step], wanted: frozenset[int]) -> None:
+        self.wanted = wanted
+        self.steps = _in_order(steps)
+        last = {place: step for step in self.steps for place in step.places()}
+        for place, step in last.items():
+            if place != _GENERATORS:
+                step.ends.append(place)
+
+    @property
+    def completed(self) -> list[int]:
+        """The wanted storages that get values, in the order in which they do."""
+        return [storage for step in self.steps for storage in step.ends if storage in self.wanted]
+
+
+def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[Step]:
+    """From the last to the first: what is read later, or draws."""
+    live = set(wanted)
+    steps: list[Step] = []
+    for operation in reversed(operations):
+        is_wanted = not live.isdisjoint(operation.writes) or bool(
+            operation.draws and not operation.only_fills
+        )
+        if is_wanted:
+            live -= operation.replaces
+            live |= operation.reads
+        if is_wanted or operation.draws:
+            steps.append(Step(operation, is_wanted))
+    return steps[::-1]
+
+
+def _in_order(steps: list[Step]) -> list[Step]:
+    places = [tuple(step.places()) for step in steps]
+    waiting: dict[int, deque[int]] = defaultdict(deque)
+    for index, needed in enumerate(places):
+        for place in needed:
+            waiting[place].append(index)
+    order: list[int] = []
+    is_done = [False] * len(steps)
+
+    def emit(index: int) -> list[int]:
+        """Run one; returns what comes next to its memory."""
+        is_done[index] = True
+        order.append(index)
+        for place in places[index]:
+            waiting[place].popleft()
+        return [
+            waiting[place][0] for place in places[index] if place != _GENERATORS and waiting[place]
+        ]
+
+    def pull(index: int) -> list[int]:
+        """Run a step early unless it waits for a draw; returns what comes next to all that ran."""
+        following: list[int] = []
+        stack = [index]
+        while stack:
+            blocker = next(
+                (
+                    waiting[place][0]
+                    for place in places[stack[-1]]
+                    if waiting[place][0] != stack[-1]
+                ),
+                None,
+            )
+            if blocker is None:
+                following += emit(stack.pop())
+            elif steps[blocker].operation.draws:
+                break
+            else:
+                stack.append(blocker)
+        return following
+
+    for index in range(len(steps)):
+        following = [] if is_done[index] else emit(index)
+        while following:
+            early = following.pop()
+            if not is_done[early]:
+                following += pull(early)
+    return [steps[index] for index in order]
+
+
+# -- States of generators: where an eager construction has them in front of each operation
+
+
+class _GeneratorStates:
+    """States of generators while operations are repeated.
+
+    While it is recorded, an operation that draws seeds its generator by the state that it finds.
+    The state behind it is found again in front of the next, or wherever a program has saved and set
+    it: it stands for the one behind the draw.
+
+    Args:
+        known: States to which a program has brought generators itself, by digest.
+        operations: What is going to be repeated.
+        generators: All that were drawn from.
+    """
+
+    def __init__(
+        self,
+        known: dict[bytes, torch.Tensor],
+        operations: Sequence[Operation],
+        generators: Iterable[torch.Generator],
+    ) -> None:
+        self._known = known
+        self._behind: dict[bytes, torch.Tensor] = {}
+        self._now = {generator: _digest(generator.get_state()) for generator in generators}
+        self._uses = Counter(draw.before for operation in operations for draw in operation.draws)
+        # A state takes 5 KB: it is let go of behind its last use.
+        self._uses.update(self._now.values())
+
+    @contextmanager
+    def kept(self, move: bool) -> Generator[None]:
+        """Keep the program's generators.
+
+        In the end, move those that stand where an operation has left them.
+        """
+        states = {generator: generator.get_state() for generator in self._now}
+        try:
+            yield
+        finally:
+            for generator, digest in self._now.items():
+                generator.set_state(
+                    self._behind.get(digest, states[generator]) if move else states[generator]
+                )
+
+    @contextmanager
+    def around(self, operation: Operation) -> Generator[dict[int, torch.Generator]]:
+        """Surround an operation that draws; yields what replaces the generators given to it."""
+        standing: list[tuple[Draw, torch.Generator]] = []
+        for draw in operation.draws:
+            generator = draw.generator
+            own = (
+                torch.default_generator if generator is None else torch.Generator(generator.device)
+            )
+            own.set_state(self._before(draw))
+            standing.append((draw, own))
+        yield {id(draw.generator): own for draw, own in standing if draw.generator is not None}
+        for draw, own in standing:
+            self._behind[draw.after] = own.get_state()
+
+    def skip(self, operation: Operation) -> None:
+        """Behind an operation that draws nothing this time."""
+        for draw in operation.draws:
+            self._behind[draw.after] = self._before(draw)
+
+    def _before(self, draw: Draw) -> torch.Tensor:
+        state = self._behind.get(draw.before)
+        self._uses[draw.before] -= 1
+        if not self._uses[draw.before]:
+            self._behind.pop(draw.before, None)
+        return self._known[draw.before] if state is None else state

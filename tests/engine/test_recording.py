@@ -1,0 +1,312 @@
+"""A recording on the meta device gives the values of an eager construction, whatever the constructor does."""
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardeddp.engine.recording import HOST, Recording
+
+Make = Callable[[], Tensor]
+
+
+def fill(write: Callable[[Tensor], object], *shape: int) -> Make:
+    def make() -> Tensor:
+        tensor = torch.empty(*(shape or (4, 3)))
+        with torch.no_grad():
+            write(tensor)
+        return tensor
+
+    return make
+
+
+def forked() -> Tensor:
+    with torch.random.fork_rng():
+        first = torch.randn(3)
+    return torch.stack([first, torch.randn(3)])
+
+
+def set_back() -> Tensor:
+    state = torch.get_rng_state()
+    torch.rand(5)
+    torch.set_rng_state(state)
+    return torch.rand(5)
+
+
+def own_generator() -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    first = torch.rand(3, generator=generator)
+    second = torch.rand(3, generator=generator.clone_state())
+    return torch.stack([first, second, torch.rand(3, generator=generator), torch.rand(3)])
+
+
+def through_numpy() -> Tensor:
+    values = np.ones(3, dtype=np.float32)
+    found = torch.empty(3).copy_(torch.from_numpy(values))
+    values[:] = 7.0  # the recording has those of before
+    return found
+
+
+def reads_itself() -> Tensor:
+    tensor = torch.rand(4, 4)
+    return tensor.copy_(tensor.t() + 1).add_(tensor.flip(0))
+
+
+def normalized() -> Tensor:
+    norm = nn.BatchNorm1d(3)
+    norm(torch.randn(5, 3))
+    return torch.cat([norm.running_mean, norm.running_var])
+
+
+def other_default() -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return torch.arange(3) * 0.1 + torch.rand(3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def until_it_fits() -> Tensor:
+    tensor = torch.randn(8)
+    while (tensor.abs() > 0.5).any():
+        tensor = torch.where(tensor.abs() > 0.5, torch.randn(8), tensor)
+    return tensor
+
+
+def spelled_out() -> Tensor:
+    rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+    return torch.tensor(rates) + torch.tensor(torch.arange(4).tolist())
+
+
+def on_the_host_between() -> Tensor:
+    first = torch.rand(3)
+    legacy = torch.Tensor(3).uniform_()
+    second = torch.rand(3)
+    state = torch.get_rng_state()
+    more = torch.rand(2, device=HOST), torch.rand(2, device=HOST)
+    torch.set_rng_state(state)
+    return torch.cat(
+        [
+            first,
+            second,
+            legacy.to(first.device),
+            *(it.to(first.device) for it in more),
+            torch.rand(2),
+        ]
+    )
+
+
+def on_the_host_behind_what_depends_on_values() -> Tensor:
+    mask = torch.bernoulli(torch.rand(5))
+    own = torch.Generator().manual_seed(1)
+    values = torch.cat([torch.normal(mask, 1.0), torch.rand(2, generator=own)])
+    return (
+        values
+        + torch.rand(7, device=HOST, generator=own).to(values.device)
+        + torch.rand(7, device=HOST)[0].item()
+    )
+
+
+def indexed() -> Tensor:
+    tensor = torch.zeros(4, 4)
+    tensor[torch.arange(4), torch.arange(4)] = 1
+    tensor[tensor > 0.5] = torch.rand(4)
+    tensor[np.array([0, 1])] += 2
+    tensor[range(2)] *= 3
+    tensor[:, [0, 2]] = tensor[:, [2, 0]]
+    tensor[[True, False, False, True]] = 4
+    return tensor
+
+
+def read_in_python() -> Tensor:
+    scalar = torch.rand(())
+    rows = torch.zeros(int(torch.arange(4).max()), 2) if scalar > -1 else torch.zeros(1)
+    return rows + float(f"{scalar:.2f}") + torch.tensor([scalar, 2.0]) + torch.full((2,), scalar)
+
+
+def swapped() -> Tensor:
+    one, other = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
+    one.data, other.data = other.data * 2, one.data
+    return torch.stack([one.detach(), other.detach()])
+
+
+CASES: dict[str, Make] = {
+    **{
+        name: fill(getattr(nn.init, name))
+        for name in (
+            "xavier_uniform_",
+            "kaiming_normal_",
+            "orthogonal_",
+            "trunc_normal_",
+            "eye_",
+            "ones_",
+        )
+    },
+    "truncated far out": fill(lambda it: nn.init.trunc_normal_(it, a=1.5, b=3.0)),
+    "sparse_": fill(lambda it: nn.init.sparse_(it, 0.4)),
+    "dirac_": fill(nn.init.dirac_, 3, 2, 3),
+    "seeded sparse_": fill(
+        lambda it: nn.init.sparse_(it, 0.4, generator=torch.Generator().manual_seed(1))
+    ),
+    "seeded truncated": fill(
+        lambda it: nn.init.trunc_normal_(it, generator=torch.Generator().manual_seed(1))
+    ),
+    "part by part": fill(lambda it: (it[:2].normal_(), it[2:, 1].uniform_(), it[2:, ::2].fill_(2))),
+    "list as an index": fill(
+        lambda it: (it.zero_(), it.__setitem__([0, 2], 5.0), it.__setitem__(([1], [1, 2]), 3.0))
+    ),
+    "mask": fill(lambda it: (it.normal_(), it.masked_fill_(it > 0, 9.0))),
+    "repeated twice": fill(lambda it: it.normal_().uniform_().mul_(3)),
+    "transposed": fill(lambda it: it.t().normal_().t().add_(1)),
+    "as_strided": fill(lambda it: (it.fill_(1), it.as_strided((3, 3), (2, 2)).mul_(2))),
+    "on the host": lambda: torch.empty(3).copy_(torch.tensor([1.0, 2.0, 3.0], device=HOST)),
+    "new_tensor": lambda: torch.empty(1).new_tensor([[1.0, 2.0]]) + torch.as_tensor([3.0, 4.0]),
+    "no elements": lambda: torch.rand(0, 3),
+    "expanded": lambda: torch.rand(3, 1).expand(3, 4),
+    "conjugated": lambda: (torch.randn(3, dtype=torch.complex64).conj() * 2).conj(),
+    "imaginary": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
+    "bernoulli": lambda: (
+        torch.bernoulli(torch.rand(9)) + torch.empty(9).bernoulli_(torch.full((9,), 0.5))
+    ),
+    "permuted": lambda: torch.rand(6)[torch.randperm(6)],
+    "multinomial": lambda: torch.multinomial(torch.rand(6), 4),
+    "geqrf": lambda: torch.geqrf(torch.randn(4, 4))[0] + torch.linalg.qr(torch.randn(4, 4))[0],
+    "deep copy": lambda: copy.deepcopy(nn.Linear(3, 2)).weight.detach().add_(torch.rand(1)),
+    "bfloat16": lambda: nn.Linear(3, 3).to(torch.bfloat16).weight.detach(),
+    "forked": forked,
+    "set back": set_back,
+    "own generator": own_generator,
+    "numpy": through_numpy,
+    "reads itself": reads_itself,
+    "batch norm": normalized,
+    "another default dtype": other_default,
+    "until it fits": until_it_fits,
+    "spelled out": spelled_out,
+    "swapped": swapped,
+    "indexed": indexed,
+    "read in Python": read_in_python,
+    "drawn without shapes": lambda: torch._sample_dirichlet(torch.rand(3) + 1) + torch.rand(3),
+    "host draws between": on_the_host_between,
+    "host draws behind others": on_the_host_behind_what_depends_on_values,
+}
+
+
+def repeat(make: Make) -> Tensor:
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        made = make()
+    assert made.is_meta
+    place = recording.place_of(made)
+    assert recording.knows(place.storage)
+    plan = recording.plan({place.storage})
+    found = dict(recording.repeat(plan, move_generators=True))
+    return place.over(found[place.storage])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_generator_are_those_of_an_eager_run(name: str) -> None:
+    torch.manual_seed(5)
+    expected = CASES[name]()
+    moved = torch.get_rng_state()
+    torch.manual_seed(5)
+    found = repeat(CASES[name])
+    assert torch.equal(torch.get_rng_state(), moved)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_a_generator_that_the_program_has_moved_since_stays_as_it_is() -> None:
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        place = recording.place_of(torch.rand(3))
+    torch.rand(1)
+    moved = torch.get_rng_state()
+    list(recording.repeat(recording.plan({place.storage}), move_generators=True))
+    assert torch.equal(torch.get_rng_state(), moved)
+
+
+def test_where_nothing_is_repeated_generators_go_back_to_where_they_stood() -> None:
+    torch.manual_seed(5)
+    own = torch.Generator().manual_seed(7)
+    before = torch.get_rng_state(), own.get_state()
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        torch.rand(3)
+        torch.rand(3, generator=own)
+        torch.rand(3)
+    assert not torch.equal(torch.get_rng_state(), before[0])
+    recording.rewind()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(own.get_state(), before[1])
+
+
+def test_parameters_are_complete_one_after_the_other_though_a_parent_changes_all_in_the_end() -> (
+    None
+):
+    def build() -> list[Tensor]:
+        layers = [nn.Linear(64, 64) for _ in range(8)]
+        weights = [layer.weight.detach() for layer in layers]
+        for weight in weights:
+            weight.normal_()
+        for weight in weights:
+            weight.mul_(0.5)
+        return weights
+
+    torch.manual_seed(5)
+    expected = build()
+    torch.manual_seed(5)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        places = [recording.place_of(weight) for weight in build()]
+    plan = recording.plan(place.storage for place in places)
+    assert plan.completed == [place.storage for place in places]
+    # The first draws of the constructors and their bounds are overwritten: they move the generator and no more.
+    assert sum(step.is_wanted for step in plan.steps) == 2 * len(places)
+    for place, weight, (storage, memory) in zip(
+        places, expected, recording.repeat(plan), strict=True
+    ):
+        assert storage == place.storage
+        assert torch.equal(place.over(memory), weight)
+
+
+def test_what_was_made_unseen_and_what_comes_of_it_is_not_known() -> None:
+    with torch.device("meta"):
+        unseen = torch.ones(3)
+    recording = Recording()
+    with torch.device("meta"), recording.active():
+        derived = unseen * 2
+        replaced = torch.empty(3).copy_(derived).fill_(1)
+    assert not recording.knows(recording.place_of(unseen).storage)
+    assert not recording.knows(recording.place_of(derived).storage)
+    assert recording.knows(recording.place_of(replaced).storage)
+    with (
+        torch.device("meta"),
+        recording.active(),
+        pytest.raises(RuntimeError, match="made unrecorded"),
+    ):
+        derived.sum().item()
+
+
+@pytest.mark.parametrize("leave", ["cpu", "numpy", "to"])
+def test_values_do_not_leave_the_meta_device_but_as_numbers(leave: str) -> None:
+    recording = Recording()
+    with (
+        torch.device("meta"),
+        recording.active(),
+        pytest.raises((NotImplementedError, TypeError), match="meta"),
+    ):
+        tensor = torch.ones(3)
+        tensor.to(HOST) if leave == "to" else getattr(tensor, leave)()
+
+
+def test_operations_on_the_host_are_not_kept() -> None:
+    recording = Recording()
+    with recording.active():
+        values = list(itertools.accumulate(torch.rand(4), torch.add))
+        torch.tensor([1.0]).add_(values[0])
+    assert not recording.plan({0}).steps
