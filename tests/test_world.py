@@ -1,6 +1,7 @@
 """The pool of rank processes: results, failures, hangs and deaths of ranks, and what is left behind (nothing)."""
 
 import os
+import signal
 import time
 import warnings
 
@@ -31,6 +32,13 @@ def hang_on(rank: int) -> None:
 def die_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(3)
+    dist.barrier()
+
+
+def crash_on(rank: int) -> None:
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # as a Trainer that ends
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 
 
@@ -89,6 +97,11 @@ def test_a_hang_names_the_ranks_that_have_not_answered_and_where_they_are(world:
 def test_the_death_of_a_rank_is_an_error_and_not_a_hang(world: Worlds) -> None:
     with pytest.raises(RankDied, match="rank-1 ended with exit code 3"):
         world(2).run(die_on, 1)
+
+
+def test_a_crash_says_where_the_rank_was(world: Worlds) -> None:
+    with pytest.raises(RankDied, match=r"(?s)exit code -11.*Segmentation fault.*in crash_on"):
+        world(2).run(crash_on, 1)
 
 
 def test_a_closed_pool_leaves_no_process_behind() -> None:

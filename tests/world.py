@@ -65,6 +65,8 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 STACKS_AFTER = 0.9
 """The part of a call's time after which its ranks write where they are."""
 
+FAULTS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+
 
 class WorldTimeout(Exception):
     """Some ranks did not answer in time."""
@@ -252,8 +254,10 @@ def _receive(rank: Rank) -> Answer:
         return rank.connection.recv()
     except (EOFError, ConnectionError):
         rank.process.join(timeout=1.0)
+        stack = rank.stack_file.read_text().rstrip()
         error = RankDied(
             f"{rank.process.name} ended with exit code {rank.process.exitcode} in the middle of a call"
+            + (f"; it was here:\n{stack}" if stack else "")
         )
         return Answer(payload=pickle.dumps(error), failure=str(error), died=True)
 
@@ -300,6 +304,8 @@ def serve(rank: int, connection: Connection, stack_file: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: collections between calls need not look at it
     with open(stack_file, "a") as stacks, contextlib.suppress(EOFError, ConnectionError):
+        faulthandler.enable(stacks)
+        _keep_fault_handlers()
         connection.send("ready")
         while True:
             size, store, call, timeout_s = connection.recv()
@@ -309,6 +315,16 @@ def serve(rank: int, connection: Connection, stack_file: str) -> None:
             with fresh_world(rank, size, store):
                 connection.send(answer(call))
                 connection.recv()  # nobody leaves while another rank may still be connecting
+
+
+def _keep_fault_handlers() -> None:
+    """A Trainer that ends sets all signals to what Python knows of them, which is not faulthandler's."""
+    set_handler = signal.signal
+
+    def set_others(number: int, handler: Any) -> Any:
+        return signal.SIG_DFL if number in FAULTS else set_handler(number, handler)
+
+    signal.signal = set_others
 
 
 @contextlib.contextmanager
