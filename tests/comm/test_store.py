@@ -78,6 +78,15 @@ def test_a_hiccup_of_the_store_does_not_keep_notes_from_being_made(store: Memory
     assert client.count("number") == 1
 
 
+@pytest.mark.slow
+def test_what_nothing_goes_on_without_is_waited_for(store: MemoryStore) -> None:
+    client, others = StoreClient("topic", 0, patient=True), StoreClient("topic", 1)
+    store.delay_s = ANSWER_S + 0.1
+    assert client.count("number") == 1
+    with pytest.raises(SilentStoreError):
+        others.count("number")
+
+
 def test_a_store_that_another_thread_keeps_busy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     monkeypatch.setattr("shardeddp.comm.store.default_store", lambda: busy)

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardeddp.comm import Mesh
 from shardeddp.engine.runtime import Prefetch
@@ -20,7 +20,25 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(60)
 
 
-def train_and_let_go(strategy: str, ranks: int) -> list[bool]:
+class Unit(nn.Sequential):
+    """A unit that may keep what it has computed, and with it the graph that led there."""
+
+    kept: Tensor | None = None
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__(nn.Linear(4, 4), nn.ReLU())
+        self.keeps = keeps
+        self[0].bias.requires_grad_(keeps != "output of frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 4), as is its input."""
+        y = super().forward(x)
+        if self.keeps:
+            self.kept = y * 2 if self.keeps == "feature" else y
+        return y
+
+
+def train_and_let_go(strategy: str, ranks: int, keeps: str, steps: bool) -> list[bool]:
     """Whether runtime and communicators outlive the last reference to a model that was trained a step."""
     shard_size = ranks if strategy == "full_shard" else 1
     mesh = Mesh(
@@ -28,15 +46,16 @@ def train_and_let_go(strategy: str, ranks: int) -> list[bool]:
         torch.device("cpu"),
         timedelta(seconds=30),
     )
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
-    specs = build_units(model, resolve_policy({nn.Sequential}))
+    model = nn.Sequential(*[Unit(keeps) for _ in range(3)])
+    specs = build_units(model, resolve_policy({Unit}))
     runtime = shard_model(specs, mesh, find_sharding(strategy), Prefetch())
     optimizer = torch.optim.AdamW(model.parameters())
     attach_optimizer(optimizer, runtime.parameters_changed)
     with runtime.step() as outputs:
         outputs.append(model(torch.ones(2, 4)).sum())
-    outputs.pop().backward()
-    optimizer.step()
+    if steps:
+        outputs.pop().backward()
+        optimizer.step()
     watched = [weakref.ref(runtime), weakref.ref(mesh), weakref.ref(model)]
     del mesh, model, specs, runtime, optimizer, outputs
     gc.collect()
@@ -44,7 +63,32 @@ def train_and_let_go(strategy: str, ranks: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("keeps", ["", "output", "output of frozen", "feature"])
+@pytest.mark.parametrize("steps", [True, False])
 def test_a_model_that_nobody_refers_to_is_collected_with_its_runtime_and_communicators(
-    strategy: str, world: Worlds
+    strategy: str, keeps: str, steps: bool, world: Worlds
 ) -> None:
-    assert world(2).run(train_and_let_go, strategy, 2) == [[False, False, False]] * 2
+    found = world(2).run(train_and_let_go, strategy, 2, keeps, steps)
+    assert found == [[False, False, False]] * 2
+
+
+def backward_without_the_model(strategy: str, shard_size: int) -> None:
+    mesh = Mesh(
+        Topology(world_size=2, shard_size=shard_size), torch.device("cpu"), timedelta(seconds=30)
+    )
+    model = nn.Sequential(Unit(""), Unit(""))
+    specs = build_units(model, resolve_policy({Unit}))
+    runtime = shard_model(specs, mesh, find_sharding(strategy), Prefetch())
+    with runtime.step() as outputs:
+        outputs.append(model(torch.ones(2, 4, requires_grad=True)).sum())
+    del model, specs, runtime
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"backward comes to .*is gone.*Keep a reference"):
+        outputs.pop().backward()
+
+
+@pytest.mark.parametrize(("strategy", "shard_size"), [("full_shard", 2), ("no_shard", 1)])
+def test_a_backward_whose_model_is_gone_says_so(
+    strategy: str, shard_size: int, world: Worlds
+) -> None:
+    world(2).run(backward_without_the_model, strategy, shard_size)

@@ -23,6 +23,13 @@ from support.drawn_programs import Block, Program, draw, legal
 from support.drawn_variations import simpler, singles
 from world import Pool
 
+RANKS_RUN = 25
+"""How many programs rank processes run.
+
+Torch never frees a module that keeps an output of its own reentrant checkpointing, and with it the
+threads and connections of the process groups that trained it.
+"""
+
 
 def _kind(outcome: Outcome) -> str:
     """What stays the same while a program is made smaller."""
@@ -91,7 +98,9 @@ def main() -> None:
         changes = eval(f"dict({options.singles})")
         programs += [legal(replace(program, **changes)) for program in singles()]
     begin = time.monotonic()
-    for program in programs:
+    for number, program in enumerate(programs):
+        if number % RANKS_RUN == 0:
+            pool.kill()  # the next program starts new ones
         start = time.monotonic()
         outcome = run(pool, program)
         took = time.monotonic() - start

@@ -108,7 +108,7 @@ class Groups:
 
     def _all_have_the_same(self, timeout: timedelta) -> bool:
         """Whether the same groups have been returned on all ranks; after a failure they may not."""
-        client = StoreClient("groups", self._rank)
+        client = StoreClient("groups", self._rank, patient=True)
         mine = str(zlib.crc32(repr(sorted(map(repr, self._returned))).encode()))
         if client.claim("returned", mine) != mine:
             client.count("others")

@@ -47,7 +47,9 @@ class SilentStoreError(LostStoreError):
 
 
 class StoreClient:
-    """Texts under names that are new; every call ends soon, whatever has become of the store.
+    """Texts under names that are new.
+
+    Every call ends soon, whatever has become of the store, unless it is to be patient.
 
     All ranks make those of a topic equally often: what one makes as its third are the third of
     every rank. Making them waits as long as the store itself does, since nothing goes on without.
@@ -55,27 +57,29 @@ class StoreClient:
     Args:
         topic: What they are about.
         rank: This rank.
+        patient: Whether calls wait as long as the store itself does, where nothing goes on without.
     """
 
-    def __init__(self, topic: str, rank: int) -> None:
+    def __init__(self, topic: str, rank: int, *, patient: bool = False) -> None:
         default = default_store()
         self._desk = _DESKS.get(default) or _Desk(default)
         _DESKS[default] = self._desk
         store = dist.PrefixStore(f"shardeddp/{topic}", self._desk.store)
         # Counted there: the store outlives who makes them.
         made = self._desk.ask(lambda: store.add(f"made/{rank}", 1), patiently=True)
+        self._patient = patient
         self._store: dist.Store = dist.PrefixStore(str(made), store)
 
     def write(self, name: str, text: str) -> None:
         """Leave a text, over what was there."""
-        self._desk.ask(lambda: self._store.set(name, text))
+        self._ask(lambda: self._store.set(name, text))
 
     def claim(self, name: str, text: str) -> str:
         """Set a text where there is none yet; gives the one that is there now.
 
         The text must not be empty.
         """
-        return self._desk.ask(lambda: self._store.compare_set(name, "", text)).decode()
+        return self._ask(lambda: self._store.compare_set(name, "", text)).decode()
 
     def read(self, name: str) -> str | None:
         """The text; None: there is none."""
@@ -85,12 +89,12 @@ class StoreClient:
         """The texts that exist, by name: two calls if all do, a few more for each that does not."""
         missing = set(self.missing(names))
         found = [name for name in names if name not in missing]
-        texts = self._desk.ask(lambda: self._store.multi_get(found)) if found else []
+        texts = self._ask(lambda: self._store.multi_get(found)) if found else []
         return {name: text.decode() for name, text in zip(found, texts, strict=True)}
 
     def has(self, names: Sequence[str]) -> bool:
         """Whether there is a text under every one of these names."""
-        return self._desk.ask(lambda: self._store.check(list(names)))
+        return self._ask(lambda: self._store.check(list(names)))
 
     def wait_for(self, names: Sequence[str], within_s: float) -> dict[str, str]:
         """The texts under these names, as soon as all are there; after a time, those that are."""
@@ -110,7 +114,10 @@ class StoreClient:
 
     def count(self, name: str, more: int = 1) -> int:
         """Add to a number, which begins with 0; what it is now."""
-        return self._desk.ask(lambda: self._store.add(name, more))
+        return self._ask(lambda: self._store.add(name, more))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        return self._desk.ask(question, patiently=self._patient)
 
 
 class _Desk:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -354,6 +353,28 @@ def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.T
     return ready
 
 
+def _weakly(
+    runtime: Runtime, method: Callable[..., None], progress: UnitProgress, *args: object
+) -> Callable[[Any], None]:
+    """A hook of a graph's node.
+
+    Weak for the same reason: a module may keep an output, and with it the graph that led there.
+    """
+    reference, unit, label = weakref.ref(runtime), progress.index, progress.unit.label
+
+    def call(gradients: Any) -> None:
+        runtime = reference()
+        if runtime is None:
+            raise RuntimeError(
+                f"backward comes to {label}, and the sharded model that it belongs to is gone: its "
+                f"gradients would reach no parameter. Keep a reference to the model until backward "
+                f"has run"
+            )
+        method(runtime, runtime.progresses[unit], *args)
+
+    return call
+
+
 # -- Runtime: when units are unsharded and resharded, in which order, and how far ahead. The units'
 #    only caller
 
@@ -678,19 +699,16 @@ class Runtime:
         # On nodes and not on tensors: torch crashes where a tensor with a hook is changed in place
         # by a view of it and gets another hook.
         for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
-            node.register_prehook(partial(self._pre_backward, progress, use))
+            node.register_prehook(_weakly(self, Runtime._reach, progress, use))
         if progress.has_frozen_parameters():
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_uses += 1
                 torch.autograd.graph.register_multi_grad_hook(
-                    leaves, partial(self._use_finished, progress)
+                    leaves, _weakly(self, Runtime._use_finished, progress)
                 )
 
     # -- backward
-
-    def _pre_backward(self, progress: UnitProgress, use: object, gradients: Any) -> None:
-        self._reach(progress, use)
 
     def _reach(self, progress: UnitProgress, use: object = None) -> None:
         """A backward reaches a unit, by a use that its outputs announced or an unannounced one."""
@@ -740,7 +758,7 @@ class Runtime:
         progress.arrived.add(index)
         self._reshard_after_backward(progress)
 
-    def _use_finished(self, progress: UnitProgress, gradients: Any) -> None:
+    def _use_finished(self, progress: UnitProgress) -> None:
         progress.open_uses -= 1
         self._reshard_after_backward(progress)
 

@@ -14,6 +14,7 @@ itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -40,11 +41,13 @@ class SavedTensors:
     """Sets saved-tensor hooks around what runs between :meth:`enter` and :meth:`leave`.
 
     Args:
-        restore: Gives a saved view its memory; called in the middle of a backward.
+        restore: Gives a saved view its memory; called in the middle of a backward. A method, whose
+            object graphs do not keep alive: a module may keep an output and with it its graph,
+            where the garbage collector does not see the circle.
     """
 
     def __init__(self, restore: Restore) -> None:
-        self._restore = restore
+        self._restore = weakref.WeakMethod(restore)
         self.buffers: dict[int, GatheredBuffer] = {}
         """By storage, buffers whose views are saved without memory; kept by the buffers."""
 
@@ -88,7 +91,7 @@ class _Hooks:
     def __init__(
         self,
         buffers: Mapping[int, GatheredBuffer],
-        restore: Restore,
+        restore: weakref.WeakMethod[Restore],
         below: tuple[Pack, Unpack] | None,
     ) -> None:
         self.buffers = buffers
@@ -121,7 +124,14 @@ class _Hooks:
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedView:
-            return self._restore(saved)
+            restore = self._restore()
+            if restore is None:
+                raise RuntimeError(
+                    f"the backward of {saved.buffer.layout.slots[saved.place].fqn} needs its "
+                    f"values, and the sharded model that it belongs to is gone: keep a reference "
+                    f"to the model until backward has run"
+                )
+            return restore(saved)
         if self._below is not None:
             return self._below[1](saved)
         tensor, version = saved
