@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from shardeddp.checkpoint import clean, directory, durable
 from shardeddp.checkpoint.clean import Swept, remove, sweep
@@ -19,6 +21,7 @@ from support.small_checkpoints import fill, put, save, step_of, working_entries
 pytestmark = pytest.mark.timeout(30)
 
 ID = "0123456789abcdef" * 2
+OTHER_ID = "fedcba9876543210" * 2
 
 
 @pytest.fixture
@@ -28,34 +31,49 @@ def root(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_checkpoint_is_deleted_with_all_that_is_in_it(root: Path) -> None:
+def test_a_checkpoint_is_deleted(root: Path) -> None:
     path = put(root / "x.ckpt", step=1)
-    (path / "mine.txt").touch()
-    assert remove(path, root)
+    assert remove(path, [root])
     assert os.listdir(root) == []
-    assert not remove(path, root), "it was gone"
+    assert not remove(path, [root]), "it was gone"
 
 
 def test_a_damaged_checkpoint_is_deleted_too(root: Path) -> None:
     path = put(root / "x.ckpt", step=1)
     (path / "__0_0.distcp").unlink()
-    assert remove(f"{path}/")
+    assert remove(f"{path}/", [root])
     assert os.listdir(root) == []
+
+
+def test_what_others_have_put_into_it_stays(root: Path) -> None:
+    path = put(root / "x.ckpt", step=1)
+    (path / "notes.txt").write_text("mine")
+    (path / "STATE.json").mkdir()
+    (path / "__1_1.distcp").mkdir()
+    (path / "plots" / "a").mkdir(parents=True)
+    with pytest.warns(
+        UserWarning, match=r"STATE.json, __1_1.distcp, notes.txt and 1 more in x.ckpt is no part"
+    ):
+        assert not remove(path, [root])
+    assert os.listdir(root) == ["x.ckpt"]
+    assert sorted(os.listdir(path)) == ["STATE.json", "__1_1.distcp", "notes.txt", "plots"]
+    assert (path / "notes.txt").read_text() == "mine"
 
 
 def test_of_a_link_only_the_link_is_deleted(root: Path, tmp_path: Path) -> None:
     put(tmp_path / "outside.ckpt", step=1)
     (root / "last.ckpt").symlink_to("../outside.ckpt")
-    assert remove(root / "last.ckpt", root)
+    assert remove(root / "last.ckpt", [root])
     assert os.listdir(root) == []
     assert step_of(tmp_path / "outside.ckpt") == 1
 
 
-def test_a_plain_checkpoint_is_deleted(root: Path) -> None:
-    (root / "x.ckpt").touch()
-    (root / "x.pt").touch()
-    assert remove(root / "x.ckpt")
-    assert remove(root / "x.pt", root)
+def test_what_this_run_has_written_may_be_a_plain_file_anywhere(root: Path) -> None:
+    for name in ("x.ckpt", "x.pt"):
+        (root / name).touch()
+        assert remove(root / name, written=True)
+    put(root / "y.ckpt", step=1)
+    assert remove(root / "y.ckpt", [root / "elsewhere"], written=True)
     assert os.listdir(root) == []
 
 
@@ -97,6 +115,26 @@ def sibling_with_the_same_beginning(root: Path) -> Path:
     return put(root.with_name("checkpoints2") / "x.ckpt", step=1)
 
 
+def plain_file(root: Path) -> Path:
+    (root / "train.py").write_text("print()")
+    return root / "train.py"
+
+
+def plain_file_with_the_name_of_a_checkpoint(root: Path) -> Path:
+    torch.save({"state_dict": {}}, root / "x.ckpt")
+    return root / "x.ckpt"
+
+
+def link_to_a_file(root: Path) -> Path:
+    (root / "data.ckpt").symlink_to(plain_file(root))
+    return root / "data.ckpt"
+
+
+def link_to_nothing(root: Path) -> Path:
+    (root / "data.ckpt").symlink_to("unmounted")
+    return root / "data.ckpt"
+
+
 def pipe(root: Path) -> Path:
     os.mkfifo(root / "x.ckpt")
     return root / "x.ckpt"
@@ -112,6 +150,10 @@ def pipe(root: Path) -> Path:
         (through_a_link, r"it lies outside of"),
         (file_outside, r"it lies outside of"),
         (sibling_with_the_same_beginning, r"it lies outside of"),
+        (plain_file, r"an ordinary file that this run has not written, and no checkpoint of this"),
+        (plain_file_with_the_name_of_a_checkpoint, r"that this run has not written"),
+        (link_to_a_file, r"a symbolic link that this run has not written"),
+        (link_to_nothing, r"a symbolic link that this run has not written"),
         (pipe, r"it is a pipe"),
         (lambda root: root, r"it lies outside of"),
         (lambda root: root / "..", r"does not end in a name"),
@@ -125,22 +167,25 @@ def test_anything_else_is_left_and_a_warning_says_why(
     target = make(root)
     before = sorted(root.parent.rglob("*"))
     with pytest.warns(UserWarning, match=f"was not deleted: .*{why}"):
-        assert not remove(target, root)
+        assert not remove(target, [root])
     assert sorted(root.parent.rglob("*")) == before
 
 
-def test_without_a_root_a_file_has_to_be_named_as_a_checkpoint(root: Path) -> None:
-    (root / "thesis.tex").touch()
-    with pytest.warns(UserWarning, match=r"expected one named \*\.ckpt"):
-        assert not remove(root / "thesis.tex")
-    assert (root / "thesis.tex").exists()
+def test_without_directories_only_what_this_run_has_written_is_deleted(root: Path) -> None:
+    put(root / "x.ckpt", step=1)
+    with pytest.warns(UserWarning, match=r"it lies outside of all directories"):
+        assert not remove(root / "x.ckpt")
+    foreign_directory(root / "y")
+    with pytest.warns(UserWarning, match=r"a directory without a manifest"):
+        assert not remove(root / "y" / "x.ckpt", written=True)
+    assert step_of(root / "x.ckpt") == 1
 
 
 def test_the_root_may_be_given_through_a_link(root: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("checkpoints")
     for given, path in ((tmp_path / "link", root), (root, tmp_path / "link")):
         put(root / "x.ckpt", step=1)
-        assert remove(path / "x.ckpt", given)
+        assert remove(path / "x.ckpt", [root / "no", given])
     assert os.listdir(root) == []
 
 
@@ -154,21 +199,21 @@ def test_a_deletion_that_the_system_refuses_is_a_warning(
 
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.warns(UserWarning, match="was not deleted: .*Read-only file system"):
-        assert not remove(root / "x.ckpt", root)
+        assert not remove(root / "x.ckpt", [root])
     assert step_of(root / "x.ckpt") == 1
 
 
 def test_a_sweep_removes_what_was_abandoned_and_nothing_else(root: Path) -> None:
-    put(root / f".tmp-x.ckpt-{ID}", step=2)
-    (
-        root / f".tmp-file.ckpt-{ID}"
-    ).touch()  # what an exchange has put in the place of a staging directory
-    (root / f".tmp-link.ckpt-{ID}").symlink_to("x.ckpt")
+    put(root / f".tmp-checkpoint-{ID}", step=2)
+    # What an exchange has put in the place of a staging directory.
+    (root / f".tmp-checkpoint-{OTHER_ID}").touch()
+    (root / f".tmp-file-{ID}").symlink_to("x.ckpt")
     put(root / f".del-{ID}", step=3)
     ours = set(os.listdir(root))
     put(root / "x.ckpt", step=1)
     foreign = {
         ".tmp-x",
+        f".tmp-x-{ID}",
         f".tmp-{ID}",
         f".tmp-x-{ID[:-1]}",
         f".tmp-x-{ID.upper()}",
@@ -184,16 +229,32 @@ def test_a_sweep_removes_what_was_abandoned_and_nothing_else(root: Path) -> None
     assert step_of(root / "x.ckpt") == 1
 
 
+def test_what_others_have_put_into_it_stays_in_a_sweep(root: Path) -> None:
+    for name in (f".tmp-checkpoint-{ID}", f".tmp-file-{ID}", f".del-{ID}"):
+        put(root / name, step=1)
+        (root / name / "notes.txt").write_text("mine")
+    put(root / f".old-x.ckpt-{ID}", step=1)
+    (root / f".old-x.ckpt-{ID}" / "notes.txt").write_text("mine")
+    put(root / "x.ckpt", step=2)
+    swept = sweep(root)
+    assert swept.removed == ()
+    assert len(swept.left) == 4
+    assert all("notes.txt in " in each for each in swept.left)
+    assert len(list(root.rglob("notes.txt"))) == 4
+    assert (root / "x.ckpt-kept-1" / "notes.txt").exists()
+    assert step_of(root / "x.ckpt") == 2
+
+
 def test_a_sweep_gives_a_replaced_checkpoint_its_name_back_if_that_is_free(root: Path) -> None:
     put(root / f".old-lost.ckpt-{ID}", step=1)
-    put(root / f".tmp-lost.ckpt-{ID}", step=2)
+    put(root / f".tmp-checkpoint-{ID}", step=2)
     put(root / f".old-there.ckpt-{ID}", step=3)
     put(root / "there.ckpt", step=4)
     (root / f".old-file.ckpt-{ID}").write_text("a plain checkpoint")
     (root / f".old-link.ckpt-{ID}").symlink_to("nothing")
     swept = sweep(root)
     assert set(swept.restored) == {"lost.ckpt", "file.ckpt", "link.ckpt"}
-    assert set(swept.removed) == {f".tmp-lost.ckpt-{ID}", f".old-there.ckpt-{ID}"}
+    assert set(swept.removed) == {f".tmp-checkpoint-{ID}", f".old-there.ckpt-{ID}"}
     assert step_of(root / "lost.ckpt") == 1
     assert step_of(root / "there.ckpt") == 4
     assert set(os.listdir(root)) == {"lost.ckpt", "there.ckpt", "file.ckpt", "link.ckpt"}
@@ -210,7 +271,7 @@ def test_a_restored_name_is_flushed(root: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_vanishes_during_a_sweep_is_not_mentioned(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (root / f".tmp-x.ckpt-{ID}").mkdir()
+    (root / f".tmp-checkpoint-{ID}").mkdir()
     opened = os.open
 
     def vanish(path: os.PathLike[str], *args: int, **options: int) -> int:
@@ -256,8 +317,7 @@ def test_what_a_living_process_writes_is_left_to_it_and_swept_when_it_is_dead(ro
 def test_only_one_process_sweeps_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / f".del-{ID}").mkdir()
     with durable.held(root):
-        (why,) = sweep(root).left
-        assert "another process is at it" in why
+        assert sweep(root) == Swept()
     with monkeypatch.context() as patch:
         patch.setattr(clean, "lock", lambda descriptor: None)
         (why,) = sweep(root).left
@@ -268,18 +328,18 @@ def test_only_one_process_sweeps_at_a_time(root: Path, monkeypatch: pytest.Monke
 def test_what_a_sweep_cannot_delete_is_told_and_the_rest_is_swept(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (root / f".tmp-a-{ID}").mkdir()
-    (root / f".tmp-b-{ID}").mkdir()
-    delete = durable.delete_tree
+    (root / f".tmp-checkpoint-{ID}").mkdir()
+    (root / f".tmp-checkpoint-{OTHER_ID}").mkdir()
+    delete = durable.delete_parts
 
-    def refuse_a(path: Path, first: tuple[str, ...]) -> None:
-        if path.name.startswith(".tmp-a"):
+    def refuse_one(path: Path, *args: Any) -> tuple[str, ...]:
+        if path.name.endswith(ID):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        delete(path, first)
+        return delete(path, *args)
 
-    monkeypatch.setattr(clean, "delete_tree", refuse_a)
+    monkeypatch.setattr(directory, "delete_parts", refuse_one)
     swept = sweep(root)
-    assert swept.removed == (f".tmp-b-{ID}",)
+    assert swept.removed == (f".tmp-checkpoint-{OTHER_ID}",)
     assert "Permission denied" in swept.left[0]
 
 

@@ -83,7 +83,6 @@ REPLACED: dict[str, Callable[[Path], object]] = {
     "ours": lambda path: put(path, step=1),
     "an empty directory": Path.mkdir,
     "a plain file": make_file,
-    "a directory of Lightning": make_lightning_directory,
     "a link to a checkpoint": make_link,
     "a link to nothing": lambda path: path.symlink_to("nothing"),
 }
@@ -104,6 +103,23 @@ def test_what_may_be_a_checkpoint_is_replaced_and_gone(
         assert step_of(tmp_path / "pointed.ckpt") == 7
 
 
+def test_what_others_have_put_into_a_checkpoint_that_is_replaced_is_kept_beside_it(
+    tmp_path: Path,
+) -> None:
+    target = put(tmp_path / "last.ckpt", step=1)
+    for number in (1, 2):
+        (target / "notes.txt").write_text(f"mine {number}")
+        (note,) = [each for each in save(target, step=number + 1) if "notes.txt" in each]
+        kept = tmp_path / f"last.ckpt-kept-{number}"
+        assert note == (
+            f"notes.txt in last.ckpt is no part of a checkpoint, and is left in {kept}."
+        )
+        assert os.listdir(kept) == ["notes.txt"]
+        assert (kept / "notes.txt").read_text() == f"mine {number}"
+        assert step_of(target) == number + 1
+    assert working_entries(tmp_path) == []
+
+
 def make_dcp_directory(path: Path) -> None:
     path.mkdir()
     (path / ".metadata").write_bytes(b"")
@@ -117,6 +133,7 @@ def make_directory_with_another_manifest(path: Path) -> None:
 REFUSED: dict[str, Callable[[Path], object]] = {
     "a directory of files": lambda path: (path / "photos").mkdir(parents=True),
     "a plain DCP directory": make_dcp_directory,
+    "a directory with a file of Lightning's name": make_lightning_directory,
     "another program's manifest": make_directory_with_another_manifest,
     "a pipe": os.mkfifo,
 }
@@ -129,7 +146,8 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_written(
     target = tmp_path / "last.ckpt"
     REFUSED[kind](target)
     with pytest.raises(
-        CheckpointError, match=r"last.ckpt is a \w+ that is no checkpoint, expected .* Move it"
+        CheckpointError,
+        match=r"last.ckpt is a \w+ that is no checkpoint of this package, expected .* Move it",
     ):
         directory.stage(target)
     assert os.listdir(tmp_path) == ["last.ckpt"]
@@ -139,7 +157,9 @@ def test_what_is_no_checkpoint_is_refused_when_it_comes_during_the_save(tmp_path
     target = tmp_path / "results"
     staging = staged(target, step=1)
     target.write_text("mine")
-    with pytest.raises(CheckpointError, match=r"results is an ordinary file that is no checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"results is an ordinary file that is no checkpoint of this package"
+    ):
         directory.commit(staging)
     assert directory.discard(staging) == ()
     assert os.listdir(tmp_path) == ["results"]
@@ -344,7 +364,7 @@ def test_what_cannot_be_deleted_after_the_commit_is_told_and_swept_later(
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "delete_tree", fail)
+        patch.setattr(directory, "delete_parts", fail)
         notes = directory.commit(staging)
     assert "could not be deleted (Permission denied)" in notes[-1]
     assert step_of(tmp_path / "x.ckpt") == 2

@@ -119,7 +119,7 @@ def test_every_error_of_every_call_is_a_failed_save_or_harmless(
 
 def test_a_kill_at_any_call_of_a_deletion_leaves_a_whole_checkpoint_or_none(stage: Stage) -> None:
     def delete() -> object:
-        return remove(stage.target, stage.root)
+        return remove(stage.target, [stage.root])
 
     gone = []
     for n in range(1, count_calls(delete) + 1):
@@ -139,8 +139,8 @@ def test_a_kill_at_any_call_of_a_deletion_leaves_a_whole_checkpoint_or_none(stag
 def test_a_kill_at_any_call_of_a_sweep_loses_nothing(stage: Stage, tmp_path: Path) -> None:
     crashed = tmp_path / "crashed"
     put(crashed / f".old-last.ckpt-{'a' * 32}", step=1)
-    put(crashed / f".tmp-last.ckpt-{'a' * 32}", step=2)
-    put(crashed / f".tmp-other.ckpt-{'b' * 32}", step=3)
+    put(crashed / f".tmp-checkpoint-{'a' * 32}", step=2)
+    put(crashed / f".tmp-file-{'b' * 32}", step=3)
     put(crashed / f".del-{'c' * 32}", step=4)
 
     def reset() -> None:

@@ -175,7 +175,7 @@ def test_deleting_starts_with_what_makes_it_look_whole_and_follows_no_link(
     (tmp_path / "kept" / "file").write_text("x")
     tree = tmp_path / "tree"
     (tree / "sub").mkdir(parents=True)
-    for name in ("a", "z", "sub/file"):
+    for name in ("a", "z", "other", "sub/a"):
         (tree / name).write_text("x")
     (tree / "link").symlink_to(tmp_path / "kept")
     order: list[str] = []
@@ -186,11 +186,23 @@ def test_deleting_starts_with_what_makes_it_look_whole_and_follows_no_link(
         unlink(path, **options)
 
     monkeypatch.setattr(os, "unlink", noting)
-    durable.delete_tree(tree, ["z", "sub", "missing"])
-    assert order[0] == "z"
-    assert not tree.exists()
+    parts = {"a", "z", "link", "sub"}
+    assert durable.delete_parts(tree, ["z", "sub", "missing"], parts.__contains__) == (
+        "other",
+        "sub",
+    )
+    assert (order[0], set(order)) == ("z", {"a", "z", "link"})
+    assert sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*")) == [
+        "other",
+        "sub",
+        "sub/a",
+    ]
     assert (tmp_path / "kept" / "file").exists()
-    durable.delete_tree(tree, [])
+    (tree / "sub" / "a").unlink()
+    (tree / "sub").rmdir()
+    assert durable.delete_parts(tree, [], {"other"}.__contains__) == ()
+    assert not tree.exists()
+    assert durable.delete_parts(tree, [], parts.__contains__) == ()
 
 
 def test_too_little_space_is_refused_with_the_path_and_both_numbers(tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import stat
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardeddp.checkpoint.directory import MARKERS, bury, left_text
+from shardeddp.checkpoint.directory import STAGED, bury, delete, left_text
 from shardeddp.checkpoint.durable import (
     Durability,
     StrPath,
-    delete_tree,
     disk_errors,
     exists,
     held,
@@ -22,11 +22,17 @@ from shardeddp.checkpoint.durable import (
     resolve,
     sync_directory,
 )
-from shardeddp.checkpoint.find import PLAIN_SUFFIX, WORKING_NAME, carries_manifest
+from shardeddp.checkpoint.find import WORKING_NAME, carries_index, carries_manifest
 from shardeddp.checkpoint.manifest import MANIFEST
 
 
-def remove(target: StrPath, root: StrPath | None = None, durability: Durability = "disk") -> bool:
+def remove(
+    target: StrPath,
+    roots: Sequence[StrPath] = (),
+    durability: Durability = "disk",
+    *,
+    written: bool = False,
+) -> bool:
     """Delete a checkpoint: a directory with our manifest, a plain file, or a link (not its target).
 
     Anything else is left, with a warning that says why: the path may come from a file that somebody
@@ -34,21 +40,22 @@ def remove(target: StrPath, root: StrPath | None = None, durability: Durability 
 
     Args:
         target: The checkpoint; nothing happens if it does not exist.
-        root: It has to lie in this directory, links resolved. Without, a plain file has to be named
-            ``*.ckpt``.
+        roots: It has to lie in one of these directories, links resolved, and to be a checkpoint of
+            this package by what is in it.
         durability: ``process`` flushes nothing.
+        written: This run has written it: it may lie anywhere, and may be any plain file.
 
     Returns:
-        Whether this call has taken it away.
+        Whether this call has taken all of it away.
     """
     try:
         parent, name = resolve(target)
         path = parent / name
         mode = os.lstat(path).st_mode
-        kept = _why_kept(path, name, mode, None if root is None else Path(os.path.realpath(root)))
+        kept = _why_kept(path, name, mode, None if written else roots)
         if kept is None and stat.S_ISDIR(mode):
             with opened_directory(parent) as descriptor:
-                kept = next(iter(bury(path, descriptor, durability)), None)
+                kept = next(iter(bury(path, descriptor, durability, name)), None)
         elif kept is None:
             os.unlink(path)
     except FileNotFoundError:
@@ -93,12 +100,14 @@ def sweep(directory: StrPath, durability: Durability = "disk") -> Swept:
 def _sweep(directory: Path, durability: Durability) -> Swept:
     with opened_directory(directory) as here:
         ours = lock(here)
-        if not ours:
-            why = "another process is at it" if ours is False else "its file system has no locks"
-            return Swept(left=(f"{directory} was not cleaned up: {why}.",))
+        if ours is False:
+            return Swept()  # another process is at it
+        if ours is None:
+            return Swept(left=(f"{directory} was not cleaned up: its file system has no locks.",))
         sweeper = _Sweeper(directory, here, durability)
         for name in sorted(os.listdir(here)):
-            if match := WORKING_NAME.fullmatch(name):
+            match = WORKING_NAME.fullmatch(name)
+            if match and (match["kind"] != "tmp" or match["name"] in STAGED):
                 sweeper.clean(name, match["name"] if match["kind"] == "old" else None)
         return Swept(
             removed=tuple(sweeper.removed),
@@ -126,31 +135,35 @@ class _Sweeper:
                 if not abandoned:
                     return
                 if replaced is None:
-                    delete_tree(path, MARKERS)
+                    left = delete(path)
                 elif exists(path.with_name(replaced)):
-                    self.left += bury(path, self._descriptor, self._durability)
+                    left = bury(path, self._descriptor, self._durability, replaced)
                 else:
                     os.rename(path, path.with_name(replaced))
                     sync_directory(self._descriptor, self._durability)
                     self.restored.append(replaced)
                     return
-            self.removed.append(name)
+            self.left += left
+            if not left:
+                self.removed.append(name)
         except FileNotFoundError:
             pass  # whoever deletes it has come first
         except OSError as error:
             self.left.append(left_text(path, error))
 
 
-def _why_kept(path: Path, name: str, mode: int, root: Path | None) -> str | None:
+def _why_kept(path: Path, name: str, mode: int, roots: Sequence[StrPath] | None) -> str | None:
     """Why something is not ours to delete."""
     if not name:
         return "the path does not end in a name."
-    if root is not None and not path.parent.is_relative_to(root):
-        return f"it lies outside of {root}."
+    if roots is not None and not any(
+        path.parent.is_relative_to(os.path.realpath(root)) for root in roots
+    ):
+        return f"it lies outside of {' and '.join(str(Path(root)) for root in roots) or 'all directories'}."
     if stat.S_ISDIR(mode) and not carries_manifest(path):
         return f"it is a directory without a {MANIFEST} of this package."
-    if stat.S_ISREG(mode) and root is None and path.suffix != PLAIN_SUFFIX:
-        return f"it is a file, expected one named *{PLAIN_SUFFIX}."
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         return f"it is {kind_of(mode)}, expected a directory, a file or a link."
+    if roots is not None and not (carries_manifest(path) or carries_index(path)):
+        return f"it is {kind_of(mode)} that this run has not written, and no checkpoint of this package."
     return None

@@ -6,6 +6,7 @@ They are staged beside their place, flushed, and renamed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import stat
@@ -21,7 +22,7 @@ from shardeddp.checkpoint.durable import (
     StrPath,
     close_directory,
     create_exclusively,
-    delete_tree,
+    delete_parts,
     disk_errors,
     exchange,
     exists,
@@ -57,7 +58,10 @@ from shardeddp.errors import CheckpointError
 # between containers). Locks are those of one host: do not let two hosts save into one directory at
 # the same time.
 
-MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
+STAGED = ("checkpoint", "file")
+"""What is being written, by the names of working entries."""
+
+_MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
 """What makes somebody take a directory for a checkpoint; deleted before the rest."""
 
 
@@ -156,10 +160,7 @@ def create_file(folder: StrPath, name: str, permissions: Permissions = "private"
         CheckpointError: There is such a file, or the file system refuses.
         ValueError: No checkpoint has a file of that name.
     """
-    if (
-        name not in (MANIFEST, STATE, DCP_METADATA, LIGHTNING_META)
-        and DATA_FILE.fullmatch(name) is None
-    ):
+    if not _is_part(name):
         raise ValueError(
             f"expected {MANIFEST}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or __N_M.distcp, got "
             f"{name!r}"
@@ -249,7 +250,7 @@ def commit(staging: Staging) -> tuple[str, ...]:
                     "This file system cannot exchange two names: replacing a checkpoint takes two "
                     "renames."
                 )
-            notes += bury(replaced, parent, durability)
+            notes += bury(replaced, parent, durability, target.name)
     return tuple(notes)
 
 
@@ -260,12 +261,11 @@ def discard(staging: Staging) -> tuple[str, ...]:
         What is left, in sentences; the next :func:`sweep` tries again.
     """
     try:
-        delete_tree(staging.path, MARKERS)
+        return delete(staging.path)
     except OSError as error:
         return (left_text(staging.path, error),)
     finally:
         staging.close()
-    return ()
 
 
 def _make_locked(path: Path, permissions: Permissions) -> int | None:
@@ -293,11 +293,11 @@ def require_replaceable(target: Path) -> None:
         return
     if stat.S_ISLNK(mode) or (stat.S_ISREG(mode) and target.suffix == PLAIN_SUFFIX):
         return
-    if stat.S_ISDIR(mode) and (is_sharded(target) or not os.listdir(target)):
+    if stat.S_ISDIR(mode) and (carries_manifest(target) or not os.listdir(target)):
         return
     raise CheckpointError(
-        f"{target} is {kind_of(mode)} that is no checkpoint, expected nothing there, a sharded "
-        f"checkpoint (a directory with {MANIFEST} or {LIGHTNING_META}), or a file named "
+        f"{target} is {kind_of(mode)} that is no checkpoint of this package, expected nothing "
+        f"there, a sharded checkpoint (a directory with {MANIFEST}), or a file named "
         f"*{PLAIN_SUFFIX}. Move it, or save elsewhere."
     )
 
@@ -323,11 +323,6 @@ def put_in_place(path: Path, target: Path) -> Path | None:
     return replaced
 
 
-def is_sharded(path: Path) -> bool:
-    """Whether a directory looks like a sharded checkpoint, of this package or of Lightning."""
-    return carries_manifest(path) or os.path.isfile(path / LIGHTNING_META)
-
-
 def _put_back(path: Path, target: Path, replaced: Path | None) -> None:
     """Undo :func:`put_in_place`."""
     if replaced == path:
@@ -339,13 +334,15 @@ def _put_back(path: Path, target: Path, replaced: Path | None) -> None:
         os.rename(replaced, target)
 
 
-def bury(path: Path, parent: int, durability: Durability) -> tuple[str, ...]:
-    """Delete something so that it is never half there under its name.
+def bury(path: Path, parent: int, durability: Durability, name: str) -> tuple[str, ...]:
+    """Delete a checkpoint so that it is never half there under its name.
 
     Args:
-        path: What to delete.
+        path: Where it is.
         parent: Descriptor of the directory that it is in.
         durability: ``process`` flushes nothing.
+        name: What it was called. What others have put into it stays, in a directory of that name or
+            one like it.
 
     Returns:
         What is left, in sentences; the next sweep tries again.
@@ -354,12 +351,57 @@ def bury(path: Path, parent: int, durability: Durability) -> tuple[str, ...]:
         grave = path.with_name(f".del-{uuid.uuid4().hex}")
         os.rename(path, grave)
         sync_directory(parent, durability)
-        delete_tree(grave, MARKERS)
+        others = _delete_parts(grave)
+        if not others:
+            return ()
+        kept = _free(path.with_name(name))
+        os.rename(grave, kept)
     except FileNotFoundError:
         return ()  # a sweep has come first
     except OSError as error:
         return (left_text(path, error),)
-    return ()
+    return (f"{_listed(others)} in {name} is no part of a checkpoint, and is left in {kept}.",)
+
+
+def delete(path: Path) -> tuple[str, ...]:
+    """Delete what a save or a deletion that was cut short has left.
+
+    Returns:
+        What else is there, in a sentence.
+
+    Raises:
+        OSError: The system refuses.
+    """
+    others = _delete_parts(path)
+    return (
+        (f"{_listed(others)} in {path} is no part of a checkpoint, and is left.",) if others else ()
+    )
+
+
+def _delete_parts(path: Path) -> tuple[str, ...]:
+    return delete_parts(path, _MARKERS, _is_part)
+
+
+def _is_part(name: str) -> bool:
+    """Whether a checkpoint has a file of this name."""
+    return (
+        name in (MANIFEST, STATE, DCP_METADATA, LIGHTNING_META)
+        or DATA_FILE.fullmatch(name) is not None
+    )
+
+
+def _free(path: Path) -> Path:
+    """A name that nothing has: this one, or one like it."""
+    numbers = itertools.count(1)
+    found = path
+    while exists(found):
+        found = path.with_name(f"{path.name}-kept-{next(numbers)}")
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def left_text(path: Path, error: OSError) -> str:
@@ -447,14 +489,14 @@ def _rename(working: Path, path: Path, durability: Durability) -> None:
     with opened_directory(path.parent) as parent, held(path):
         replaced = put_in_place(working, path)
         sync_directory(parent, durability)
-        for note in () if replaced is None else bury(replaced, parent, durability):
+        for note in () if replaced is None else bury(replaced, parent, durability, path.name):
             log.warning(note)
 
 
 def _refuse_taken(paths: Sequence[Path], force: bool) -> None:
     taken = [path for path in paths if exists(path)]
     folders = (path for path in taken if path.is_dir() and not path.is_symlink())
-    folder = next((path for path in folders if not is_sharded(path)), None)
+    folder = next((path for path in folders if not carries_manifest(path)), None)
     if folder is not None:
         raise CheckpointError(
             f"{folder} is a directory, expected the path of a new file, or a sharded checkpoint to "

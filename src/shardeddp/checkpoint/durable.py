@@ -10,7 +10,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -308,25 +307,39 @@ def exchange(first: StrPath, second: StrPath) -> bool:
     raise OSError(number, os.strerror(number), os.fspath(first), None, os.fspath(second))
 
 
-def delete_tree(path: StrPath, first: Iterable[str]) -> None:
-    """Delete a file, a link, or a directory with all that is in it; no link is followed.
+def delete_parts(
+    path: StrPath, first: Iterable[str], is_part: Callable[[str], bool]
+) -> tuple[str, ...]:
+    """Delete a file, a link, or a directory with those of its files that belong there.
+
+    No link is followed.
 
     Args:
         path: What to delete; nothing happens if it does not exist.
         first: Names in the directory that go before the others: those by which it would be taken
             for something whole.
+        is_part: Whether a file of this name belongs there. A directory never does.
+
+    Returns:
+        Names of what else is in the directory, which is left with it.
     """
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
-        return
+        return ()
     if not stat.S_ISDIR(mode):
         os.unlink(path)
-        return
-    for name in first:
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
-            os.unlink(os.path.join(path, name))
-    shutil.rmtree(path)
+        return ()
+    for name in dict.fromkeys((*first, *filter(is_part, os.listdir(path)))):
+        with contextlib.suppress(FileNotFoundError):
+            part = os.path.join(path, name)
+            if not stat.S_ISDIR(os.lstat(part).st_mode):
+                os.unlink(part)
+    # Files that somebody still reads have other names on NFS for a while.
+    others = tuple(sorted(name for name in os.listdir(path) if not name.startswith(".nfs")))
+    if not others:
+        os.rmdir(path)
+    return others
 
 
 def resolve(target: StrPath) -> tuple[Path, str]:

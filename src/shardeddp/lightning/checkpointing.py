@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 import platform
+import posixpath
 import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from shardeddp.checkpoint import clean
-from shardeddp.checkpoint.durable import is_remote, local_path
+from shardeddp.checkpoint.durable import is_remote, local_path, resolve
 from shardeddp.checkpoint.find import last_checkpoints
 from shardeddp.checkpoint.full import save_full, stream_full
 from shardeddp.checkpoint.manifest import Run
@@ -66,6 +68,7 @@ class Checkpoints:
         self._options = options
         self._saver = Saver(options)
         self._told = False  # that checkpoints are directories
+        self._written: set[str] = set()
 
     def check_io(self, io: CheckpointIO) -> None:
         """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
@@ -97,6 +100,7 @@ class Checkpoints:
             io: Plugin of the Trainer.
             names: Function that finds the names of the parameters of each optimizer.
         """
+        self._written.add(_place_of(local_path(filepath)))
         mesh = self._group.current
         if mesh is None:
             _write_by_plugin(checkpoint, filepath, storage_options, io, None)
@@ -192,17 +196,27 @@ class Checkpoints:
     def remove(self, filepath: str | Path, io: CheckpointIO, trainer: Trainer | None) -> None:
         """Delete a checkpoint when no save is under way any more.
 
-        It is deleted only where this run keeps checkpoints.
+        A callback may have its path from a checkpoint that somebody else wrote. So it has to be one
+        that this run has written, or a checkpoint of this package in a directory in which a
+        callback of this run keeps some.
         """
         path = local_path(filepath)
-        if not _streams(path, None, io):
-            io.remove_checkpoint(path)
-            return
         if trainer is None:
             raise RuntimeError(
                 "ShardedDP knows where its checkpoints are only while a Trainer runs"
             )
-        self._saver.then(partial(clean.remove, path, _root_of(path, trainer)))
+        written = _place_of(path) in self._written
+        if _streams(path, None, io):
+            roots = checkpoint_folders(trainer)
+            self._saver.then(partial(clean.remove, path, roots, written=written))
+        elif written or any(_lies_in(path, folder) for folder in _folders(trainer)):
+            io.remove_checkpoint(path)
+        else:
+            warnings.warn(
+                f"The checkpoint {path!r} was not deleted: this run has not written it, and it "
+                f"lies outside of the directories in which callbacks keep checkpoints.",
+                stacklevel=2,
+            )
 
     def find_last(self, candidates: list[str], folders: list[str], *, clears: bool) -> str | None:
         """Path of the checkpoint of the highest step.
@@ -236,20 +250,27 @@ def parameter_names(
 
 def checkpoint_folders(trainer: Trainer) -> list[str]:
     """The local directories in which callbacks keep checkpoints."""
-    roots = [
-        local_path(getattr(callback, "dirpath", None) or "")
-        for callback in trainer.checkpoint_callbacks
-    ]
-    return [root for root in roots if root and not is_remote(root)]
+    return [folder for folder in _folders(trainer) if not is_remote(folder)]
 
 
-def _root_of(filepath: str, trainer: Trainer) -> Path:
-    """The directory of a callback that keeps checkpoints around a path, else the run's own."""
-    path = Path(os.path.realpath(os.path.dirname(filepath)))
-    inside = [
-        root for root in checkpoint_folders(trainer) if path.is_relative_to(os.path.realpath(root))
-    ]
-    return Path(inside[0] if inside else trainer.default_root_dir)
+def _folders(trainer: Trainer) -> list[str]:
+    """All of them, remote ones as well."""
+    callbacks = trainer.checkpoint_callbacks
+    folders = (local_path(getattr(callback, "dirpath", None) or "") for callback in callbacks)
+    return [folder for folder in folders if folder]
+
+
+def _place_of(path: str) -> str:
+    """Where a checkpoint is, with the links that lead there resolved."""
+    if is_remote(path):
+        return posixpath.normpath(path)
+    folder, name = resolve(os.path.expanduser(path))
+    return os.path.join(folder, name)
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    inside = posixpath.normpath(folder) if is_remote(folder) else os.path.realpath(folder)
+    return PurePosixPath(_place_of(path)).parent.is_relative_to(inside)
 
 
 def _streams(filepath: str | Path, storage_options: Any, io: CheckpointIO) -> bool:
