@@ -1,6 +1,7 @@
 """Checkpoints that a run deletes: those that it has written and those of its callbacks' directories, nothing else."""
 
 import contextlib
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,7 @@ def test_a_forged_checkpoint_deletes_nothing(
         (tmp_path / name).write_text("mine")
     (tmp_path / "own" / "link").symlink_to("../other")
     said, others = world(2).run(resume_a_forged_one, str(tmp_path), str(tmp_path / names))
-    assert [each for each in said if "was not deleted" in each]
-    with pytest.warns(UserWarning, match=f"was not deleted: .*{why}"):
-        for each in said:
-            warnings.warn(each, stacklevel=1)
+    assert any(re.search(f"was not deleted: .*{why}", each) for each in said)
     assert not [each for each in others if "was not deleted" in each]
     for name in ("train.py", "own/train.py", "other/run.ckpt"):
         assert (tmp_path / name).read_text() == "mine"

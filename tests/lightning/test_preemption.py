@@ -18,16 +18,20 @@ from shardeddp.lightning.preemption import EXIT_CODE, Preemption
 from world import on_ranks
 
 
-@pytest.fixture
-def trainer() -> Trainer:
-    """A Trainer that is about to fit."""
-    made = Trainer(
+def quiet_trainer() -> Trainer:
+    return Trainer(
         accelerator="cpu",
         devices=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    """A Trainer that is about to fit."""
+    made = quiet_trainer()
     made.state.fn = TrainerFn.FITTING
     return made
 
@@ -98,13 +102,7 @@ def test_sigusr1_is_left_to_whom_it_belongs() -> None:
     # faulthandler handles it in C, which Python does not know of; a Trainer that ran here before has taken that away.
     faulthandler.unregister(signal.SIGUSR1)
     faulthandler.register(signal.SIGUSR1, file=Path(os.devnull).open("w"))  # noqa: SIM115 - lives as long as the rank
-    made = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
+    made = quiet_trainer()
     for owned in (True, False):
         if not owned:
             faulthandler.unregister(signal.SIGUSR1)

@@ -38,8 +38,15 @@ from shardeddp.checkpoint.durable import (
     write_all,
 )
 from shardeddp.checkpoint.find import PLAIN_SUFFIX, WORKING_NAME, carries_manifest
-from shardeddp.checkpoint.manifest import DATA_FILE, DCP_METADATA, LIGHTNING_META, MANIFEST, STATE
+from shardeddp.checkpoint.manifest import (
+    DCP_METADATA,
+    LIGHTNING_META,
+    MANIFEST,
+    STATE,
+    is_part,
+)
 from shardeddp.errors import CheckpointError
+from shardeddp.wrap.tree import first_three
 
 # -- A checkpoint's directory appears whole or not at all: it is written beside its place and
 #    committed in one step
@@ -47,10 +54,10 @@ from shardeddp.errors import CheckpointError
 # [Note: how a checkpoint is committed] It is written into ``.tmp-checkpoint-<uuid>`` beside its
 # target, flushed, and takes the target's place in one step: by a rename where there is nothing,
 # else by an exchange of the two names. What was there before is then called ``.del-<uuid>`` and
-# deleted, manifest first. Where the system cannot exchange names, the old one is called
-# ``.old-<name>-<uuid>`` between two renames. A process that dies anywhere leaves the old checkpoint
-# or the new one, and entries with names of these three forms. Sweeping gives ``.old`` its name back
-# if that is free, and deletes the rest.
+# deleted, manifest first; files in it that are no part of a checkpoint stay beside it. Where the
+# system cannot exchange names, the old one is called ``.old-<name>-<uuid>`` between two renames. A
+# process that dies anywhere leaves the old checkpoint or the new one, and entries with names of
+# these three forms. Sweeping gives ``.old`` its name back if that is free, and deletes the rest.
 #
 # The process that writes a staging directory holds a lock on it (on the directory itself, nothing
 # is left behind). The kernel frees it however that process ends, so a staging directory that can be
@@ -160,7 +167,7 @@ def create_file(folder: StrPath, name: str, permissions: Permissions = "private"
         CheckpointError: There is such a file, or the file system refuses.
         ValueError: No checkpoint has a file of that name.
     """
-    if not _is_part(name):
+    if not is_part(name):
         raise ValueError(
             f"expected {MANIFEST}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or __N_M.distcp, got "
             f"{name!r}"
@@ -360,7 +367,7 @@ def bury(path: Path, parent: int, durability: Durability, name: str) -> tuple[st
         return ()  # a sweep has come first
     except OSError as error:
         return (left_text(path, error),)
-    return (f"{_listed(others)} in {name} is no part of a checkpoint, and is left in {kept}.",)
+    return (f"{first_three(others)} in {name} is no part of a checkpoint, and is left in {kept}.",)
 
 
 def delete(path: Path) -> tuple[str, ...]:
@@ -374,20 +381,14 @@ def delete(path: Path) -> tuple[str, ...]:
     """
     others = _delete_parts(path)
     return (
-        (f"{_listed(others)} in {path} is no part of a checkpoint, and is left.",) if others else ()
+        (f"{first_three(others)} in {path} is no part of a checkpoint, and is left.",)
+        if others
+        else ()
     )
 
 
 def _delete_parts(path: Path) -> tuple[str, ...]:
-    return delete_parts(path, _MARKERS, _is_part)
-
-
-def _is_part(name: str) -> bool:
-    """Whether a checkpoint has a file of this name."""
-    return (
-        name in (MANIFEST, STATE, DCP_METADATA, LIGHTNING_META)
-        or DATA_FILE.fullmatch(name) is not None
-    )
+    return delete_parts(path, _MARKERS, is_part)
 
 
 def _free(path: Path) -> Path:
@@ -397,11 +398,6 @@ def _free(path: Path) -> Path:
     while exists(found):
         found = path.with_name(f"{path.name}-kept-{next(numbers)}")
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def left_text(path: Path, error: OSError) -> str:

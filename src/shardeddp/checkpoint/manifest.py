@@ -50,6 +50,14 @@ BLOCK_NBYTES = 4 * 2**20
 
 DATA_FILE = re.compile(r"__(0|[1-9]\d{0,8})_(0|[1-9]\d{0,8})\.distcp")
 
+_OTHER_FILES = frozenset({STATE, DCP_METADATA, LIGHTNING_META})
+
+
+def is_part(name: str) -> bool:
+    """Whether a checkpoint's directory has a file of this name."""
+    return name == MANIFEST or name in _OTHER_FILES or DATA_FILE.fullmatch(name) is not None
+
+
 ItemPath: TypeAlias = tuple[str | int, ...]
 """Keys from the root of the checkpoint to a value: ``("model", "head.weight")``."""
 
@@ -172,7 +180,6 @@ def name_of(path: Sequence[str | int]) -> str:
 # -- The manifest as a file, and the index in a plain file: JSON, and what is checked when it is
 #    read
 
-_OTHER_FILES = frozenset({STATE, DCP_METADATA, LIGHTNING_META})
 _DIGEST = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":')
 _PREFIX_NBYTES = len('{"sha256":"",\n"manifest":') + 64
 
@@ -457,7 +464,7 @@ def _run(*, versions: dict[str, Any], **fields: Any) -> Run:
 
 
 def _file_name(name: str) -> str:
-    if name not in _OTHER_FILES and DATA_FILE.fullmatch(name) is None:
+    if name == MANIFEST or not is_part(name):
         raise ValueError(
             f"expected names like __0_0.distcp, {', '.join(sorted(_OTHER_FILES))}; found {name!r}"
         )

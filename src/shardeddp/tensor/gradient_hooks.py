@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import current_backward, engine, without_torch_function
+
+T = TypeVar("T")
 
 GradientHook = Callable[[torch.Tensor], torch.Tensor | None]
 CompletionHook = Callable[[torch.Tensor], None]
@@ -92,7 +94,7 @@ class GradientHooks:
                 accumulate_in(
                     unsharded, sharded.dtype
                 )  # hooks see gradients in the parameter's own dtype
-            torch.Tensor.register_hook(unsharded, _weakly(self, GradientHooks.run))
+            torch.Tensor.register_hook(unsharded, weakly(self, GradientHooks.run))
             torch.Tensor.requires_grad_(unsharded, trainable)
 
     def add_completion(self, hook: CompletionHook) -> RemovableHandle:
@@ -131,10 +133,9 @@ class GradientHooks:
                 hook(sharded)
 
 
-def _weakly(
-    hooks: GradientHooks, method: Callable[[GradientHooks, torch.Tensor], Any]
-) -> Callable[..., Any]:
-    reference = weakref.ref(hooks)
+def weakly(owner: T, method: Callable[[T, torch.Tensor], Any]) -> Callable[..., Any]:
+    """A hook that calls a method of an object, as long as there is the object."""
+    reference = weakref.ref(owner)
 
     def run(tensor: torch.Tensor) -> Any:
         alive = reference()

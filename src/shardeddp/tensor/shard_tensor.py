@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from shardeddp.comm import Mesh
 from shardeddp.plan.layout import Box, Interval, boxes
 from shardeddp.tensor.backward import are_asked
-from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks
+from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
 from shardeddp.tensor.memoryless import Memoryless, never_traced, store_gradient, stored_gradient
 from shardeddp.tensor.unsharded import OfSharded, SameParameter, part_from_aliases, sharded_of
 from shardeddp.torch_private import (
@@ -387,8 +387,8 @@ class ShardTensor(Memoryless, torch.Tensor):
         self._is_routed = True
         with without_torch_function():
             # Weak: autograd holds hooks where the garbage collector cannot see them.
-            super().register_hook(_weakly(self, ShardTensor._take_gradient))
-            super().register_post_accumulate_grad_hook(_weakly(self, ShardTensor._end_accumulation))
+            super().register_hook(weakly(self, ShardTensor._take_gradient))
+            super().register_post_accumulate_grad_hook(weakly(self, ShardTensor._end_accumulation))
 
     def warn_outside(self, stacklevel: int = 4) -> None:
         """Point out, once, what a use outside of the unit's forward costs."""
@@ -712,18 +712,6 @@ class _Average(torch.autograd.Function):
 
 
 _ATTRIBUTES = (*ShardTensor.__annotations__,)
-
-
-def _weakly(
-    sharded: ShardTensor, method: Callable[[ShardTensor, torch.Tensor], Any]
-) -> Callable[..., Any]:
-    reference = weakref.ref(sharded)
-
-    def run(tensor: torch.Tensor) -> Any:
-        alive = reference()
-        return None if alive is None else method(alive, tensor)
-
-    return run
 
 
 @cache
