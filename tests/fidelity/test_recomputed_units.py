@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from support.fidelity import UNITS_TOO, BesideDdp, OfUnits, ScaledBlock, case
+from support.fidelity import UNITS_TOO, BesideDdp, OfUnits, ScaledBlock, case, in_bf16
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -86,6 +86,37 @@ class RecordsFeaturesUnderCheckpoints(CheckpointPerUnit):
         return loss + 0.1 * sum((feature - 0.1).square().mean() for feature in self.features[:3])
 
 
+class ReentrantCheckpointPerUse(OfUnits):
+    """Each unit is recomputed twice within one backward, and its gradients are of two nested ones."""
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class ReentrantCheckpointAfterPlainUse(OfUnits):
+    """What is recomputed comes first in the backward, or last."""
+
+    def run(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        x = checkpoint(second, first(x), use_reentrant=True)
+        return second(checkpoint(first, x, use_reentrant=True))
+
+
+class LayerReusedInside(ScaledBlock):
+    """A layer of the unit is recomputed three times, in a forward of the unit."""
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        for _ in range(3):
+            x = checkpoint(self.block.up, x, use_reentrant=True)[..., : x.shape[-1]]
+        return x * self.scale
+
+
+class ReentrantLayerReusedInUnits(OfUnits):
+    unit = LayerReusedInside
+
+
 CASES = [
     case(CheckpointInUnits),
     case(ReentrantCheckpointInUnits, ddp={"static_graph": True}),
@@ -94,6 +125,16 @@ CASES = [
     case(CheckpointPerUnit),
     case(ReentrantCheckpointAroundUnits, ddp={}),
     case(RecordsFeaturesUnderCheckpoints),
+    *(
+        of
+        for model in (
+            ReentrantCheckpointPerUse,
+            ReentrantCheckpointAfterPlainUse,
+            ReentrantLayerReusedInUnits,
+        )
+        for each in [case(model, ddp={"static_graph": True})]
+        for of in (each, in_bf16(each))
+    ),
 ]
 
 

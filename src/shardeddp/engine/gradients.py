@@ -361,12 +361,26 @@ class GroupGradients:
                 continue  # to which the average is added
             store_gradient(self._sharded[index], None)
 
+    @property
+    def adds_up_wider(self) -> bool:
+        """Whether sums of gradients are kept in another dtype than a single gradient."""
+        return self._param_dtype not in (self._reduce_dtype, self._main_dtype)
+
     def add_up(self) -> None:
         """Let autograd add up gradients in their reduce dtype, as without gathered copies."""
-        if self._param_dtype is self._reduce_dtype or self._param_dtype is self._main_dtype:
-            return
-        for unsharded in self._unsharded:
-            accumulate_in(unsharded, self._reduce_dtype)
+        if self.adds_up_wider:
+            for unsharded in self._unsharded:
+                accumulate_in(unsharded, self._reduce_dtype)
+
+    def arrives(self, index: int) -> None:
+        """Before autograd leaves a gradient: where there is one already, widen it.
+
+        So it is when several backwards come to a parameter, one after the other (micro-batches, a
+        retained graph) or one inside the other (reentrant checkpointing). Within one backward
+        autograd adds up before it comes here, and :meth:`add_up` has to be called before.
+        """
+        if stored_gradient(self._unsharded[index]) is not None:
+            accumulate_in(self._unsharded[index], self._reduce_dtype)
 
     def add_outside(self, index: int, gradient: torch.Tensor) -> None:
         """Take this rank's gradient of a parameter's use outside of its unit.

@@ -95,9 +95,6 @@ class Reducer:
         self.leaves_gradients = False
         if any(progress.gets_gradients() for progress in self._progresses):
             self.note_gradient()
-        if not self._sync:
-            for progress in self._progresses:
-                progress.unit.add_up_gradients()
 
     def _agree_on_trained(self) -> None:
         """Compare what ranks froze or unfroze: with differences, they would reduce other units."""

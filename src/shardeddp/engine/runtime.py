@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.propagation import is_transfer_error
+from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
@@ -307,6 +308,11 @@ def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
     hook.follow()
     parameters = progress.unit.unsharded_parameters()
     progress.expected = set(range(len(parameters)))
+    places = [
+        (group.gradients, index)
+        for group in progress.unit.groups
+        for index in range(len(group.unsharded))
+    ]
     with without_torch_function():
         for index, parameter in enumerate(parameters):
             if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -318,7 +324,11 @@ def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
                 parameter, _gradient_hook(runtime, progress.index, index)
             )
             view: Any = parameter.view_as(parameter)
-            progress.accumulators.append(view.grad_fn.next_functions[0][0])
+            accumulator = view.grad_fn.next_functions[0][0]
+            progress.accumulators.append(accumulator)
+            gradients, place = places[index]
+            if gradients.adds_up_wider:
+                accumulator.register_prehook(_arrival_hook(gradients, place))
             del view  # it refers to the parameter, whose references are counted below
             parameter.requires_grad_(trainable)
     first = 0
@@ -351,6 +361,17 @@ def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.T
             runtime.gradient_ready(runtime.progresses[unit], index)
 
     return ready
+
+
+def _arrival_hook(gradients: GroupGradients, index: int) -> Callable[[Any], None]:
+    reference = weakref.ref(gradients)
+
+    def arrives(_: Any) -> None:
+        gradients = reference()
+        if gradients is not None:
+            gradients.arrives(index)
+
+    return arrives
 
 
 def _weakly(
