@@ -1,4 +1,4 @@
-"""What somebody else may have written is parsed exactly, or refused quickly, cheaply and with one kind of error."""
+"""What somebody else may have written is parsed exactly or refused with one kind of error, at a cost that its size bounds."""
 
 import gc
 import json
@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardeddp
-from shardeddp.checkpoint.state_codec import MAX_INTEGER, JsonLimits, estimated_memory, parse_json
+from shardeddp.checkpoint.state_codec import MAX_DEPTH, MAX_INTEGER, parse_json
 from shardeddp.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(60)
 
 MB = 10**6
-SECONDS = 1.0
-EXTRA_MB = 100
+SECONDS_PER_MB = 0.5
+MB_PER_MB = 64
+"""Of memory for a document: an empty list takes 56 bytes and a place in another list, for three bytes of text."""
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 JSON = st.recursive(
@@ -34,9 +35,9 @@ JSON = st.recursive(
 )
 
 
-def refusal(data: bytes, limits: JsonLimits | None = None) -> str:
+def refusal(data: bytes) -> str:
     with pytest.raises(CheckpointError) as caught:
-        parse_json(data, "some.json", limits or JsonLimits())
+        parse_json(data, "some.json")
     assert caught.value.__cause__ is None or not isinstance(
         caught.value.__cause__, json.JSONDecodeError
     )
@@ -60,23 +61,20 @@ def test_brackets_quotes_and_backslashes_inside_strings_are_no_structure() -> No
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
-def test_nesting_is_allowed_exactly_up_to_the_limit(opening: str) -> None:
+def test_nesting_is_read_as_deep_as_any_value_is_saved_and_refused_without_end(opening: str) -> None:
     closing = "]" if opening == "[" else "}"
-    parse_json((opening * 32 + "0" + closing * 32).encode(), "some.json")
-    assert "more than 32 deep" in refusal((opening * 33 + "0" + closing * 33).encode())
-    assert "more than 5 deep" in refusal(
-        (opening * 6 + "0" + closing * 6).encode(), JsonLimits(depth=5)
-    )
+    parse_json((opening * (MAX_DEPTH + 8) + "0" + closing * (MAX_DEPTH + 8)).encode(), "some.json")
+    assert "nested deeper" in refusal((opening * 100_000 + "0" + closing * 100_000).encode())
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "Expecting value"),
-        (b"[1", "brackets"),
+        (b"[1", "delimiter"),
         (b"[1}", "delimiter"),
         (b"[1] 2", "Extra data"),
-        (b'"a', "quotes"),
+        (b'"a', "Unterminated"),
         (b'"\\q"', "escape"),
         (b'"\n"', "control character"),
         (b"[NaN]", "NaN"),
@@ -113,63 +111,35 @@ def test_the_largest_integers_and_escaped_pairs_are_read() -> None:
     )
 
 
-def test_size_and_memory_are_limits_of_the_caller() -> None:
-    data = json.dumps([0] * 1000).encode()
-    assert "expected at most 10" in refusal(data, JsonLimits(nbytes=10))
-    assert "memory_nbytes" in refusal(data, JsonLimits(memory_nbytes=10_000))
-    assert parse_json(
-        data, "some.json", JsonLimits(nbytes=len(data), memory_nbytes=estimated_memory(data))
-    )
-
-
-BOMBS: dict[str, Callable[[], bytes]] = {
-    "opening brackets": lambda: b"[" * (60 * MB),
-    "opening braces": lambda: b'{"a":' * (12 * MB),
-    "nesting that closes": lambda: b"[" * 30_000_000 + b"]" * 30_000_000,
-    "nesting within the memory": lambda: b"[" * 400_000 + b"]" * 400_000,
-    "nesting of 33": lambda: b"[" + (b"[" * 32 + b"]" * 32 + b",") * 20_000 + b"0]",
-    "empty lists": lambda: b"[" + b"[]," * (20 * MB) + b"0]",
-    "empty objects": lambda: b"[" + b"{}," * (20 * MB) + b"0]",
-    "small objects": lambda: b"[" + b'{"a":0},' * (7 * MB) + b"0]",
-    "zeros": lambda: b"[" + b"0," * (30 * MB) + b"0]",
-    "numbers": lambda: b"[" + b"999," * (15 * MB) + b"0]",
-    "floats": lambda: b"[" + b"1e5," * (15 * MB) + b"0]",
-    "strings": lambda: b"[" + b'"ab",' * (12 * MB) + b'""]',
-    "keys": lambda: b"{" + b",".join(b'"%d":0' % key for key in range(3 * MB)) + b"}",
+DOCUMENTS: dict[str, Callable[[], bytes]] = {
+    "opening brackets": lambda: b"[" * (4 * MB),
+    "opening braces": lambda: b'{"a":' * MB,
+    "nesting that closes": lambda: b"[" * 2_000_000 + b"]" * 2_000_000,
+    "lists in lists": lambda: b"[" + (b"[" * 100 + b"]" * 100 + b",") * 20_000 + b"0]",
+    "objects in objects": lambda: b"[" + (b'{"a":' * 100 + b"0" + b"}" * 100 + b",") * 7000 + b"0]",
+    "empty lists": lambda: b"[" + b"[]," * MB + b"0]",
+    "empty objects": lambda: b"[" + b"{}," * MB + b"0]",
+    "lists of one": lambda: b"[" + b"[0]," * MB + b"0]",
+    "small objects": lambda: b"[" + b'{"a":0},' * (MB // 2) + b"0]",
+    "zeros": lambda: b"[" + b"0," * (2 * MB) + b"0]",
+    "numbers": lambda: b"[" + b"999," * MB + b"0]",
+    "floats": lambda: b"[" + b"1e5," * MB + b"0]",
+    "strings": lambda: b"[" + b'"ab",' * MB + b'""]',
+    "wide strings": lambda: b"[" + b'"\\ud83d\\ude00",' * (MB // 4) + b'""]',
+    "keys": lambda: b"{" + b",".join(b'"%d":0' % key for key in range(MB // 3)) + b"}",
     "one key again and again": lambda: b"{" + b'"a":0,' * (200_000) + b'"a":0}',
-    "a long integer": lambda: b"[" + b"7" * (40 * MB) + b"]",
-    "a long fraction": lambda: b"[0." + b"7" * (40 * MB) + b"]",
-    "a long exponent": lambda: b"[1e" + b"7" * (40 * MB) + b"]",
-    "a long string with a wide character": lambda: b'["\\ud83d\\ude00' + b"a" * (60 * MB) + b'"]',
-    "escapes": lambda: b'["' + b"\\n" * (30 * MB) + b'"]',
-    "backslashes that never end": lambda: b'["' + b"\\" * (31 * MB),
-    "a string that never ends": lambda: b'["' + b"a" * (60 * MB),
-    "quotes": lambda: b'"' * (60 * MB),
-    "spaces": lambda: b" " * (47 * MB),
-    "bytes that are no text": lambda: b"\xff" * (47 * MB),
-    "more than the size": lambda: b" " * (200 * MB),
+    "a long integer": lambda: b"[" + b"7" * (4 * MB) + b"]",
+    "a long fraction": lambda: b"[0." + b"7" * (4 * MB) + b"]",
+    "a long exponent": lambda: b"[1e" + b"7" * (4 * MB) + b"]",
+    "a long string with a wide character": lambda: b'["\\ud83d\\ude00' + b"a" * (4 * MB) + b'"]',
+    "escapes": lambda: b'["' + b"\\n" * (2 * MB) + b'"]',
+    "backslashes that never end": lambda: b'["' + b"\\" * (4 * MB),
+    "a string that never ends": lambda: b'["' + b"a" * (4 * MB),
+    "quotes": lambda: b'"' * (4 * MB),
+    "spaces": lambda: b" " * (4 * MB),
+    "bytes that are no text": lambda: b"\xff" * (4 * MB),
 }
 
-
-def as_many_as_fit(unit: bytes, before: bytes = b"[", after: bytes = b"0]") -> bytes:
-    """A document as large as the default limits accept."""
-    one, two = (estimated_memory(before + unit * count + after) for count in (1, 2))
-    return before + unit * ((JsonLimits().memory_nbytes - one) // (two - one)) + after
-
-
-LARGEST: dict[str, Callable[[], bytes]] = {
-    "lists in lists": lambda: as_many_as_fit(b"[" * 31 + b"]" * 31 + b","),
-    "lists of one": lambda: as_many_as_fit(b"[0],"),
-    "objects in objects": lambda: as_many_as_fit(b'{"a":' * 31 + b"0" + b"}" * 31 + b","),
-    "integers": lambda: as_many_as_fit(b"999,"),
-    "floats": lambda: as_many_as_fit(b"1.5,"),
-    "texts": lambda: as_many_as_fit(b'"ab",'),
-    "wide texts": lambda: as_many_as_fit(b'"\\ud83d\\ude00",'),
-    "one text": lambda: as_many_as_fit(b"a", b'["', b'"]'),
-    "one text with an escape": lambda: as_many_as_fit(b"a", b'["\\n', b'"]'),
-    "one wide text": lambda: as_many_as_fit(b"a", b'["\\ud83d\\ude00', b'"]'),
-    "one object": lambda: b"{" + b",".join(b'"%d":0' % key for key in range(280_000)) + b"}",
-}
 
 # A process that has imported the parser and no more: its high-water mark shows every byte (on Linux not by `getrusage`,
 # which starts at the parent's). It has as many objects as one that has imported torch, for the garbage collector to
@@ -211,23 +181,14 @@ def measured(data: bytes, folder: Path) -> tuple[bool, float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_refused_before_it_takes_time_or_memory(name: str, tmp_path: Path) -> None:
-    refused, seconds, extra_mb = measured(BOMBS[name](), tmp_path)
-    assert refused
-    assert seconds < SECONDS
-    assert extra_mb < EXTRA_MB
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LARGEST)
-def test_the_largest_document_that_is_read_keeps_to_the_same_bounds(
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_document_costs_time_and_memory_in_proportion_to_its_size(
     name: str, tmp_path: Path
 ) -> None:
-    refused, seconds, extra_mb = measured(LARGEST[name](), tmp_path)
-    assert not refused
-    assert seconds < SECONDS
-    assert 10 < extra_mb < EXTRA_MB, "less than 10 would be a measurement that does not measure"
+    data = DOCUMENTS[name]()
+    _, seconds, extra_mb = measured(data, tmp_path)
+    assert seconds < 0.5 + SECONDS_PER_MB * len(data) / MB
+    assert extra_mb < 8 + MB_PER_MB * len(data) / MB
 
 
 def test_the_garbage_collector_is_left_as_it_was() -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.plan.layout import Interval
 
 # -- Paths of checkpoints, which may be addresses of an object store
 
@@ -63,6 +64,7 @@ _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSY
 _NO_LOCK = frozenset(
     {errno.ENOLCK, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 )
+_TEXT_NBYTES = 2**20  # read at a time
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -153,6 +155,34 @@ def create_exclusively(path: StrPath, permissions: Permissions) -> int:
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o600 if permissions == "private" else 0o666)
+
+
+def read_text(descriptor: int, interval: Interval, name: str) -> bytearray:
+    """Text of a file; memory is taken as text comes.
+
+    A file may have any size and no content (holes, which read as zero bytes); no text has those.
+
+    Args:
+        descriptor: Open for reading; its position is left alone.
+        interval: Bytes of the file.
+        name: Of the text, for errors.
+
+    Raises:
+        DamagedCheckpointError: The file ends before, or has zero bytes there.
+        OSError: Reading failed.
+    """
+    text = bytearray()
+    while len(text) < interval.numel:
+        start = interval.start + len(text)
+        part = os.pread(descriptor, min(_TEXT_NBYTES, interval.stop - start), start)
+        if not part or 0 in part:
+            what = "a zero byte" if part else "the end of the file"
+            raise DamagedCheckpointError(
+                f"{name} is damaged: expected {interval.numel:,} bytes of text, found {what} "
+                f"within the {_TEXT_NBYTES:,} from byte {start:,}"
+            )
+        text += part
+    return text
 
 
 def open_regular(path: StrPath, directory: int | None = None) -> tuple[int, int]:

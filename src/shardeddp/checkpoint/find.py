@@ -21,6 +21,7 @@ from shardeddp.checkpoint.durable import (
     kind_of,
     open_regular,
     opened_directory,
+    read_text,
 )
 from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
 from shardeddp.checkpoint.manifest import (
@@ -38,7 +39,6 @@ from shardeddp.plan.layout import Interval
 # -- Plain checkpoints, one file each: what this package has written into one, and whether its bytes
 #    are still those
 
-_MAX_INDEX_NBYTES = 64 * 2**20
 _ELEMENTS = re.compile(r"(?:.*/)?data/(\d{1,9})")
 
 
@@ -126,10 +126,6 @@ def _index(descriptor: int, item: Item, records: list[Record]) -> Manifest:
         raise CheckpointError(
             f"there is no {INDEX} in it: another tool wrote it, or an older release"
         )
-    if record.nbytes > _MAX_INDEX_NBYTES:
-        raise CheckpointError(
-            f"{INDEX} has {record.nbytes:,} bytes, expected at most {_MAX_INDEX_NBYTES:,}"
-        )
     found = ((_ELEMENTS.fullmatch(each.name), each) for each in records)
     elements = {
         int(match[1]): Interval(each.offset, each.offset + each.nbytes)
@@ -164,9 +160,6 @@ def _opened(path: StrPath) -> Generator[tuple[int, Item]]:
 PLAIN_SUFFIX = ".ckpt"
 """How names of checkpoints end, of those that are one file as well."""
 
-MAX_MANIFEST_NBYTES = 64 * 2**20
-"""No manifest that is larger is read, unless asked for."""
-
 WORKING_NAME = re.compile(
     r"\.(?:(?P<kind>tmp|old)-(?P<name>.+)-(?P<uuid>[0-9a-f]{32})|del-[0-9a-f]{32})", flags=re.DOTALL
 )
@@ -191,14 +184,13 @@ def carries_manifest(path: StrPath) -> bool:
         return _BEGINNING.match(file.read(256)) is not None
 
 
-def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manifest:
+def read_manifest(path: StrPath) -> Manifest:
     """Read the manifest of a checkpoint; check that its files are there, ordinary, of their size.
 
     What is in them is not read. Of a plain file it is the index that stands in it.
 
     Args:
         path: The checkpoint's directory, a plain file of this package, or a link to either.
-        max_nbytes: No longer manifest is read.
 
     Raises:
         CheckpointError: It is not a whole checkpoint; says which file is wrong, and how.
@@ -207,8 +199,7 @@ def read_manifest(path: StrPath, max_nbytes: int = MAX_MANIFEST_NBYTES) -> Manif
         return read_index(path)
     with disk_errors("reading the checkpoint", path), opened_directory(path) as directory:
         try:
-            data = _read_bounded(directory, max_nbytes)
-            manifest = manifest_from_bytes(data, memory_nbytes=_allocated_nbytes(directory))
+            manifest = manifest_from_bytes(_read(directory))
             for name, file in manifest.files.items():
                 _check_file(directory, name, file.nbytes)
         except CheckpointError as error:
@@ -284,7 +275,7 @@ def _looks_like_one(path: Path) -> bool:
     return path.is_symlink() and path.name.endswith(PLAIN_SUFFIX) and not path.exists()
 
 
-def _read_bounded(directory: int, max_nbytes: int) -> bytes:
+def _read(directory: int) -> bytearray:
     try:
         descriptor, nbytes = open_regular(MANIFEST, directory)
     except FileNotFoundError:
@@ -292,26 +283,10 @@ def _read_bounded(directory: int, max_nbytes: int) -> bytes:
             f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load "
             f"it as a foreign one)"
         ) from None
-    with os.fdopen(descriptor, "rb") as file:
-        if nbytes > max_nbytes:
-            raise CheckpointError(
-                f"{MANIFEST} has {nbytes:,} bytes, expected at most {max_nbytes:,}"
-            )
-        data = file.read(nbytes + 1)
-    if len(data) != nbytes:
-        raise CheckpointError(
-            f"{MANIFEST} changed while it was read: {nbytes:,} bytes were expected"
-        )
-    return data
-
-
-def _allocated_nbytes(directory: int) -> int:
-    """Disk space that a directory's files take.
-
-    Whoever has much to index may have a large index.
-    """
-    with os.scandir(directory) as entries:
-        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+    try:
+        return read_text(descriptor, Interval(0, nbytes), MANIFEST)
+    finally:
+        os.close(descriptor)
 
 
 def _check_file(directory: int, name: str, nbytes: int) -> None:

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import xxhash
 
+from shardeddp.checkpoint.durable import read_text
 from shardeddp.checkpoint.manifest import BLOCK_NBYTES, Item, StoredFile
 from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Interval
 from shardeddp.torch_private import rebuild_tensor
 
 # -- Checksums: xxh3 of 128 bits (https://xxhash.com), of the memory of tensors block by block; they
@@ -368,8 +370,8 @@ def _payload(tensor: torch.Tensor) -> memoryview:
 CHUNK_NBYTES = 2**20
 """Read and checked at a time; it stays in the processor's cache in between."""
 
-MAX_DIRECTORY_NBYTES = 16 * 2**20
-"""Of the central directory of an item, which is held in memory: some 100 thousand records."""
+_ENTRY_NBYTES = 46 + 3 * 2**16
+"""The longest entry of a central directory: its fields, a name, extra fields and a comment."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _END_RECORD = struct.Struct("<4s4H2IH")
@@ -455,20 +457,20 @@ def crc_of(fd: int, item: Item, record: Record) -> int:
     return crc
 
 
-def read_record(fd: int, item: Item, record: Record) -> bytes:
-    """The bytes of a record, held against its CRC.
+def read_record(fd: int, item: Item, record: Record) -> bytearray:
+    """The text of a record, held against its CRC.
 
     Raises:
         CheckpointError: They are not those that were written.
     """
-    data = bytearray(record.nbytes)
-    _Window(fd, item).read_into(memoryview(data), record.offset)
+    start = item.offset + record.offset
+    data = read_text(fd, Interval(start, start + record.nbytes), record.name)
     if zlib.crc32(data) != record.crc:
         raise _damaged(
             item,
             f"record {record.name!r} has CRC {zlib.crc32(data):08x}, expected {record.crc:08x}",
         )
-    return bytes(data)
+    return data
 
 
 class _Window:
@@ -497,12 +499,14 @@ class _Window:
     def read(self, nbytes: int = -1) -> bytes:
         left = max(0, self._item.nbytes - self._position)
         nbytes = left if nbytes < 0 else min(nbytes, left)
-        if nbytes > MAX_DIRECTORY_NBYTES:
-            raise zipfile.BadZipFile(
-                f"a directory of {nbytes:,} bytes, at most {MAX_DIRECTORY_NBYTES:,} were expected"
-            )
-        data = bytearray(nbytes)
-        self.read_into(memoryview(data), self._position)
+        data = bytearray()
+        while len(data) < nbytes:
+            part = bytearray(min(_ENTRY_NBYTES, nbytes - len(data)))
+            self.read_into(memoryview(part), self._position + len(data))
+            # Memory is taken as entries come: a file can claim any size and have holes.
+            if len(part) == _ENTRY_NBYTES and _CENTRAL not in part:
+                raise zipfile.BadZipFile(f"a directory of {nbytes:,} bytes is none of entries")
+            data += part
         self._position += nbytes
         return bytes(data)
 

@@ -8,13 +8,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
-from shardeddp.checkpoint.state_codec import JsonLimits, parse_json
+from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, interval_of
 
@@ -213,12 +213,11 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
     return b'{"sha256":"%s",\n"manifest":%s}' % (hashlib.sha256(body).hexdigest().encode(), body)
 
 
-def manifest_from_bytes(data: bytes, memory_nbytes: int = 0) -> Manifest:
+def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
     """Read what :func:`manifest_to_bytes` has made.
 
     Args:
         data: The file.
-        memory_nbytes: It may take as much memory as this, if that is more than what any JSON may.
 
     Raises:
         CheckpointError: It is damaged, of another format, or contradicts itself: says where.
@@ -235,9 +234,7 @@ def manifest_from_bytes(data: bytes, memory_nbytes: int = 0) -> Manifest:
             f"{MANIFEST} is damaged: expected sha256 {digest[1].decode()} over its {len(body):,} "
             f"bytes, found {found}"
         )
-    limits = JsonLimits()
-    limits = replace(limits, memory_nbytes=max(limits.memory_nbytes, memory_nbytes))
-    return _read(parse_json(body, MANIFEST, limits))
+    return _read(parse_json(body, MANIFEST))
 
 
 def index_to_bytes(
@@ -266,7 +263,7 @@ def index_to_bytes(
 
 
 def index_from_bytes(
-    data: bytes, file: str, nbytes: int, records: Mapping[int, Interval]
+    data: bytes | bytearray, file: str, nbytes: int, records: Mapping[int, Interval]
 ) -> Manifest:
     """Read what :func:`index_to_bytes` has made.
 

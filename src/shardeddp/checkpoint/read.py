@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.durable import open_regular
+from shardeddp.checkpoint.durable import open_regular, read_text
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
 from shardeddp.checkpoint.manifest import (
@@ -65,7 +65,12 @@ class CheckpointReader:
 
     def tree(self) -> Any:
         """What ``state.json`` holds: JSON with names in place of tensors."""
-        return parse_json(self.file(STATE), STATE)
+        expected = self.manifest.files[STATE]
+        whole = Interval(0, expected.nbytes)
+        with self._opened(STATE) as descriptor:
+            text = read_text(descriptor, whole, str(self.path / STATE))
+        self._compare(STATE, "", whole, text, expected.checksum)
+        return parse_json(text, STATE)
 
     def file(self, name: str) -> bytes:
         """All of a file that holds no tensors, checked."""
@@ -138,7 +143,12 @@ class CheckpointReader:
                     f"{where.stop:,}"
                 )
             done += count
-        found = checksum(out)
+        self._compare(file, name, where, out, expected)
+
+    def _compare(
+        self, file: str, name: str, where: Interval, data: bytearray | memoryview, expected: str
+    ) -> None:
+        found = checksum(data)
         if found != expected:
             of = f" of {name}" if name else ""
             raise DamagedCheckpointError(

@@ -23,12 +23,12 @@ import torch
 
 from shardeddp.errors import CheckpointError
 
-# -- JSON that somebody else may have written: parsed in bounded time and memory, or refused with
-#    one kind of error
+# -- JSON that somebody else may have written: parsed exactly, or refused with one kind of error
 #
-# The size, the memory that the values will take and the nesting are all checked on the raw bytes,
-# by scans that run at the speed of C, before the first value is made. What passes is read by
-# :mod:`json`, with hooks for the other rules.
+# The parser is :mod:`json`, with hooks for what is stricter here. What a document can cost is bounded
+# by its own size: a value takes at most some 60 bytes for each byte of its text (``[],``), and text
+# without end, wide characters and long numbers take time in proportion to their length. Nesting is
+# bounded by the interpreter.
 
 MAX_INTEGER = 2**53 - 1
 """Of either sign: what every JSON reader keeps exactly."""
@@ -39,53 +39,20 @@ _MAX_NUMBER_LENGTH = 32
 Longer digits take more than linear time on old interpreters.
 """
 
-# Bytes that one such character of the text may take once parsed, rounded up.
-_COSTS = {
-    b"[": 100,  # a list, its first four slots, and its place in the container around it
-    b"{": 176,  # a dict, with the list of pairs that it is made of
-    b":": 176,  # a slot in a growing dict, the key's second half, and the pair for as long as the object is open
-    b",": 42,  # a number, and its slot in a growing list
-    b'"': 24,  # half a string's header
-}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_STRING = re.compile(rb'"[^"]*"')
-_ONE_KIND_OF_BRACKET = bytes.maketrans(b"{}", b"[]")
-_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 
 
-@dataclass(frozen=True, kw_only=True)
-class JsonLimits:
-    """What a JSON document may ask for.
-
-    The defaults keep whatever is refused under 100 MB. A manifest takes about 8 times its own size:
-    those of some 80,000 pieces pass. For a larger one, raise `memory_nbytes`, if its writer is
-    trusted that far.
-    """
-
-    nbytes: int = 64 * 10**6
-    """Of the text."""
-
-    memory_nbytes: int = 96 * 10**6
-    """Of decoded text and parsed values together, estimated from the text; an upper bound."""
-
-    depth: int = 32
-    """Arrays and objects inside each other."""
-
-
-def parse_json(data: bytes, name: str, limits: JsonLimits = JsonLimits()) -> Any:
+def parse_json(data: bytes | bytearray, name: str) -> Any:
     """Parse strict JSON: ASCII, no duplicate keys, finite numbers, integers below 2**53.
 
     Args:
         data: The whole document.
         name: Of the file, for errors.
-        limits: What the document may ask for.
 
     Raises:
-        CheckpointError: It is not such a document, or asks for more than its limits; nothing else
-            is raised.
+        CheckpointError: It is not such a document; nothing else is raised.
     """
     try:
-        _check_limits(data, limits)
         with _collector_paused():
             value = json.loads(
                 data.decode("ascii"),
@@ -94,9 +61,9 @@ def parse_json(data: bytes, name: str, limits: JsonLimits = JsonLimits()) -> Any
                 parse_constant=_no_constant,
                 object_pairs_hook=_object,
             )
-        if _SURROGATE.search(data):
-            for text in _strings(value):
-                text.encode()
+            if _SURROGATE.search(data):
+                for text in _strings(value):
+                    text.encode()
         return value
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at byte {error.pos:,}"
@@ -105,41 +72,13 @@ def parse_json(data: bytes, name: str, limits: JsonLimits = JsonLimits()) -> Any
     except UnicodeEncodeError:
         reason = "a string has half a surrogate pair"
     except RecursionError:
-        reason = "the interpreter has no room for its nesting here"
+        reason = "it is nested deeper than any value that this package saves"
     except ValueError as error:
         reason = str(error)
     # Not chained: a JSONDecodeError holds the whole text.
     raise CheckpointError(
         f"{name} cannot be read as JSON: {reason}. Expected a file that this package has written"
     )
-
-
-def estimated_memory(data: bytes) -> int:
-    """Upper bound on the bytes that parsing takes, by counting the characters that values need.
-
-    A bracket in a string counts as well.
-    """
-    # One escape beyond U+FFFF widens its whole string to 4 bytes a character, in a buffer that
-    # grows by a quarter.
-    width = 5 if b"\\u" in data else 2 if b"\\" in data else 1
-    return len(data) * (1 + width) + sum(
-        data.count(character) * cost for character, cost in _COSTS.items()
-    )
-
-
-def _check_limits(data: bytes, limits: JsonLimits) -> None:
-    if len(data) > limits.nbytes:
-        raise ValueError(f"it has {len(data):,} bytes, expected at most {limits.nbytes:,}")
-    memory = estimated_memory(data)
-    if memory > limits.memory_nbytes:
-        raise ValueError(
-            f"its {len(data):,} bytes hold values of up to {memory:,} bytes, expected at most "
-            f"{limits.memory_nbytes:,} (JsonLimits.memory_nbytes raises that)"
-        )
-    if _is_deeper_than(limits.depth, data):
-        raise ValueError(
-            f"its brackets or quotes do not match, or it is nested more than {limits.depth} deep"
-        )
 
 
 @contextmanager
@@ -155,19 +94,6 @@ def _collector_paused() -> Generator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _is_deeper_than(depth: int, data: bytes) -> bool:
-    """Whether brackets are left after removing the innermost pairs `depth` times.
-
-    Exact for valid JSON.
-    """
-    # Pairs of backslashes first: a quote is part of a string if one backslash is left before it.
-    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE)
-    brackets = _STRING.sub(b"", unescaped).translate(_ONE_KIND_OF_BRACKET)
-    for _ in range(depth):
-        brackets = brackets.replace(b"[]", b"")
-    return bool(brackets)
 
 
 def _integer(text: str) -> int:
@@ -221,11 +147,15 @@ def _shorten(text: str) -> str:
 #     encode({"lr": 0.1, "betas": (0.9, inf)}, put) == {"lr": 0.1, "betas": {"$tuple": [0.9, {"$float": "7ff0..."}]}}
 
 TAG = "$"
-MAX_DEPTH = JsonLimits().depth - 4
-"""JSON levels of an encoded tree; the others are for the document around it."""
+MAX_DEPTH = 200
+"""JSON levels of a tree that is saved; an interpreter that reads it has room for more."""
 
 _TENSOR = "tensor"
 _OPAQUE = "opaque"
+_MADE_OF_TENSORS = frozenset({"array", "bytes", "numbers", "sparse"})
+_DATA_NBYTES = 2**12
+"""From here on, bytes and lists of numbers are stored as tensors."""
+
 _MAX_SAME_HASH = 16
 """Keys of one dict with the same hash; more of them would cost quadratic time.
 
@@ -296,7 +226,13 @@ def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec]
     Raises:
         CheckpointError: A tag is unknown, or holds what it cannot hold.
     """
-    return _Decoder(get=get, codecs={codec.tag: codec for codec in (*CODECS, *more)}).decode(value)
+    codecs = {codec.tag: codec for codec in (*CODECS, *more)}
+    try:
+        return _Decoder(get=get, codecs=codecs).decode(value)
+    except RecursionError:
+        raise CheckpointError(
+            "The encoded state is nested deeper than any value that this package saves"
+        ) from None
 
 
 def opaque_paths(tree: Any) -> list[str]:
@@ -333,21 +269,26 @@ class _Encoder:
     def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             return {TAG + _TENSOR: self.put(value)}
-        if type(value) is list:
-            return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
         if type(value) is dict and all(map(_is_plain_key, value)):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         codec = self.codecs.get(type(value))
         parts = NotImplemented if codec is None else codec.parts(value)
-        if codec is None or parts is NotImplemented:
-            return {TAG + _OPAQUE: f"{type(value).__module__}.{type(value).__qualname__}"}
-        return {TAG + codec.tag: self.encode(parts, path)}
+        if codec is not None and parts is not NotImplemented:
+            return {TAG + codec.tag: self.encode(parts, path)}
+        if type(value) is list:
+            return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+        return {TAG + _OPAQUE: f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Decoder:
     get: Callable[[str], torch.Tensor]
     codecs: Mapping[str, Codec]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Those that were asked for, by name: what was one object is one again."""
+
+    taken: set[int] = field(default_factory=set[int])
+    """Identities of those that a value was made of."""
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -366,7 +307,7 @@ class _Decoder:
 
     def _decode_tag(self, tag: str, encoded: Any) -> Any:
         if tag == _TENSOR and isinstance(encoded, str):
-            return self.get(encoded)
+            return self._get(encoded)
         codec = self.codecs.get(tag)
         if codec is None:
             raise CheckpointError(
@@ -376,12 +317,30 @@ class _Decoder:
             )
         parts = self.decode(encoded)
         try:
+            if tag in _MADE_OF_TENSORS:
+                self._take(parts if type(parts) is list else [parts])
             return codec.build(parts)
         except Exception as error:  # noqa: BLE001 - parts are anything, and each type refuses them in its own way
             raise CheckpointError(
                 f"The encoded state is damaged: its {type(parts).__name__} makes no {codec.tag}: "
                 f"{str(error)[:200]}"
             ) from None
+
+
+    def _get(self, name: str) -> torch.Tensor:
+        if name not in self.tensors:
+            self.tensors[name] = self.get(name)
+        return self.tensors[name]
+
+    def _take(self, parts: Any) -> None:
+        """Values are made of a tensor once: a few letters that name it cost all of its elements."""
+        for part in parts:
+            if isinstance(part, torch.Tensor):
+                if id(part) in self.taken:
+                    raise ValueError("a tensor stands there twice")
+                self.taken.add(id(part))
+            elif type(part) is list:
+                self._take(part)
 
 
 def _is_plain_scalar(value: Any) -> bool:
@@ -547,6 +506,31 @@ def _build_size(parts: Any) -> torch.Size:
     return torch.Size(parts)
 
 
+def _bytes_parts(value: bytes) -> Any:
+    if len(value) < _DATA_NBYTES:
+        return base64.b64encode(value).decode()
+    return torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
+
+
+def _build_bytes(parts: Any) -> bytes:
+    if isinstance(parts, torch.Tensor):
+        return parts.numpy().tobytes()
+    return base64.b64decode(_text(parts), validate=True)
+
+
+def _numbers(value: list[Any]) -> Any:
+    """A long list of floats, or of integers of 64 bits, as a tensor."""
+    if len(value) < _DATA_NBYTES // 8 or type(value[0]) not in (int, float):
+        return NotImplemented
+    kind = type(value[0])
+    if any(type(item) is not kind for item in value):
+        return NotImplemented
+    try:
+        return torch.from_numpy(np.array(value, dtype=np.int64 if kind is int else np.float64))
+    except OverflowError:
+        return NotImplemented
+
+
 def _build_str(parts: Any) -> str:
     return bytes.fromhex(parts).decode("utf-8", "surrogatepass")
 
@@ -598,12 +582,8 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
         lambda parts: struct.unpack(">d", bytes.fromhex(parts))[0],
     ),
     (complex, "complex", lambda it: [it.real, it.imag], lambda parts: complex(*_list(parts))),
-    (
-        bytes,
-        "bytes",
-        lambda it: base64.b64encode(it).decode(),
-        lambda parts: base64.b64decode(_text(parts), validate=True),
-    ),
+    (bytes, "bytes", _bytes_parts, _build_bytes),
+    (list, "numbers", _numbers, lambda parts: parts.tolist()),
     (tuple, "tuple", list, lambda parts: tuple(_list(parts))),
     (set, "set", _members, lambda parts: set(_distinct(parts))),
     (frozenset, "frozenset", _members, lambda parts: frozenset(_distinct(parts))),

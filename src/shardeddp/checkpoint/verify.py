@@ -15,9 +15,14 @@ from typing import Any
 
 import xxhash
 
-from shardeddp.checkpoint.durable import StrPath, disk_errors, kind_of, open_regular
+from shardeddp.checkpoint.durable import (
+    StrPath,
+    disk_errors,
+    kind_of,
+    open_regular,
+    read_text,
+)
 from shardeddp.checkpoint.find import (
-    MAX_MANIFEST_NBYTES,
     PLAIN_SUFFIX,
     carries_index,
     damaged_records,
@@ -361,11 +366,7 @@ def _examine_file(path: Path, progress: Progress, started: Progress) -> Verifica
 def _examine_own(path: Path, progress: Progress, started: Progress) -> Verification:
     try:
         with _opened(path, MANIFEST) as (descriptor, nbytes):
-            if nbytes > MAX_MANIFEST_NBYTES:
-                raise CheckpointError(
-                    f"expected at most {MAX_MANIFEST_NBYTES:,} bytes, found {nbytes:,}"
-                )
-            manifest = manifest_from_bytes(os.pread(descriptor, nbytes, 0))
+            manifest = manifest_from_bytes(read_text(descriptor, Interval(0, nbytes), MANIFEST))
         if manifest.algorithm != ALGORITHM:
             raise CheckpointError(
                 f"expected checksums by {ALGORITHM}, found {manifest.algorithm!r}"

@@ -23,7 +23,11 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(60)
 
 TESTS = Path(__file__).resolve().parents[2]
-MAX_SECONDS, MAX_NBYTES = 1.0, 100_000_000
+SECONDS, NBYTES = 1.0, 50_000_000
+"""For any checkpoint."""
+
+SECONDS_PER_BYTE, NBYTES_PER_BYTE = 2e-7, 64
+"""For what its file adds: a value takes this much of its text."""
 
 
 def train(folder: str, steps: int, path: str | None = None) -> list[str]:
@@ -66,8 +70,8 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(
     original: Files, marker: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[str, float, int]]:
-    """What came of each case, seconds, bytes of memory."""
+) -> dict[str, tuple[str, float, int, int]]:
+    """What came of each case, seconds, bytes of memory, bytes of text on the disk."""
     folder = tmp_path_factory.mktemp("hostile")
     write_files(folder / "0.ckpt", original)
     names = {f"{number}": name for number, name in enumerate([*CASES, *HARMLESS], start=1)}
@@ -83,31 +87,36 @@ def found(
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, done.stdout.splitlines())
     return {
-        names.get(number, "honest"): (outcome, seconds, nbytes)
+        names.get(number, "honest"): (outcome, seconds, nbytes, text_nbytes(folder, number))
         for number, outcome, seconds, nbytes in lines
     }
 
 
+def text_nbytes(folder: Path, number: str) -> int:
+    files = [folder / f"{number}.ckpt" / name for name in ("manifest.json", "state.json")]
+    return sum(file.stat().st_blocks * 512 for file in files if file.is_file())
+
+
 @pytest.mark.slow
-def test_the_honest_one_is_read(found: dict[str, tuple[str, float, int]]) -> None:
+def test_the_honest_one_is_read(found: dict[str, tuple[str, float, int, int]]) -> None:
     assert found["honest"][0] == "read"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_checkpoint_is_refused(
-    found: dict[str, tuple[str, float, int]], marker: Path, name: str
+    found: dict[str, tuple[str, float, int, int]], marker: Path, name: str
 ) -> None:
-    outcome, seconds, nbytes = found[name]
+    outcome, seconds, nbytes, size = found[name]
     assert outcome.startswith("refused: "), outcome
     assert ".ckpt" in outcome
-    assert seconds < MAX_SECONDS
-    assert nbytes < MAX_NBYTES
+    assert seconds < SECONDS + SECONDS_PER_BYTE * size
+    assert nbytes < NBYTES + NBYTES_PER_BYTE * size
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_other_tools_would_run_is_not_read(
-    found: dict[str, tuple[str, float, int]], marker: Path, name: str
+    found: dict[str, tuple[str, float, int, int]], marker: Path, name: str
 ) -> None:
     assert found[name][0] == "read"
     assert not marker.exists()
