@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case
+from support.tasks import Block
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -182,6 +183,36 @@ class WritesToEither(UntiedGpt):
         self.losses.append(float(self.blocks[0].up.weight.norm()))
 
 
+class PartsByData(BlocksTiedByData):
+    """One of two gets memory of its own, as torch does it, outside of a unit's forward."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.blocks[1].up.weight.data = self.blocks[1].up.weight.data * 0.9
+
+
+class PartsBySet(BlocksTiedByData):
+    @torch.no_grad()
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.blocks[0].up.weight.set_(self.blocks[0].up.weight * 0.9)
+
+
+class PartsInsideOfItsUnit(BlocksTiedByData):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(self.part)
+
+    def part(self, block: Block, args: Any) -> None:
+        block.up.weight.data = block.up.weight.data * 0.9
+
+
+class TiesAgain(BlocksTiedByData):
+    """It has that memory already."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.tie()
+
+
 class OneModuleInTwoPlaces(UntiedGpt):
     """Tied as torch means it, by the object: of two units, and under two names."""
 
@@ -217,6 +248,10 @@ CASES = [
     case(InterleavedRows, refused=names("even", "odd")),
     case(OneModuleInTwoPlaces),
     case(WritesToEither),
+    case(PartsByData, refused=names("blocks.0.up.weight", "blocks.1.up.weight")),
+    case(PartsBySet, refused=names("blocks.0.up.weight", "blocks.1.up.weight")),
+    case(PartsInsideOfItsUnit, refused=names("blocks.0.up.weight", "blocks.1.up.weight")),
+    case(TiesAgain),
 ]
 
 

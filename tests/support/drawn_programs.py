@@ -192,6 +192,11 @@ class Program(Printed):
 
     hooks: tuple[Use, ...] = ()
     actions: tuple[Action, ...] = ()
+    @property
+    def shares_memory(self) -> bool:
+        """Whether two of its parameters do."""
+        return any(kind == "memory" for kind, _ in self.ties)
+
     backward: str = "automatic"
     """"automatic"; "manual"; manual for "each" loss; "overridden" with one per loss; two optimizers: "two" on a graph,
     "toggled" in turn."""

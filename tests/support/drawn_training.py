@@ -185,6 +185,8 @@ class DrawnTraining(DrawnModel):
                 p.lerp_(torch.zeros_like(p), 0.02)
             case "copy":
                 p.copy_(p.clone() * 0.98)
+            case "data" if self.program.shares_memory:
+                p.data.mul_(0.98)  # refused: it would part the two
             case "data":
                 p.data = p.data * 0.98
             case "data_mul":

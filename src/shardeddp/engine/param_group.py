@@ -94,6 +94,9 @@ class FlatGroup:
         )
         """By parameter, this rank's elements; 1D."""
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
+        if lender is not None:
+            [own], [other] = self.sharded, lender.sharded
+            own.memory_of, other.memory_of = other.spec.fqn, own.spec.fqn
         self.was_trained = False
         """Whether any parameter required a gradient in a backward that may not be reduced yet."""
         self._gathered_versions: list[

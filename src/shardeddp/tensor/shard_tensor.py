@@ -184,6 +184,8 @@ class ShardTensor(Memoryless, torch.Tensor):
         weakref.ref[KeepsWrites] | None
     )  # of a parameter: brings what was written inside of its unit to the shard
     _place: int  # of the parameter there
+    memory_of: str
+    """Another parameter, by name, that has this one's memory as well; empty: none has."""
 
     def __new__(  # noqa: D102
         cls, local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False
@@ -207,6 +209,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         made._aliases = None
         made._writes = None
         made._place = 0
+        made.memory_of = ""
         refuse_data_pointer(made)  # it has none: kernels that are handed it fail, and do not crash
         return made
 
@@ -252,7 +255,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @data.setter
     def data(self, data: torch.Tensor) -> None:
-        if isinstance(data, ShardTensor) and data._local is self._local:
+        if isinstance(data, ShardTensor) and _is_same_memory(data._local, self._local):
             return  # module.to() with the dtype and the device that the module has
         if (data.shape, data.dtype, data.device) != (self.shape, self.dtype, self.device):
             raise RuntimeError(
@@ -261,9 +264,20 @@ class ShardTensor(Memoryless, torch.Tensor):
                 f"{self.device}, found {tuple(data.shape)}, {data.dtype} on {data.device}. Change "
                 f"that before the model is sharded"
             )
+        self.keep_shared_memory()
         self._part_from_aliases()
         with torch.no_grad():
             self.copy_(data)
+
+    def keep_shared_memory(self) -> None:
+        """Refuse what gives a parameter memory of its own, if another one has the same memory."""
+        if self.memory_of:
+            raise RuntimeError(
+                f"{self._spec.fqn} and {self.memory_of} have the same memory, and sharded "
+                f"parameters keep theirs: .data = ... would change both, where an unsharded "
+                f"parameter would part from the other. Write in place (copy_, mul_), or part them "
+                f"before the model is sharded"
+            )
 
     def _part_from_aliases(self) -> None:
         """Leave the values to what shares them, as a tensor does that gets other memory."""
@@ -709,6 +723,15 @@ class _Average(torch.autograd.Function):
         # Whoever used the average took it whole, so what arrives has been averaged over ranks
         # already.
         return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also of no elements: whether shards are the same is so on all ranks, or on none."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+    )
 
 
 _ATTRIBUTES = (*ShardTensor.__annotations__,)

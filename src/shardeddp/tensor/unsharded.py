@@ -119,6 +119,7 @@ class WholeParameter(nn.Parameter):
             )
         if data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
             return
+        sharded_of(self).keep_shared_memory()
         part_from_aliases(self)
         with torch.no_grad():
             self.copy_(data)
