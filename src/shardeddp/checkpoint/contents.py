@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import warnings
 import zipfile
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -14,13 +15,14 @@ from typing import Any, cast
 
 import torch
 
-from shardeddp.checkpoint.find import carries_index, damaged_records
+from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
 from shardeddp.checkpoint.kept_shards import KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
+from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import Codec, Opaque, decode, dict_codec, opaque_paths
-from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.errors import CheckpointError
 
 # -- The contents of a checkpoint as the dictionary that Lightning has in a ``.ckpt`` file, tensors
 #    unread
@@ -114,6 +116,7 @@ def read_file_contents(path: Path, trust_pickle: bool = False) -> Contents:
         raise CheckpointError(
             f"{path} is not what torch.save writes since torch 1.6: expected a zip archive"
         )
+    require_intact(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
     except Exception as error:  # torch has no class for what is wrong with a file
@@ -303,7 +306,7 @@ def open_checkpoint(
         raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from error
     for note in contents.notes:
         warnings.warn(f"{path}: {note}", stacklevel=2)
-    kept = KeptShards(contents.checkpoint)
+    kept = KeptShards(check_fields(contents.checkpoint, path))
     return {key: _with_small_tensors(value, kept) for key, value in contents.checkpoint.items()}
 
 
@@ -313,16 +316,20 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
     Args:
         path: The file, of this package, of Lightning or of torch.
         weights_only: As ``torch.load`` takes it.
-        part: Which part of a file of this package is compared with its checksums here: ``(rank,
-            ranks)``.
+        part: Which part of the file is compared with its checksums here: ``(rank, ranks)``.
 
     Raises:
         DamagedCheckpointError: That part is not what was written.
+        CheckpointError: A field of it is not what stands there.
     """
-    damaged = damaged_records(path, part) if carries_index(path) else []
-    if damaged:
-        raise DamagedCheckpointError(f"{path} is damaged: " + "; ".join(map(str, damaged)))
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    require_intact(path, part)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except pickle.UnpicklingError:
+        raise  # says what to do about code in it
+    except Exception as error:  # torch has no class for what is wrong with a file
+        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return check_fields(checkpoint, path)
 
 
 def _with_small_tensors(value: Any, kept: KeptShards) -> Any:

@@ -23,11 +23,10 @@ from shardeddp.checkpoint.contents import (
     read_foreign_contents,
 )
 from shardeddp.checkpoint.directory import new_files
-from shardeddp.checkpoint.find import carries_index, damaged_records
 from shardeddp.checkpoint.full import TorchFile, plain
 from shardeddp.checkpoint.read import Progress, chunks, silent
 from shardeddp.checkpoint.snapshot import tensors_of
-from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.errors import CheckpointError
 
 # -- Writes safetensors files (https://github.com/huggingface/safetensors), tensor by tensor, and
 #    the index over several
@@ -327,9 +326,6 @@ def _open(source: Path, selection: Selection, keys: Sequence[str] | None) -> Con
 
 
 def _open_file(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
-    damaged = damaged_records(source) if carries_index(source) else []
-    if damaged:
-        raise DamagedCheckpointError(f"{source} is damaged: " + "; ".join(map(str, damaged)))
     contents = read_file_contents(source, selection.trust_pickle)
     wanted = {
         key: value for key, value in contents.checkpoint.items() if keys is None or key in keys

@@ -33,8 +33,10 @@ from shardeddp.checkpoint.manifest import (
     index_from_bytes,
     manifest_from_bytes,
 )
-from shardeddp.errors import CheckpointError
+from shardeddp.checkpoint.schema import check_fields
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Interval
+from shardeddp.wrap.tree import first_three
 
 # -- Plain checkpoints, one file each: what this package has written into one, and whether its bytes
 #    are still those
@@ -88,7 +90,10 @@ def damaged_records(
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[DamagedRecord]:
-    """Compare the records of a plain checkpoint of this package with their CRCs.
+    """Compare the records of a plain checkpoint with their CRCs.
+
+    ``torch.save`` has written those, or this package. Where CRCs were left out
+    (``torch.serialization.set_crc32_options``), nothing is compared.
 
     Args:
         path: The file, or a link to it.
@@ -96,18 +101,14 @@ def damaged_records(
         progress: Told how many more bytes have been compared.
 
     Raises:
-        CheckpointError: It is no archive of records, or has no index.
+        CheckpointError: It is no archive of records as they are (not compressed).
     """
     damaged: list[DamagedRecord] = []
     with _opened(path) as (descriptor, item):
         records = records_of(descriptor, item)
-        tensors = _index(descriptor, item, records).tensors.values()
-        names = {
-            piece.payload: tensor.name
-            for tensor in tensors
-            for piece in tensor.pieces
-            if tensor.numel
-        }
+        if not any(record.crc for record in records):
+            return []
+        names = _names(descriptor, item, records)
         for record in records[part[0] :: part[1]]:
             found = crc_of(descriptor, item, record)
             if found != record.crc:
@@ -118,6 +119,31 @@ def damaged_records(
                 )
             progress(record.nbytes)
     return damaged
+
+
+def require_intact(path: StrPath, part: tuple[int, int] = (0, 1)) -> None:
+    """Compare the records of a plain checkpoint, or a part of them, with their CRCs.
+
+    Raises:
+        DamagedCheckpointError: They are not those that were written; says which.
+        CheckpointError: It is no archive of records as they are (not compressed).
+    """
+    damaged = damaged_records(path, part)
+    if damaged:
+        raise DamagedCheckpointError(
+            f"{os.fspath(path)} is damaged: {first_three(map(str, damaged))}"
+        )
+
+
+def _names(descriptor: int, item: Item, records: list[Record]) -> dict[int, str]:
+    """Names of tensors by where their elements are, if this package has written the file."""
+    try:
+        tensors = _index(descriptor, item, records).tensors.values()
+    except CheckpointError:
+        return {}
+    return {
+        piece.payload: tensor.name for tensor in tensors for piece in tensor.pieces if tensor.numel
+    }
 
 
 def _index(descriptor: int, item: Item, records: list[Record]) -> Manifest:
@@ -328,8 +354,8 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]
     for path in named:
         try:
             candidates[os.path.realpath(path)] = _candidate(path)
-        except (CheckpointError, OSError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-            skipped[path] = str(error)
+        except Exception as error:  # noqa: BLE001 - pickles raise anything
+            skipped[path] = str(error) if str(path) in str(error) else f"{path}: {error}"
     for folder in folders:
         found = find_checkpoints(folder)
         skipped |= {os.path.join(folder, name): why for name, why in found.skipped.items()}
@@ -357,11 +383,14 @@ def _candidate(path: str, called_last: bool = True) -> _Candidate:
         raise CheckpointError(
             f"{path} is neither a sharded checkpoint nor a file that torch.save wrote"
         )
+    with _opened(path) as (descriptor, item):
+        records_of(descriptor, item)  # what is compressed may take any amount of memory
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         return _Candidate(
             True, -1, called_last, path
         )  # it holds objects of others: its step is not to be known yet
+    check_fields(content, path)
     step = content.get("global_step", -1)  # files that others have put together may leave it out
     return _Candidate("optimizer_states" in content, step, called_last, path)

@@ -590,6 +590,8 @@ class Runtime:
         if self._in_backward():
             self.agreement.revisit(progress, self._backward_kind)
             self._ensure_unsharded(progress)
+            if graph_is_retained():
+                progress.unit.add_up_gradients()  # a later backward may come to both graphs
             return
         if self.phase is Phase.BACKWARD:
             self.reset()  # the backward that set it never came to its end

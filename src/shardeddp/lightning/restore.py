@@ -24,6 +24,7 @@ from shardeddp.checkpoint.durable import local_path
 from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.restore import Replaced, load_model, load_optimizer, stage
+from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import dict_codec
 from shardeddp.checkpoint.verify import newest_verified
 from shardeddp.comm import gather_results
@@ -244,7 +245,7 @@ def open_any(
             f"shardeddp.load_from_checkpoint(..., foreign=True); or convert it once, with "
             f"'shardeddp consolidate --foreign'"
         )
-    return read_foreign_contents(path, trust_pickle).checkpoint
+    return check_fields(read_foreign_contents(path, trust_pickle).checkpoint, path)
 
 
 def clear_away(folders: Iterable[str | Path]) -> None:

@@ -1,0 +1,182 @@
+"""Schema of a Lightning checkpoint: every field that a run uses is checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from shardeddp.errors import CheckpointError
+
+Check: TypeAlias = Callable[[Any, str], None]
+"""Raises for a value, at a dotted path, that is not what stands there."""
+
+
+def check_fields(checkpoint: Any, source: object) -> dict[str, Any]:
+    """Check the fields of a checkpoint that Lightning or this package uses; others may be anything.
+
+    A field may be missing: files that other tools have put together leave some out.
+
+    Args:
+        checkpoint: As it was read.
+        source: Its path, for errors.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: A field is not what it has to be: says which, and what was found.
+    """
+    try:
+        _CHECKPOINT(checkpoint, "")
+    except _WrongError as error:
+        raise CheckpointError(f"{source} is no checkpoint of Lightning: {error}") from None
+    return checkpoint
+
+
+class _WrongError(Exception):
+    pass
+
+
+def _fail(value: Any, path: str, expected: str) -> None:
+    found = f"found {value}" if type(value) in (int, float, bool) else f"found a {type(value).__name__}"
+    raise _WrongError(f"{path[:200] or 'its root'}: expected {expected}, {found}")
+
+
+def _is(expected: str, *kinds: type) -> Check:
+    def check(value: Any, path: str) -> None:
+        # A bool is an int for Python, and no count for anybody.
+        if not isinstance(value, kinds) or (type(value) is bool and bool not in kinds):
+            _fail(value, path, expected)
+
+    return check
+
+
+def _count(value: Any, path: str) -> None:
+    if not isinstance(value, int) or type(value) is bool or value < 0:
+        _fail(value, path, "a count")
+
+
+def _names(value: Any, path: str) -> None:
+    _MAPPING(value, path)
+    for key in value:
+        if not isinstance(key, str):
+            raise _WrongError(f"{path}: expected names, found a key that is a {type(key).__name__}")
+
+
+def _record(fields: Mapping[str, Check], *required: str) -> Check:
+    """A mapping with names for keys; those of its fields that are there are checked."""
+
+    def check(value: Any, path: str) -> None:
+        _names(value, path)
+        for name in required:
+            if name not in value:
+                raise _WrongError(f"{path}: expected {name} in it, found none")
+        for name, inner in fields.items():
+            if name in value:
+                inner(value[name], f"{path}.{name}".lstrip("."))
+
+    return check
+
+
+def _list_of(inner: Check) -> Check:
+    def check(value: Any, path: str) -> None:
+        _LIST(value, path)
+        for index, item in enumerate(value):
+            inner(item, f"{path}.{index}")
+
+    return check
+
+
+def _mapping_of(inner: Callable[[str], Check]) -> Check:
+    """A mapping with names for keys; what is checked depends on the name."""
+
+    def check(value: Any, path: str) -> None:
+        _names(value, path)
+        for name, item in value.items():
+            inner(name)(item, f"{path}.{name}")
+
+    return check
+
+
+def _or_none(inner: Check) -> Check:
+    return lambda value, path: None if value is None else inner(value, path)
+
+
+def _callbacks(value: Any, path: str) -> None:
+    """States by key; early releases of Lightning had classes for keys."""
+    _MAPPING(value, path)
+    for key, state in value.items():
+        kind = str(key).split("{")[0]
+        if kind in _CALLBACKS:
+            _CALLBACKS[kind](state, f"{path}.{kind}")
+
+
+def _progress(value: Any, path: str) -> None:
+    """Counts and flags of a loop, in mappings."""
+    if not isinstance(value, Mapping):
+        if type(value) is not bool:
+            _count(value, path)
+        return
+    for name, item in value.items():
+        _progress(item, f"{path}.{name}")
+
+
+_MAPPING = _is("a mapping", Mapping)
+_LIST = _is("a list", list, tuple)
+_TEXT = _is("text", str)
+_NUMBER = _is("a number", int, float)
+_SCORE = _or_none(_is("a tensor or a number", torch.Tensor, int, float))
+
+_LOOP = _mapping_of(lambda name: _progress if name.endswith("progress") else _MAPPING)
+_OPTIMIZER = _record(
+    {
+        "state": _MAPPING,
+        "param_groups": _list_of(_record({"params": _LIST}, "params")),
+    }
+)
+_BEST = _record(
+    {
+        "best_model_score": _SCORE,
+        "best_model_path": _TEXT,
+        "current_score": _SCORE,
+        "best_k_models": _mapping_of(lambda name: _SCORE),
+        "kth_best_model_path": _TEXT,
+        "kth_value": _SCORE,
+        "last_model_path": _TEXT,
+    }
+)
+_STOPPING = _record(
+    {
+        "wait_count": _count,
+        "stopped_epoch": _count,
+        "best_score": _SCORE,
+        "patience": _count,
+    }
+)
+_TIMER = _record({"time_elapsed": _mapping_of(lambda name: _NUMBER)})
+_CALLBACKS = {"ModelCheckpoint": _BEST, "EarlyStopping": _STOPPING, "Timer": _TIMER}
+"""Of Lightning's own, by class; their keys are ``"Class"`` or ``"Class{arguments}"``."""
+
+_OWN = _record(
+    {
+        "loader_states": _LIST,
+        "kept_shards": _list_of(_LIST),
+    }
+)
+
+_CHECKPOINT = _record(
+    {
+        "state_dict": _names,
+        "epoch": _count,
+        "global_step": _count,
+        "pytorch-lightning_version": _TEXT,
+        "optimizer_states": _list_of(_OPTIMIZER),
+        "lr_schedulers": _list_of(_MAPPING),
+        "loops": _mapping_of(lambda name: _LOOP),
+        "callbacks": _callbacks,
+        "hparams_name": _TEXT,
+        "shardeddp": _OWN,
+    }
+)
