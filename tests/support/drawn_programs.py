@@ -292,11 +292,18 @@ def legal(program: Program) -> Program:
         program = replace(
             program, clip=None, accumulate=1
         )  # Lightning has neither in manual optimization
-    if program.uses(
-        "reentrant"
-    ):  # "not compatible with .grad()", and a graph that DDP can not follow
+    # Reentrant checkpointing is "not compatible with .grad()", and hides the graph from DDP. Another one recomputes
+    # where a backward wants what it has not kept; what its function appends then counts twice.
+    appends = any(
+        inner.output == "list"
+        for block in program.all_blocks()
+        if block.call == "checkpoint"
+        for inner in block.blocks()
+    )
+    if program.uses("reentrant") or appends:
         gone = ("penalty", "asked", "asked_graph")
         program = replace(program, terms=tuple(use for use in program.terms if use[0] not in gone))
+    if program.uses("reentrant"):
         # Each of its backwards ends by itself, with a part of the gradient, where DDP refuses ("marked ready twice").
         program = replace(
             program, hooks=tuple(use for use in program.hooks if use[0] != "post_accumulate")
