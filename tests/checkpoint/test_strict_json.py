@@ -1,4 +1,4 @@
-"""What somebody else may have written is parsed exactly or refused with one kind of error, at a cost that its size bounds."""
+"""What others may have written is parsed exactly or refused with one kind of error; its size bounds what that costs."""
 
 import gc
 import json
@@ -61,7 +61,9 @@ def test_brackets_quotes_and_backslashes_inside_strings_are_no_structure() -> No
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
-def test_nesting_is_read_as_deep_as_any_value_is_saved_and_refused_without_end(opening: str) -> None:
+def test_nesting_is_read_as_deep_as_any_value_is_saved_and_refused_without_end(
+    opening: str,
+) -> None:
     closing = "]" if opening == "[" else "}"
     parse_json((opening * (MAX_DEPTH + 8) + "0" + closing * (MAX_DEPTH + 8)).encode(), "some.json")
     assert "nested deeper" in refusal((opening * 100_000 + "0" + closing * 100_000).encode())

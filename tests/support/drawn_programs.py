@@ -192,6 +192,7 @@ class Program(Printed):
 
     hooks: tuple[Use, ...] = ()
     actions: tuple[Action, ...] = ()
+
     @property
     def shares_memory(self) -> bool:
         """Whether two of its parameters do."""

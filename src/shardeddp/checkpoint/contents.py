@@ -328,7 +328,9 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
     except pickle.UnpicklingError:
         raise  # says what to do about code in it
     except Exception as error:  # torch has no class for what is wrong with a file
-        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     return check_fields(checkpoint, path)
 
 

@@ -25,6 +25,9 @@ from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 KEY = "shardeddp"
+NAMES = "optimizer_parameters"
+"""Under that key, for each optimizer the names of its parameters in the order of its groups."""
+
 """Where a checkpoint has what Lightning does not know of."""
 
 KEPT = "kept_shards"

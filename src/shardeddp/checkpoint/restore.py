@@ -5,6 +5,7 @@ The way back is here too: what the model was before can be put back.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.errors import CheckpointError
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
+from shardeddp.wrap.tree import first_three
 
 # -- What a model was before a checkpoint was loaded into it, kept until the rest of the checkpoint
 #    is known to fit
@@ -44,6 +46,9 @@ class Replaced:
 # -- Restoring: what a checkpoint has for a sharded model, read into shards before anything of the
 #    model is changed
 
+_COMPILED = "_orig_mod."
+"""What ``torch.compile`` puts into the names of a module's parameters."""
+
 _SHOWN = 20
 """Of the lines that say what does not fit."""
 
@@ -71,6 +76,24 @@ def stage(state: Any, module: nn.Module) -> None:
         lazy.stage(lazy.all_of_it if spec is None or spec.shape != lazy.shape else spec.interval)
 
 
+def parameter_names(
+    module: nn.Module | None, optimizers: Sequence[optim.Optimizer]
+) -> list[list[str]]:
+    """Names in the module of the parameters of each optimizer."""
+    if module is None:
+        raise RuntimeError("ShardedDP has no module to save: the Trainer connects it")
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [
+            names.get(id(parameter), f"parameter_{index}")
+            for index, parameter in enumerate(
+                it for group in optimizer.param_groups for it in group["params"]
+            )
+        ]
+        for optimizer in optimizers
+    ]
+
+
 def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
     """Load a state dict of whole, lazy or sharded tensors into a sharded model.
 
@@ -90,18 +113,31 @@ def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: 
     )
 
 
-def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer(
+    optimizer: optim.Optimizer,
+    state: Mapping[str, Any],
+    saved: Sequence[str] | None = None,
+    names: Sequence[str] = (),
+) -> None:
     """Load a state dict of whole, lazy or sharded tensors into an optimizer of sharded parameters.
+
+    States belong to parameters by name, and by number where they have none.
 
     Args:
         optimizer: Any.
         state: As ``Optimizer.state_dict()`` has it.
+        saved: The names of the parameters when it was saved, in the order of its groups; None:
+            those that lazy tensors know.
+        names: The same of the optimizer's parameters now.
 
     Raises:
         CheckpointError: It is of other parameter groups, or of parameters of other shapes.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _check_groups(optimizer, state["param_groups"])
+    saved = _names_in(state) if saved is None else saved
+    if saved is not None and names and optimizer.param_groups:
+        state = _by_name(state, saved, names)
     if type(optimizer) in ELEMENTWISE:
         _check_shapes(parameters, state["state"])
     states = {
@@ -115,6 +151,41 @@ def load_optimizer(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None
         raise CheckpointError(
             f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}"
         ) from error
+
+
+def _names_in(state: Mapping[str, Any]) -> list[str] | None:
+    """Names of parameters by what is stored for them; None: nothing is under a name."""
+    names: dict[int, str] = {}
+    for index, values in state["state"].items():
+        paths = [value.path for value in _lazy_tensors(values) if value.path[1:2] == ("state",)]
+        if paths and len(paths[0]) > 3:
+            names[index] = str(paths[0][2])
+    count = sum(len(group["params"]) for group in state["param_groups"])
+    return [names.get(index, "") for index in range(count)] if names else None
+
+
+def _by_name(
+    state: Mapping[str, Any], saved: Sequence[str], names: Sequence[str]
+) -> Mapping[str, Any]:
+    """A state with the numbers that parameters have now; groups keep their options."""
+    saved, names = ([name.replace(_COMPILED, "") for name in each] for each in (saved, names))
+    if len(saved) != len(names) or saved == names:
+        return state
+    places = {name: place for place, name in enumerate(names)}
+    found = {index: places[name] for index, name in enumerate(saved) if name in places}
+    taken = set(found.values())
+    unknown = [index for index in range(len(saved)) if index not in found]
+    left = (place for place in range(len(names)) if place not in taken)
+    by_number = dict(zip(unknown, left, strict=True))
+    if renamed := [index for index in unknown if saved[index] and index in state["state"]]:
+        pairs = (f"{saved[index]} to {names[by_number[index]]}" for index in renamed)
+        warnings.warn(
+            f"the states of an optimizer are of parameters with other names: {first_three(pairs)}. "
+            f"They were loaded by number",
+            stacklevel=2,
+        )
+    found |= by_number
+    return {**state, "state": {found.get(i, i): values for i, values in state["state"].items()}}
 
 
 def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:

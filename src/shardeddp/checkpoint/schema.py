@@ -40,7 +40,9 @@ class _WrongError(Exception):
 
 
 def _fail(value: Any, path: str, expected: str) -> None:
-    found = f"found {value}" if type(value) in (int, float, bool) else f"found a {type(value).__name__}"
+    found = (
+        f"found {value}" if type(value) in (int, float, bool) else f"found a {type(value).__name__}"
+    )
     raise _WrongError(f"{path[:200] or 'its root'}: expected {expected}, {found}")
 
 
@@ -163,6 +165,7 @@ _OWN = _record(
     {
         "loader_states": _LIST,
         "kept_shards": _list_of(_LIST),
+        "optimizer_parameters": _list_of(_list_of(_TEXT)),
     }
 )
 

@@ -326,7 +326,6 @@ class _Decoder:
                 f"{str(error)[:200]}"
             ) from None
 
-
     def _get(self, name: str) -> torch.Tensor:
         if name not in self.tensors:
             self.tensors[name] = self.get(name)

@@ -10,13 +10,12 @@ import platform
 import posixpath
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from shardeddp.checkpoint import clean
 from shardeddp.checkpoint.durable import is_remote, local_path, resolve
@@ -31,7 +30,6 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     CheckpointIO,
-    LightningModule,
     TorchCheckpointIO,
     Trainer,
     rank_zero_info,
@@ -228,24 +226,6 @@ class Checkpoints:
             clear_away(folders)
         found = last_checkpoints(candidates, folders)
         return str(found[0]) if found else None
-
-
-def parameter_names(
-    module: LightningModule | None, optimizers: Sequence[Optimizer]
-) -> ParameterNames:
-    """Names in the module of the parameters of each optimizer."""
-    if module is None:
-        raise RuntimeError("ShardedDP has no module to save: the Trainer connects it")
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [
-        [
-            names.get(id(parameter), f"parameter_{index}")
-            for index, parameter in enumerate(
-                it for group in optimizer.param_groups for it in group["params"]
-            )
-        ]
-        for optimizer in optimizers
-    ]
 
 
 def checkpoint_folders(trainer: Trainer) -> list[str]:

@@ -22,8 +22,15 @@ from shardeddp.checkpoint.contents import (
 )
 from shardeddp.checkpoint.durable import local_path
 from shardeddp.checkpoint.find import carries_manifest
+from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.manifest import DCP_METADATA
-from shardeddp.checkpoint.restore import Replaced, load_model, load_optimizer, stage
+from shardeddp.checkpoint.restore import (
+    Replaced,
+    load_model,
+    load_optimizer,
+    parameter_names,
+    stage,
+)
 from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import dict_codec
 from shardeddp.checkpoint.verify import newest_verified
@@ -41,6 +48,7 @@ from shardeddp.lightning.api import (
     rank_zero_warn,
 )
 from shardeddp.lightning.process_group import ProcessGroup
+from shardeddp.wrap.tree import first_three
 
 _ADVICE_S = 60.0
 """Longest search for a checkpoint to use instead of a damaged one, while all ranks wait."""
@@ -61,6 +69,7 @@ class Restore:
         self._group = group
         self._options = options
         self._path = Path()  # of the checkpoint that was read last
+        self._saved_names: Sequence[Sequence[str]] = ()  # of each optimizer's parameters in it
         self._pending: Callable[[], None] | None = (
             None  # from reading a checkpoint until the model is sharded
         )
@@ -83,6 +92,14 @@ class Restore:
         Raises:
             CheckpointError: It is damaged, or ranks do not see the same; with advice.
         """
+        checkpoint = self._open(path, weights_only, io)
+        own = checkpoint.get(KEY) if isinstance(checkpoint, Mapping) else None
+        self._saved_names = own.get(NAMES, ()) if isinstance(own, Mapping) else ()
+        return checkpoint
+
+    def _open(
+        self, path: str | Path, weights_only: bool | None, io: CheckpointIO
+    ) -> dict[str, Any]:
         path = os.path.expanduser(local_path(path))
         self._path = Path(path)
         kind = self._kind_of(path)
@@ -172,9 +189,13 @@ class Restore:
         )  # metrics take over what they load, wherever it is
 
     def load_optimizers(
-        self, module: LightningModule, optimizers: Sequence[Optimizer], states: Sequence[Any]
+        self,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        checkpoint: Mapping[str, Any],
     ) -> None:
         """Load the states of optimizers; from then on the model is not rolled back any more."""
+        states: Sequence[Any] = checkpoint["optimizer_states"]
         if not states and optimizers:
             rank_zero_warn(
                 "the checkpoint has no optimizer states: weights are loaded, and optimizers begin "
@@ -188,16 +209,36 @@ class Restore:
                     f"{len(optimizers)}: train with the optimizers that it was saved with, or load "
                     f"its weights alone"
                 )
-            for optimizer, state in zip(optimizers, states, strict=False):
+            saved = self._saved_names or [None] * len(states)
+            names = parameter_names(module, optimizers)
+            if not self._saved_names:
+                self._warn_of_order(module, checkpoint)
+            for optimizer, state, *named in zip(optimizers, states, saved, names, strict=False):
                 inner = (
                     optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
                 )
                 if not state and not inner.state_dict():
                     continue  # Lightning's placeholder for a module without optimizers
-                load_optimizer(inner, state)
+                load_optimizer(inner, state, *named)
 
         self.load(load, module)
         self._replaced = None
+
+    def _warn_of_order(self, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
+        """Say that states without names may go to others than they were of.
+
+        Where a module has its parameters in another order, an optimizer may have had them so, too.
+        """
+        own = [name for name, _ in module.named_parameters()]
+        stored = [name for name in checkpoint.get("state_dict", {}) if name in set(own)]
+        if stored != own and set(stored) == set(own):
+            moved = [name for name, other in zip(own, stored, strict=True) if name != other]
+            rank_zero_warn(
+                f"{self._path} does not name the parameters that optimizer states are of, and has "
+                f"parameters in another order: {first_three(moved)}. States without names are "
+                f"loaded by number: check that each optimizer gets its parameters in the same "
+                f"order as when it was saved"
+            )
 
     def roll_back(self) -> None:
         """Make a model whose checkpoint was refused what it was before."""

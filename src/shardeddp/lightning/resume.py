@@ -11,13 +11,14 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from shardeddp.checkpoint.kept_shards import KEPT, KEY, KeptShards, places_of_shards
+from shardeddp.checkpoint.kept_shards import KEPT, KEY, NAMES, KeptShards, places_of_shards
 from shardeddp.checkpoint.random_state import (
     ResumeRandomness,
     Stateful,
     gather_random_states,
     has_length,
 )
+from shardeddp.checkpoint.snapshot import ParameterNames
 from shardeddp.comm.agreement import gather_results
 from shardeddp.errors import CheckpointError
 from shardeddp.lightning import private
@@ -126,7 +127,10 @@ class Resume:
     # -- checkpoints
 
     def extended(
-        self, checkpoint: dict[str, Any], module: LightningModule | None
+        self,
+        checkpoint: dict[str, Any],
+        module: LightningModule | None,
+        names: Callable[[], ParameterNames],
     ) -> dict[str, Any]:
         """A checkpoint with all that Lightning does not know of; user hooks hold the one without.
 
@@ -144,6 +148,8 @@ class Resume:
             own["loader_states"] = loader_states
         if module is not None and (places := places_of_shards(checkpoint, module)):
             own[KEPT] = places
+        if checkpoint.get("optimizer_states"):
+            own[NAMES] = names()
         return {**checkpoint, KEY: own}
 
     def take(self, checkpoint: dict[str, Any], fitting: bool) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.checkpoint.full import gather_full
+from shardeddp.checkpoint.restore import parameter_names
 from shardeddp.comm import Mesh, Traffic
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
@@ -51,7 +52,7 @@ from shardeddp.lightning.api import (
     reset_seed,
 )
 from shardeddp.lightning.callbacks import CallbackAdapters
-from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders, parameter_names
+from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
@@ -634,7 +635,7 @@ class ShardedDP(ParallelStrategy):
             return
         names = partial(parameter_names, self.lightning_module, self.optimizers)
         with self._group.explaining():
-            extended = self._resume.extended(checkpoint, self.lightning_module)
+            extended = self._resume.extended(checkpoint, self.lightning_module, names)
             self._checkpoints.save(extended, filepath, storage_options, self.checkpoint_io, names)
             if self._guards.may_end(self.trainer):
                 self.wait_for_checkpoint()  # nobody else is going to
@@ -691,7 +692,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self._trainer_at_work().lightning_module
-        self._restore.load_optimizers(module, self.optimizers, checkpoint["optimizer_states"])
+        self._restore.load_optimizers(module, self.optimizers, checkpoint)
 
     # -- a run ends
 
