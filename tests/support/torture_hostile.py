@@ -116,6 +116,24 @@ def _twice_named(manifest: Any) -> None:
     manifest["tensors"].append(_first(manifest))
 
 
+def _empty_pieces(manifest: Any) -> None:
+    tensor = _first(manifest)
+    shape, piece = tensor[2], tensor[3][0]
+    empty = [[0] * len(shape), [0, *shape[1:]], *piece[2:6], []]
+    tensor[3] = [*([empty] * 60_000), *tensor[3]]
+
+
+def _overlapping(manifest: Any) -> None:
+    """Another tensor has the same bytes, but for the first of them."""
+    tensor = next(each for each in manifest["tensors"] if each[1] == "float32" and each[3])
+    offsets, sizes, file, offset, nbytes, payload, checksums = tensor[3][0]
+    count = 1
+    for size in sizes:
+        count *= size
+    piece = [[0], [count - 1], file, offset, nbytes, payload + 4, checksums]
+    manifest["tensors"].append([["extra", "plain", "99"], "float32", [count - 1], [piece]])
+
+
 def _other_algorithm(manifest: Any) -> None:
     manifest["algorithm"] = "none"
 
@@ -151,6 +169,39 @@ CASES: dict[str, Spoil] = {
     "a tensor of exabytes without pieces": _manifest(_huge_empty),
     "a file of petabytes": _manifest(_huge_file),
     "one range for all of a large tensor": _manifest(_endless_from_little),
+    "pieces without elements": _manifest(_empty_pieces),
+    "pieces that overlap": _manifest(_overlapping),
+    "a step that is text": _state(lambda state: state.update(global_step="7")),
+    "a step below 0": _state(lambda state: state.update(global_step=-1)),
+    "an epoch that is a list": _state(lambda state: state.update(epoch=[1])),
+    "weights that are a list": _state(lambda state: state.update(state_dict=[1])),
+    "optimizers by name": _state(lambda state: state.update(optimizer_states={"adam": {}})),
+    "groups without parameters": _state(
+        lambda state: state["optimizer_states"][0].update(param_groups=[{"lr": 0.1}])
+    ),
+    "an optimizer that is a number": _state(lambda state: state.update(optimizer_states=[3])),
+    "loops that are text": _state(lambda state: state.update(loops="fit")),
+    "a loop of numbers": _state(lambda state: state["loops"].update(fit_loop=[1, 2])),
+    "progress that is text": _state(
+        lambda state: state["loops"]["fit_loop"].update(epoch_progress={"total": {"ready": "1"}})
+    ),
+    "schedulers of numbers": _state(lambda state: state.update(lr_schedulers=[1])),
+    "a callback's best models that are a list": _state(
+        lambda state: state.update(callbacks={"ModelCheckpoint{}": {"best_k_models": [1]}})
+    ),
+    "patience that is text": _state(
+        lambda state: state.update(callbacks={"EarlyStopping{}": {"wait_count": "x"}})
+    ),
+    "own states that are a list": _state(lambda state: state.update(shardeddp=[1])),
+    "kept shards that are numbers": _state(
+        lambda state: state["shardeddp"].update(kept_shards=[1])
+    ),
+    "the checkpoint as a list": _raw_state(lambda files, marker: b"[1,2]"),
+    "a tensor named by two arrays": _state(
+        lambda state: state.update(
+            callbacks={"Own": [{"$array": {"$tensor": "model.head.weight"}}] * 2}
+        )
+    ),
     "checksums without end": _manifest(_many_checksums),
     "a negative offset": _manifest(lambda manifest: _first(manifest)[3][0].__setitem__(5, -1)),
     "a fraction for a size": _manifest(lambda manifest: _first(manifest)[2].__setitem__(0, 1.0)),

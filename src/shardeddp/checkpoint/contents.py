@@ -307,7 +307,8 @@ def open_checkpoint(
     for note in contents.notes:
         warnings.warn(f"{path}: {note}", stacklevel=2)
     kept = KeptShards(check_fields(contents.checkpoint, path))
-    return {key: _with_small_tensors(value, kept) for key, value in contents.checkpoint.items()}
+    small = _SmallTensors(kept, contents.memory)
+    return {key: small.read(value) for key, value in contents.checkpoint.items()}
 
 
 def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:
@@ -334,19 +335,35 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
     return check_fields(checkpoint, path)
 
 
-def _with_small_tensors(value: Any, kept: KeptShards) -> Any:
-    """Read the callbacks' tensors at once, unless shards will be made of them.
+class _SmallTensors:
+    """Reads the callbacks' tensors at once, unless shards will be made of them.
 
-    What callbacks keep is theirs to look at and to change.
+    What callbacks keep is theirs to look at and to change. What was one tensor is one again.
+
+    Args:
+        kept: Those of which shards will be made.
+        memory: Equal for tensors that are stored once.
     """
-    if isinstance(value, LazyTensor):
-        lazy = value in kept or value.path[: len(PLAIN_EXTRA)] not in (PLAIN_EXTRA, SHARDED_EXTRA)
-        return value if lazy else value.whole()
-    if isinstance(value, Mapping):
-        read = {key: _with_small_tensors(item, kept) for key, item in value.items()}
-        if isinstance(value, dict):
-            value.update((key, item) for key, item in read.items() if item is not value[key])
+
+    def __init__(self, kept: KeptShards, memory: Callable[[torch.Tensor], Hashable]) -> None:
+        self._kept = kept
+        self._memory = memory
+        self._found: dict[Hashable, torch.Tensor] = {}
+
+    def read(self, value: Any) -> Any:
+        """A value with its small tensors read."""
+        if isinstance(value, LazyTensor):
+            if value in self._kept or value.path[:2] not in (PLAIN_EXTRA, SHARDED_EXTRA):
+                return value
+            place = self._memory(value), value.dtype, tuple(value.shape)
+            if place not in self._found:
+                self._found[place] = value.whole()
+            return self._found[place]
+        if isinstance(value, Mapping):
+            read = {key: self.read(item) for key, item in value.items()}
+            if isinstance(value, dict):
+                value.update((key, item) for key, item in read.items() if item is not value[key])
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(self.read(item) for item in value)
         return value
-    if type(value) in (list, tuple):
-        return type(value)(_with_small_tensors(item, kept) for item in value)
-    return value

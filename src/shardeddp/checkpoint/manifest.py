@@ -368,11 +368,11 @@ class _Reader:
             _file_name(name): StoredFile(nbytes=_count(nbytes), checksum=_text(checksum))
             for name, (nbytes, checksum) in document["files"].items()
         }
-        self._nbytes = sum(file.nbytes for file in self._files.values())
 
     def manifest(self) -> Manifest:
         document = self._document
         tensors = [self._tensor(*it) for it in document["tensors"]]
+        self._check_bytes(tensors)
         objects = [
             StoredObject(path=_path(path), item=self._item(*item))
             for path, *item in document["objects"]
@@ -397,12 +397,16 @@ class _Reader:
             shape=tuple(map(_count, shape)),
             pieces=tuple(self._piece(*piece) for piece in pieces),
         )
+        if len({(piece.item.file, piece.payload) for piece in tensor.pieces}) < len(tensor.pieces):
+            raise ValueError(f"{tensor.name} has two pieces of the same bytes")
         end = 0
         for piece in sorted(
             tensor.pieces, key=lambda piece: interval_of(piece.box, tensor.shape).start
         ):
             interval = interval_of(piece.box, tensor.shape)
             self._check_payload(tensor, piece)
+            if not interval.numel:
+                raise ValueError(f"{tensor.name} has a piece without elements")
             if interval.start != end:
                 raise ValueError(
                     f"the pieces of {tensor.name} do not tile it: {interval} comes after element "
@@ -411,13 +415,23 @@ class _Reader:
             end = interval.stop
         if end != tensor.numel:
             raise ValueError(f"the pieces of {tensor.name} end at element {end} of {tensor.numel}")
-        if (
-            tensor.nbytes > self._nbytes
-        ):  # pieces that share bytes could ask for any amount of memory
-            raise ValueError(
-                f"{tensor.name} has {tensor.nbytes} bytes, all files together {self._nbytes}"
-            )
         return tensor
+
+    def _check_bytes(self, tensors: Iterable[StoredTensor]) -> None:
+        """Bytes belong to one piece, which may be of several tensors (tied parameters).
+
+        Pieces that overlap otherwise could ask for any amount of memory.
+        """
+        places = {
+            (piece.item.file, piece.payload, piece.box.numel * tensor.dtype.itemsize): tensor.name
+            for tensor in tensors
+            for piece in tensor.pieces
+        }
+        last, end = "", 0
+        for (file, start, nbytes), name in sorted(places.items()):
+            if file == last and start < end:
+                raise ValueError(f"{name} has a piece that overlaps another one at {start} of {file}")
+            last, end = file, start + nbytes
 
     def _piece(
         self, offsets: Any, sizes: Any, file: Any, offset: Any, nbytes: Any, *rest: Any

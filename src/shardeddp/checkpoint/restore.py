@@ -5,6 +5,7 @@ The way back is here too: what the model was before can be put back.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -134,12 +135,17 @@ def load_optimizer(
         CheckpointError: It is of other parameter groups, or of parameters of other shapes.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if missing := {"state", "param_groups"} - state.keys():
+        raise CheckpointError(
+            f"the state of an optimizer in the checkpoint is damaged: expected state and "
+            f"param_groups in it, {' and '.join(sorted(missing))} is missing"
+        )
     _check_groups(optimizer, state["param_groups"])
     saved = _names_in(state) if saved is None else saved
     if saved is not None and names and optimizer.param_groups:
         state = _by_name(state, saved, names)
     if type(optimizer) in ELEMENTWISE:
-        _check_shapes(parameters, state["state"])
+        _check_states(optimizer, parameters, state)
     states = {
         index: {name: _state_like(name, value, parameters[index]) for name, value in values.items()}
         for index, values in state["state"].items()
@@ -215,22 +221,60 @@ def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]
             )
 
 
-def _check_shapes(
-    parameters: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]
+def _check_states(
+    optimizer: optim.Optimizer, parameters: Sequence[torch.Tensor], saved: Mapping[str, Any]
 ) -> None:
-    """Element-wise states of a parameter are one number, or have the parameter's shape."""
-    problems = [
-        f"{name} of parameter {index} has shape {tuple(value.shape)}, expected "
-        f"{tuple(parameters[index].shape)}"
-        for index, state in states.items()
-        if index < len(parameters)
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and value.numel() != 1
-        and value.shape != parameters[index].shape
-    ]
+    """States are those that a step makes: one number, or elements of the parameter's shape."""
+    kept: list[Mapping[str, Any]] = []
+    for group in saved["param_groups"]:
+        kept += [_after_a_step(type(optimizer), group)] * len(group["params"])
+    problems: list[str] = []
+    for index, state in saved["state"].items():
+        if not isinstance(index, int) or index >= min(len(kept), len(parameters)) or not state:
+            continue
+        if not isinstance(state, Mapping):
+            problems.append(f"that of parameter {index} is a {type(state).__name__}")
+            continue
+        missing = kept[index].keys() - state.keys()
+        problems += [f"{name} of parameter {index} is missing" for name in sorted(missing)]
+        for name, value in state.items():
+            wrong = _wrong_state(name, value, kept[index].get(name), parameters[index].shape)
+            problems += [f"{name} of parameter {index} {wrong}"] if wrong else []
     if problems:
         raise CheckpointError(f"the state of an optimizer does not fit:\n{_listed(problems)}")
+
+
+def _wrong_state(name: str, value: Any, like: Any, shape: torch.Size) -> str:
+    """What is wrong with a state, given what a step has made under its name; nothing if it fits."""
+    if not isinstance(value, torch.Tensor):
+        fits = not isinstance(like, torch.Tensor) or (
+            name in SCALAR_STATES and type(value) in (int, float)
+        )
+        return "" if fits else f"is a {type(value).__name__}, expected a tensor"
+    if value.shape != shape and not (name in SCALAR_STATES and value.numel() == 1):
+        return f"has shape {tuple(value.shape)}, expected {tuple(shape)}"
+    if isinstance(like, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return f"is {value.dtype}, expected {like.dtype}"
+    return ""
+
+
+def _after_a_step(kind: type[optim.Optimizer], group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an optimizer with these options keeps of a parameter of one element."""
+    taken = inspect.signature(kind.__init__).parameters.keys() & group.keys()
+    options = {name: group[name] for name in taken - {"params"}}
+    options |= {name: False for name in taken & {"fused", "capturable", "foreach"}}
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.zeros(1)
+    try:
+        probe: Any = kind([parameter], **options)  # type: ignore[call-arg]
+        probe.step()
+    except ValueError:
+        return {}  # values that a new optimizer refuses, and one that has them steps with
+    except Exception as error:
+        raise CheckpointError(
+            f"the options of an optimizer in the checkpoint make no {kind.__name__}: {error}"
+        ) from error
+    return probe.state[parameter]
 
 
 def _check_fit(

@@ -1,0 +1,85 @@
+"""States of optimizers that no step has made are refused before anything of a run is changed."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardeddp import CheckpointError
+from support.resuming import full_shard, in_one_file
+from support.tasks import TinyGpt, token_loader
+from support.trainers import full_weights, make_trainer
+from world import Worlds
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class UnderAdam(TinyGpt):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _group(**options: Any) -> Callable[[Any], None]:
+    return lambda optimizer: optimizer["param_groups"][0].update(options)
+
+
+def _state(**values: Any) -> Callable[[Any], None]:
+    return lambda optimizer: optimizer["state"][1].update(values)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "text for a learning rate": (_group(lr="0.1"), "options .* make no AdamW"),
+    "a number for betas": (_group(betas=0.9), "options .* make no AdamW"),
+    "no second moment": (
+        lambda optimizer: optimizer["state"][1].pop("exp_avg_sq"),
+        "exp_avg_sq of parameter 1 is missing",
+    ),
+    "a number for a moment": (_state(exp_avg=0.5), "exp_avg of parameter 1 is a float"),
+    "a moment of one element": (_state(exp_avg=torch.ones(1)), r"exp_avg .* has shape \(1,\)"),
+    "a moment of integers": (
+        lambda optimizer: optimizer["state"][1].update(
+            exp_avg=optimizer["state"][1]["exp_avg"].long()
+        ),
+        "exp_avg of parameter 1 is torch.int64",
+    ),
+    "a list for a state": (
+        lambda optimizer: optimizer["state"].update({1: [1]}),
+        "that of parameter 1 is a list",
+    ),
+    "text for a step": (_state(step="3"), "step of parameter 1 is a str"),
+    "groups that are missing": (
+        lambda optimizer: optimizer.pop("param_groups"),
+        "param_groups",
+    ),
+}
+
+
+def resume_changed(path: str, name: str) -> tuple[str, bool]:
+    """The error, and whether the model is as it was made."""
+    trainer = make_trainer(in_one_file(), max_epochs=1)
+    trainer.fit(UnderAdam(), token_loader(8))
+    trainer.save_checkpoint(path)
+    if torch.distributed.get_rank() == 0:
+        content = torch.load(path, weights_only=True)
+        CHANGES[name][0](content["optimizer_states"][0])
+        torch.save(content, path)
+    torch.distributed.barrier()
+    torch.manual_seed(3)
+    model = UnderAdam()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(full_shard(), max_epochs=2).fit(model, token_loader(8), ckpt_path=path)
+    after = full_weights(model)
+    return str(caught.value), all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_state_that_no_step_has_made_is_refused_and_named(
+    world: Worlds, tmp_path: Path, name: str
+) -> None:
+    for message, unchanged in world(2).run(resume_changed, str(tmp_path / "a.ckpt"), name):
+        assert re.search(CHANGES[name][1], message), message
+        assert unchanged
