@@ -216,3 +216,23 @@ def test_a_damaged_checkpoint_is_not_exported(path: Path, tmp_path: Path, capsys
 )
 def test_a_wrong_command_line_is_status_2(path: Path, capsys: Output, arguments: list[str]) -> None:
     assert run(capsys, *[text.format(path=path) for text in arguments])[0] == 2
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "consolidate"])
+@pytest.mark.parametrize("letters", ["\x1b[2J\x1b]0;title\x07", "\x9b31m", "\u202egnp.exe", "\x08\x7f"])
+def test_names_in_a_checkpoint_do_not_reach_the_terminal_as_commands(
+    tmp_path: Path, capsys: Output, command: str, letters: str
+) -> None:
+    state = checkpoint()
+    state["state_dict"] = {f"{key}{letters}": each for key, each in state["state_dict"].items()}
+    state["callbacks"] = {f"Own{letters}": {letters: 1}}
+    path = put(tmp_path / f"a{letters.replace('/', '')}.ckpt", state)
+    flip(path / DATA, 200) if command == "verify" else None
+    output = ["-o", tmp_path / "out.safetensors"] if command == "consolidate" else []
+    status, out, err = run(capsys, command, path, *output)
+    assert status == (command == "verify")
+    shown = out + err
+    assert letters not in shown
+    assert not any(letter in shown for letter in letters if not letter.isprintable())
+    if command == "inspect":
+        assert "\\x" in shown or "\\u202e" in shown

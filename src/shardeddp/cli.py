@@ -23,6 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import read_manifest
@@ -35,7 +36,7 @@ from shardeddp.checkpoint.verify import (
     module_rows,
     tensor_rows,
 )
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import CheckpointError, printable
 from shardeddp.report import human_bytes, inspection_view, verification_view
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,7 +100,7 @@ def verify(options: argparse.Namespace) -> int:
         if not one and not options.json:
             newest = next((each.path for each in found if each.good), None)
             console.print(
-                f"newest good checkpoint in {given}: {newest or 'none'}",
+                Text(printable(f"newest good checkpoint in {given}: {newest or 'none'}")),
                 soft_wrap=True,
                 highlight=False,
             )
@@ -151,11 +152,11 @@ def consolidate(options: argparse.Namespace) -> int:
             limit = options.max_shard_size
             exported = to_safetensors(path, options.output, selection, max_nbytes=limit, **reports)
     for note in exported.notes:
-        print(f"shardeddp {options.name}: {note}", file=sys.stderr)
+        print(f"shardeddp {options.name}: {printable(note)}", file=sys.stderr)
     what = f"{exported.num_tensors:,} tensors, {human_bytes(exported.nbytes)}"
     shown = [str(path) for path in exported.paths]
     files = shown[0] if len(shown) == 1 else f"{shown[0]} and {len(shown) - 1} more"
-    print(f"wrote {what} to {files}")
+    print(printable(f"wrote {what} to {files}"))
     return 0
 
 

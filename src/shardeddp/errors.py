@@ -5,7 +5,21 @@ A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong mom
 a caller may want to catch one thing alone.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+
+
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """A text that leaves a terminal as it is: controls and marks of direction are written out.
+
+    Names in files are whatever somebody has put there.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class ConfigurationError(ValueError):
@@ -94,6 +108,9 @@ class CheckpointError(RuntimeError):
 
     It says what was expected and found, and where.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -18,6 +18,7 @@ from shardeddp.checkpoint.manifest import CRC, Manifest
 from shardeddp.checkpoint.verify import Row, Verification, total
 from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
+from shardeddp.errors import printable
 
 # -- The table of units that a run prints before training: what is gathered together, and what each
 #    rank stores of it
@@ -319,18 +320,21 @@ def inspection_view(
 def verification_view(found: Verification, seconds: float) -> RenderableType:
     """One line for a good checkpoint, a line for each damage of another."""
     speed = f"{human_bytes(found.nbytes)} in {seconds:.1f} s"
+    path = printable(str(found.path))
     step = "" if found.step is None else f", step {found.step:,}"
     if found.good:
-        head = Text.assemble(("good     ", "bold green"), f"{found.path} ({speed}{step})")
+        head = Text.assemble(("good     ", "bold green"), f"{path} ({speed}{step})")
     else:
         count = f"{len(found.damages):,} place{'s' * (len(found.damages) > 1)}"
-        head = Text.assemble(("DAMAGED  ", "bold red"), f"{found.path} ({count}{step})")
-    lines = [Text(f"  {damage}") for damage in found.damages[:MAX_DAMAGES]]
+        head = Text.assemble(("DAMAGED  ", "bold red"), f"{path} ({count}{step})")
+    lines = [Text(printable(f"  {damage}")) for damage in found.damages[:MAX_DAMAGES]]
     if len(found.damages) > MAX_DAMAGES:
         lines.append(Text(f"  and {len(found.damages) - MAX_DAMAGES:,} more; --json has them all"))
     if found.unchecked:
         names = ", ".join(found.unchecked[:3]) + (", ..." if len(found.unchecked) > 3 else "")
-        lines.append(Text(f"  not checked, for it was written without a checksum: {names}"))
+        lines.append(
+            Text(printable(f"  not checked, for it was written without a checksum: {names}"))
+        )
     return Group(head, *lines)
 
 
@@ -351,7 +355,7 @@ def _facts(path: Path, manifest: Manifest) -> Table:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, fact in facts.items():
-        table.add_row(Text(name), Text(fact))
+        table.add_row(Text(name), Text(printable(fact)))
     return table
 
 
@@ -379,7 +383,7 @@ def _tensor_table(rows: Sequence[Row], width: int) -> Table:
 
 
 def _name(row: Row) -> Text:
-    return Text(f"{row.name} (is {row.same_as})" if row.same_as else row.name)
+    return Text(printable(f"{row.name} (is {row.same_as})" if row.same_as else row.name))
 
 
 def _shape(row: Row) -> Text:

@@ -22,7 +22,7 @@ from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_E
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import Codec, Opaque, decode, dict_codec, opaque_paths
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import CheckpointError, printable
 
 # -- The contents of a checkpoint as the dictionary that Lightning has in a ``.ckpt`` file, tensors
 #    unread
@@ -305,7 +305,7 @@ def open_checkpoint(
     except CheckpointError as error:
         raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from error
     for note in contents.notes:
-        warnings.warn(f"{path}: {note}", stacklevel=2)
+        warnings.warn(printable(f"{path}: {note}"), stacklevel=2)
     kept = KeptShards(check_fields(contents.checkpoint, path))
     small = _SmallTensors(kept, contents.memory)
     return {key: small.read(value) for key, value in contents.checkpoint.items()}

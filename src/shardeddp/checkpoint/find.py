@@ -34,7 +34,7 @@ from shardeddp.checkpoint.manifest import (
     manifest_from_bytes,
 )
 from shardeddp.checkpoint.schema import check_fields
-from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.errors import CheckpointError, DamagedCheckpointError, printable
 from shardeddp.plan.layout import Interval
 from shardeddp.wrap.tree import first_three
 
@@ -363,7 +363,8 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]
             path = str(checkpoint.path)
             candidates.setdefault(os.path.realpath(path), _candidate(path, called_last=False))
     if skipped:
-        warnings.warn("not whole, left aside: " + "; ".join(skipped.values()), stacklevel=2)
+        left = printable("; ".join(skipped.values()))
+        warnings.warn(f"not whole, left aside: {left}", stacklevel=2)
     if skipped and not candidates:
         raise CheckpointError(
             f"no checkpoint is whole among {', '.join(skipped)}. Leave ckpt_path out to train from "

@@ -15,7 +15,7 @@ import torch
 from torch import nn, optim
 
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.errors import CheckpointError
+from shardeddp.errors import CheckpointError, printable
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.wrap.tree import first_three
@@ -184,7 +184,7 @@ def _by_name(
     left = (place for place in range(len(names)) if place not in taken)
     by_number = dict(zip(unknown, left, strict=True))
     if renamed := [index for index in unknown if saved[index] and index in state["state"]]:
-        pairs = (f"{saved[index]} to {names[by_number[index]]}" for index in renamed)
+        pairs = (f"{printable(saved[index])} to {names[by_number[index]]}" for index in renamed)
         warnings.warn(
             f"the states of an optimizer are of parameters with other names: {first_three(pairs)}. "
             f"They were loaded by number",
