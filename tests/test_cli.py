@@ -219,7 +219,9 @@ def test_a_wrong_command_line_is_status_2(path: Path, capsys: Output, arguments:
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "consolidate"])
-@pytest.mark.parametrize("letters", ["\x1b[2J\x1b]0;title\x07", "\x9b31m", "\u202egnp.exe", "\x08\x7f"])
+@pytest.mark.parametrize(
+    "letters", ["\x1b[2J\x1b]0;title\x07", "\x9b31m", "\u202egnp.exe", "\x08\x7f"]
+)
 def test_names_in_a_checkpoint_do_not_reach_the_terminal_as_commands(
     tmp_path: Path, capsys: Output, command: str, letters: str
 ) -> None:

@@ -8,7 +8,6 @@ a caller may want to catch one thing alone.
 import re
 from collections.abc import Mapping, Sequence
 
-
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )

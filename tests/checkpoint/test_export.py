@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.manifest import STATE
+from shardeddp.checkpoint.verify import verify
 from shardeddp.errors import CheckpointError
 from support.exporting import PARAMETERS, checkpoint, flip, put, read_safetensors, same, weights
 from support.foreign import train_model_parallel
@@ -280,3 +281,48 @@ def test_plain_dcp_is_exported(tmp_path: Path) -> None:
     assert same(read_safetensors(tmp_path / "model.safetensors")[0], state)
     to_ckpt(tmp_path / "stock", tmp_path / "whole.ckpt", Selection(foreign=True))
     assert same(torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"], state)
+
+
+def test_nothing_is_written_into_a_checkpoint(tmp_path: Path) -> None:
+    path, other = put(tmp_path / "a.ckpt"), put(tmp_path / "b.ckpt")
+    (tmp_path / "link").symlink_to(other)
+    for folder in (path, other, tmp_path / "link", path / ".." / "b.ckpt"):
+        for export, name in ((to_safetensors, "model.safetensors"), (to_ckpt, "model.ckpt")):
+            with pytest.raises(CheckpointError, match="is a checkpoint: expected model"):
+                export(path, folder / name)
+    assert verify(path) == verify(other) == []
+
+
+def test_files_of_an_earlier_export_go_with_it(tmp_path: Path) -> None:
+    path, target = put(tmp_path / "a.ckpt"), tmp_path / "model.safetensors"
+    foreign = tmp_path / "model-00009-of-00009.safetensors"
+    foreign.write_text("mine")
+
+    def files() -> set[str]:
+        return {it.name for it in tmp_path.iterdir() if it.name.startswith("model")} - {
+            foreign.name
+        }
+
+    for nbytes in (100, 280, 10**9, 100, 10**9, 280):
+        if files():
+            with pytest.raises(CheckpointError, match=r"--force|is there already"):
+                to_safetensors(path, target, max_nbytes=nbytes)
+        exported = to_safetensors(path, target, max_nbytes=nbytes, force=True)
+        assert files() == {it.name for it in exported.paths}
+    assert foreign.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "listed", ["../train.py", "/etc/passwd", "train.py", "model.py", "model-1-of-2.safetensors"]
+)
+def test_an_index_deletes_nothing_but_files_of_its_export(tmp_path: Path, listed: str) -> None:
+    path, target = put(tmp_path / "out" / "a.ckpt"), tmp_path / "out" / "model.safetensors"
+    victim = target.parent / listed
+    if not listed.startswith("/"):
+        victim.write_text("mine")
+    index = target.with_name(f"{target.name}.index.json")
+    index.write_text(json.dumps({"weight_map": {"a": listed}}))
+    to_safetensors(path, target, force=True)
+    assert victim.exists()
+    assert target.exists()
+    assert not index.exists()

@@ -1,14 +1,16 @@
 """Sharded checkpoints of odd models, and at odd times."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardeddp import CheckpointError, CheckpointOptions, ShardedDP
-from support.resuming import fit, full_shard
+from shardeddp import CheckpointError, CheckpointOptions, ShardedDP, load_from_checkpoint
+from shardeddp.checkpoint.verify import verify
+from support.resuming import Make, fit, full_shard, in_one_file, no_shard
 from support.tasks import Block, TinyGpt
 from support.trainers import full_weights
 from world import Worlds
@@ -91,3 +93,52 @@ def test_a_parameter_of_one_number_resumes_like_any_other(world: Worlds, tmp_pat
 
 def fit_scaled(path: str) -> None:
     fit(full_shard(), 1, None, path, Scaled)
+
+
+class OddBuffers(TinyGpt):
+    """Buffers that are not elements one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.arange(24.0)
+        self.register_buffer("expanded", base[3].expand(7))
+        self.register_buffer("matrix", base[:4].expand(3, 4))
+        self.register_buffer("strided", base[::5])
+        self.register_buffer("transposed", base.reshape(4, 6).t())
+        self.register_buffer("conjugated", torch.complex(base[:3], base[3:6]).conj())
+        self.register_buffer("empty", torch.empty(0, 3))
+
+
+def save_odd_buffers(make: Make, path: str) -> bool:
+    saved = fit(make(), 1, None, path, OddBuffers)
+    loaded = fit(make(), 1, path, None, OddBuffers)
+    return all(
+        torch.equal(buffer, dict(loaded.named_buffers())[name])
+        for name, buffer in saved.named_buffers()
+    )
+
+
+@pytest.mark.parametrize("make", [full_shard, in_one_file, no_shard])
+def test_buffers_of_any_strides_are_saved(world: Worlds, tmp_path: Path, make: Make) -> None:
+    assert world(2).run(save_odd_buffers, make, str(tmp_path / "odd.ckpt")) == [True, True]
+    assert verify(tmp_path / "odd.ckpt") == []
+
+
+class InHalf(TinyGpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.to(torch.bfloat16)
+
+
+def test_a_conversion_of_what_is_loaded_is_said(world: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "state.ckpt"
+    world(2).run(fit_and_save, str(path))
+    with pytest.warns(UserWarning, match=r"head.weight from torch.float32 to torch.bfloat16"):
+        load_from_checkpoint(InHalf, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_from_checkpoint(TinyGpt, path)
+
+
+def fit_and_save(path: str) -> None:
+    fit(full_shard(), 1, None, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -126,10 +127,8 @@ def _empty_pieces(manifest: Any) -> None:
 def _overlapping(manifest: Any) -> None:
     """Another tensor has the same bytes, but for the first of them."""
     tensor = next(each for each in manifest["tensors"] if each[1] == "float32" and each[3])
-    offsets, sizes, file, offset, nbytes, payload, checksums = tensor[3][0]
-    count = 1
-    for size in sizes:
-        count *= size
+    _, sizes, file, offset, nbytes, payload, checksums = tensor[3][0]
+    count = math.prod(sizes)
     piece = [[0], [count - 1], file, offset, nbytes, payload + 4, checksums]
     manifest["tensors"].append([["extra", "plain", "99"], "float32", [count - 1], [piece]])
 

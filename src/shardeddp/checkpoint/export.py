@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import struct
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,10 +25,13 @@ from shardeddp.checkpoint.contents import (
     read_foreign_contents,
 )
 from shardeddp.checkpoint.directory import new_files
+from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.full import TorchFile, plain
+from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.read import Progress, chunks, silent
 from shardeddp.checkpoint.snapshot import tensors_of
 from shardeddp.errors import CheckpointError
+from shardeddp.wrap.tree import first_three
 
 # -- Writes safetensors files (https://github.com/huggingface/safetensors), tensor by tensor, and
 #    the index over several
@@ -241,6 +246,7 @@ def to_safetensors(
             written.
         NotImplementedError: A dtype is none of safetensors'.
     """
+    _require_outside(target)
     contents = _open(source, selection, (WEIGHTS, TRAINED))
     notes = list(contents.notes)
     weights = _names(_weights(contents.checkpoint, selection, notes), selection.strip_prefix)
@@ -254,12 +260,20 @@ def to_safetensors(
     started(nbytes)
     index = [index_path(target)] if len(files) > 1 else []
     metadata = {"format": "pt"} | aliases
+    former = _former(target) - {path.name for path in [*paths, *index]}
+    if former and not force:
+        raise CheckpointError(
+            f"an earlier export to {target} has other files ({first_three(sorted(former))}), which "
+            f"would not belong to this one: remove them, or replace them with --force"
+        )
     with new_files([*paths, *index], force) as opened:
         for file, part in zip(opened, files, strict=False):
             write_safetensors(file, part, metadata, progress)
         if index:
             parts = {path.name: part for path, part in zip(paths, files, strict=True)}
             opened[-1].write(index_bytes(parts, metadata))
+    for name in former:
+        target.with_name(name).unlink(missing_ok=True)
     return Exported(paths=[*paths, *index], nbytes=nbytes, num_tensors=len(entries), notes=notes)
 
 
@@ -288,6 +302,7 @@ def to_ckpt(
             "a whole .ckpt file is as the training saved it: averaged weights and other names go "
             "with weights_only"
         )
+    _require_outside(target)
     kept = (*_OF_A_MODEL, *HYPER_PARAMETERS, TRAINED) if selection.weights_only else None
     contents = _open(source, selection, kept)
     checkpoint, notes = dict(contents.checkpoint), list(contents.notes)
@@ -315,6 +330,28 @@ def to_ckpt(
                 f"{', '.join(unsafe)}"
             )
     return Exported(paths=[target], nbytes=nbytes, num_tensors=len(tensors), notes=notes)
+
+
+def _require_outside(target: Path) -> None:
+    """Refuse to write into a checkpoint, whose files are counted."""
+    if carries_manifest(target.parent) or os.path.lexists(target.parent / DCP_METADATA):
+        raise CheckpointError(
+            f"{target.parent} is a checkpoint: expected {target.name} to go elsewhere, where it "
+            f"damages none"
+        )
+
+
+def _former(target: Path) -> set[str]:
+    """Names of the files of an earlier export to the same place: one, or several and an index."""
+    index = index_path(target)
+    found = {target.name} if os.path.lexists(target) else set[str]()
+    try:
+        places: Any = json.loads(index.read_bytes())["weight_map"].values()
+        names = set(map(str, places))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return found
+    pattern = re.compile(rf"{re.escape(target.stem)}-\d{{5}}-of-\d{{5}}{re.escape(target.suffix)}")
+    return found | {index.name} | {name for name in names if pattern.fullmatch(name)}
 
 
 def _open(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:

@@ -430,7 +430,9 @@ class _Reader:
         last, end = "", 0
         for (file, start, nbytes), name in sorted(places.items()):
             if file == last and start < end:
-                raise ValueError(f"{name} has a piece that overlaps another one at {start} of {file}")
+                raise ValueError(
+                    f"{name} has a piece that overlaps another one at {start} of {file}"
+                )
             last, end = file, start + nbytes
 
     def _piece(

@@ -17,6 +17,7 @@ from torch import nn, optim
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.errors import CheckpointError, printable
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
+from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.wrap.tree import first_three
 
@@ -93,6 +94,14 @@ def parameter_names(
         ]
         for optimizer in optimizers
     ]
+
+
+def give_memory(module: nn.Module) -> None:
+    """Let buffers whose elements share memory (expanded ones) have their own, to load into."""
+    for owner in module.modules():
+        for name, buffer in [*owner._buffers.items()]:
+            if isinstance(buffer, torch.Tensor) and overlaps_itself(buffer):
+                owner._buffers[name] = buffer.contiguous()
 
 
 def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:

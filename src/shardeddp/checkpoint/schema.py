@@ -141,12 +141,12 @@ _OPTIMIZER = _record(
 _BEST = _record(
     {
         "best_model_score": _SCORE,
-        "best_model_path": _TEXT,
+        "best_model_path": _or_none(_TEXT),
         "current_score": _SCORE,
         "best_k_models": _mapping_of(lambda name: _SCORE),
-        "kth_best_model_path": _TEXT,
+        "kth_best_model_path": _or_none(_TEXT),
         "kth_value": _SCORE,
-        "last_model_path": _TEXT,
+        "last_model_path": _or_none(_TEXT),
     }
 )
 _STOPPING = _record(
@@ -179,7 +179,7 @@ _CHECKPOINT = _record(
         "lr_schedulers": _list_of(_MAPPING),
         "loops": _mapping_of(lambda name: _LOOP),
         "callbacks": _callbacks,
-        "hparams_name": _TEXT,
+        "hparams_name": _or_none(_TEXT),
         "shardeddp": _OWN,
     }
 )

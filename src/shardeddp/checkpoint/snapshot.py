@@ -119,8 +119,8 @@ def compare_shares(shares: Sequence[Share], mesh: Mesh) -> None:
 
 
 def plain_elements(elements: torch.Tensor) -> torch.Tensor:
-    """In host memory as they are, without a conjugation that is still to come."""
-    return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
+    """In host memory, one after the other, without a conjugation that is still to come."""
+    return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _key(share: Share) -> BoxKey:

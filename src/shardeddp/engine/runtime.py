@@ -31,6 +31,7 @@ from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained
 from shardeddp.tensor.memoryless import never_traced
+from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import (
     OptimizedModule,
@@ -83,9 +84,12 @@ class BufferSync:
             ).wait()  # whatever the backend thinks of the dtype
             if self._mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
-                foreach_copy_(
-                    buffers, [p.view(b.shape) for p, b in zip(pieces, buffers, strict=True)]
-                )
+                pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
+                plain = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
+                if plain:
+                    foreach_copy_(*map(list, zip(*plain, strict=True)))
+                for buffer, piece in pairs if len(plain) < len(pairs) else ():
+                    buffer.copy_(piece)
 
 
 def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
@@ -100,9 +104,7 @@ def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
         or not buffer.numel()
     ):
         return False
-    return all(
-        stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True) if size > 1
-    )
+    return not overlaps_itself(buffer)
 
 
 # -- Find the tensors in what a module takes and returns

@@ -6,6 +6,7 @@ It has ``load_from_checkpoint``, ours and Lightning's.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -18,6 +19,7 @@ from shardeddp.checkpoint.durable import local_path
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.lightning.api import LightningModule, extend_reading, load_state, migrate_checkpoint
 from shardeddp.lightning.restore import open_any
+from shardeddp.wrap.tree import first_three
 
 ModuleT = TypeVar("ModuleT", bound=LightningModule)
 
@@ -61,7 +63,26 @@ def load_from_checkpoint(
     saved = checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {})
     saved.update(hyper_parameters)
     module: Any = load_state(module_class, checkpoint, strict=strict, **hyper_parameters)
+    _warn_of_casts(path, checkpoint[WEIGHTS], module)
     return module.to(map_location)
+
+
+def _warn_of_casts(path: str, saved: Mapping[str, Any], module: torch.nn.Module) -> None:
+    """Name what was converted: numbers may have been rounded, or take twice the memory."""
+    own = module.state_dict(keep_vars=True)
+    casts = [
+        f"{name} from {value.dtype} to {own[name].dtype}"
+        for name, value in saved.items()
+        if isinstance(value, torch.Tensor)
+        and isinstance(own.get(name), torch.Tensor)
+        and own[name].dtype != value.dtype
+    ]
+    if casts:
+        warnings.warn(
+            f"tensors of {path} were converted to the dtypes of {type(module).__name__}: "
+            f"{first_three(casts)}",
+            stacklevel=3,
+        )
 
 
 def read_directories_too() -> None:

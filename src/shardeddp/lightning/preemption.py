@@ -12,7 +12,9 @@ sends SIGKILL.
 The checkpoint is saved where ``ckpt_path="last"`` finds it: as the ``last`` of a
 ``ModelCheckpoint(save_last=True)``; by callbacks that save on exceptions
 (``save_on_exception=True``, ``OnExceptionCheckpoint``); else as ``last-preempted.ckpt`` beside the
-checkpoints of the first ``ModelCheckpoint``, or in ``default_root_dir``. Then every rank ends with
+checkpoints of the first ``ModelCheckpoint``, or in ``default_root_dir``, also with
+``enable_checkpointing=False``, which the message then says: what a signal ends should not be lost.
+Then every rank ends with
 exit code 143, after callbacks and loggers have heard of a ``SIGTERMException``.
 
 A batch whose gradients are still to be accumulated, and the last of an epoch, before validation,
@@ -169,8 +171,15 @@ class Preemption:
             raise SIGTERMException(EXIT_CODE)
         rank_zero_info("A signal asks for the end of this run: saving a checkpoint")
         path = _save(trainer)
+        keeps = any(not isinstance(each, _Boundary) for each in trainer.checkpoint_callbacks)
         rank_zero_info(
-            f"Preempted at step {trainer.global_step}: {path} holds it; exit code {EXIT_CODE}"
+            f"Preempted at step {trainer.global_step}: {path} holds it"
+            + (
+                ""
+                if keeps
+                else ", although no callback keeps checkpoints: delete it if you do not go on"
+            )
+            + f"; exit code {EXIT_CODE}"
         )
         launcher = self._boundary.launcher if self._boundary is not None else None
         if launcher is not None:

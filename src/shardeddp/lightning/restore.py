@@ -26,6 +26,7 @@ from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.restore import (
     Replaced,
+    give_memory,
     load_model,
     load_optimizer,
     parameter_names,
@@ -93,8 +94,8 @@ class Restore:
             CheckpointError: It is damaged, or ranks do not see the same; with advice.
         """
         checkpoint = self._open(path, weights_only, io)
-        own = checkpoint.get(KEY) if isinstance(checkpoint, Mapping) else None
-        self._saved_names = own.get(NAMES, ()) if isinstance(own, Mapping) else ()
+        own: Mapping[str, Any] = check_fields(checkpoint, path).get(KEY, {})
+        self._saved_names = own.get(NAMES, ())
         return checkpoint
 
     def _open(
@@ -161,6 +162,7 @@ class Restore:
 
         def load() -> None:
             stage(staged, module)
+            give_memory(module)
             # The optimizers are made when the model is there; not before can they refuse what is
             # stored for them.
             self._replaced = Replaced(module) if fitting else None
@@ -209,17 +211,18 @@ class Restore:
                     f"{len(optimizers)}: train with the optimizers that it was saved with, or load "
                     f"its weights alone"
                 )
-            saved = self._saved_names or [None] * len(states)
-            names = parameter_names(module, optimizers)
-            if not self._saved_names:
+            named = len(self._saved_names) == len(states)  # not by this package, or by an early one
+            if not named:
                 self._warn_of_order(module, checkpoint)
-            for optimizer, state, *named in zip(optimizers, states, saved, names, strict=False):
+            names = parameter_names(module, optimizers)
+            for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
                 inner = (
                     optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
                 )
                 if not state and not inner.state_dict():
                     continue  # Lightning's placeholder for a module without optimizers
-                load_optimizer(inner, state, *named)
+                saved = self._saved_names[number] if named else None
+                load_optimizer(inner, state, saved, names[number])
 
         self.load(load, module)
         self._replaced = None

@@ -173,3 +173,10 @@ def _written_places(func: Any) -> list[tuple[int, str]]:
         for place, it in enumerate(arguments)
         if it.alias_info and it.alias_info.is_write
     ]
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do."""
+    return tensor.layout is torch.strided and not all(
+        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
