@@ -184,8 +184,11 @@ def _by_name(
 ) -> Mapping[str, Any]:
     """A state with the numbers that parameters have now; groups keep their options."""
     saved, names = ([name.replace(_COMPILED, "") for name in each] for each in (saved, names))
-    if len(saved) != len(names) or saved == names:
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if saved == names or not len(saved) == len(names) == len(numbers):
         return state
+    if numbers != list(range(len(numbers))):
+        return state  # not as torch numbers them
     places = {name: place for place, name in enumerate(names)}
     found = {index: places[name] for index, name in enumerate(saved) if name in places}
     taken = set(found.values())

@@ -68,10 +68,10 @@ def _names(value: Any, path: str) -> None:
 
 
 def _record(fields: Mapping[str, Check], *required: str) -> Check:
-    """A mapping with names for keys; those of its fields that are there are checked."""
+    """A mapping; those of its fields that are there are checked."""
 
     def check(value: Any, path: str) -> None:
-        _names(value, path)
+        _MAPPING(value, path)
         for name in required:
             if name not in value:
                 raise _WrongError(f"{path}: expected {name} in it, found none")
@@ -92,18 +92,22 @@ def _list_of(inner: Check) -> Check:
 
 
 def _mapping_of(inner: Callable[[str], Check]) -> Check:
-    """A mapping with names for keys; what is checked depends on the name."""
+    """A mapping; what is checked depends on the name."""
 
     def check(value: Any, path: str) -> None:
-        _names(value, path)
+        _MAPPING(value, path)
         for name, item in value.items():
-            inner(name)(item, f"{path}.{name}")
+            inner(str(name))(item, f"{path}.{name}")
 
     return check
 
 
 def _or_none(inner: Check) -> Check:
     return lambda value, path: None if value is None else inner(value, path)
+
+
+def _anything(value: Any, path: str) -> None:
+    pass
 
 
 def _callbacks(value: Any, path: str) -> None:
@@ -116,9 +120,9 @@ def _callbacks(value: Any, path: str) -> None:
 
 
 def _progress(value: Any, path: str) -> None:
-    """Counts and flags of a loop, in mappings."""
+    """Counts and flags of a loop, in mappings; early releases of Lightning left some None."""
     if not isinstance(value, Mapping):
-        if type(value) is not bool:
+        if value is not None and type(value) is not bool:
             _count(value, path)
         return
     for name, item in value.items():
@@ -131,7 +135,15 @@ _TEXT = _is("text", str)
 _NUMBER = _is("a number", int, float)
 _SCORE = _or_none(_is("a tensor or a number", torch.Tensor, int, float))
 
-_LOOP = _mapping_of(lambda name: _progress if name.endswith("progress") else _MAPPING)
+_LOOP = _mapping_of(
+    lambda name: (
+        _progress
+        if name.endswith("progress")
+        else _MAPPING
+        if name.endswith("state_dict")
+        else _anything
+    )
+)
 _OPTIMIZER = _record(
     {
         "state": _MAPPING,

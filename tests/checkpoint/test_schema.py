@@ -1,0 +1,109 @@
+"""Fields of a checkpoint that a run uses are what stands there, or are refused by name; the others are anybody's."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from shardeddp.checkpoint.schema import check_fields
+from shardeddp.errors import CheckpointError
+
+PROGRESS = {"ready": 3, "started": 3, "processed": 2, "completed": 2}
+
+LEGITIMATE: dict[str, Any] = {
+    "nothing": {},
+    "weights alone": {"state_dict": OrderedDict(a=torch.ones(1), extra={"x": 1})},
+    "all of it": {
+        "epoch": 0,
+        "global_step": 7,
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": {},
+        "loops": {
+            "fit_loop": {
+                "state_dict": {"combined_loader": [{"at": 3}]},
+                "epoch_loop.batch_progress": {
+                    "total": PROGRESS,
+                    "current": PROGRESS,
+                    "is_last_batch": True,
+                },
+                "epoch_loop.automatic_optimization.optim_progress": {
+                    "optimizer": {"step": {"total": PROGRESS}}
+                },
+            }
+        },
+        "callbacks": {
+            "ModelCheckpoint{'monitor': None}": {
+                "best_model_score": torch.tensor(0.5),
+                "best_k_models": {"/a/b.ckpt": torch.tensor(0.5)},
+                "kth_value": torch.tensor(0.5),
+                "best_model_path": "",
+                "dirpath": None,
+            },
+            "EarlyStopping{'monitor': 'x'}": {"wait_count": 0, "best_score": torch.tensor(1.0)},
+            "Timer": {"time_elapsed": {"train": 1.5}},
+            "MyOwn": [1, 2],
+        },
+        "optimizer_states": [
+            {"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+            {},
+        ],
+        "lr_schedulers": [{"last_epoch": 3}],
+        "hparams_name": None,
+        "hyper_parameters": {"anything": object()},
+    },
+    "of an early release": {
+        "callbacks": {dict: {"best": 1}},
+        "loops": {
+            "fit_loop": {
+                "epoch_loop._results": None,
+                "epoch_progress": {"total": {**PROGRESS, "started": None}},
+            }
+        },
+    },
+    "keys that are no names": {0: "mine", ("a", 1): "mine", "epoch": 1},
+    "names for numbers": {
+        "optimizer_states": [{"state": {"w": {}}, "param_groups": [{"params": ("w",)}]}]
+    },
+}
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_what_runs_save_is_let_through(name: str) -> None:
+    assert check_fields(LEGITIMATE[name], "a.ckpt") is LEGITIMATE[name]
+
+
+WRONG: dict[str, Any] = {
+    "its root: expected a mapping, found a list": [1],
+    "epoch: expected a count, found -1": {"epoch": -1},
+    "epoch: expected a count, found True": {"epoch": True},
+    "global_step: expected a count, found a str": {"global_step": "7"},
+    "state_dict: expected names, found a key that is a int": {"state_dict": {1: 2}},
+    "optimizer_states: expected a list, found a dict": {"optimizer_states": {}},
+    "optimizer_states.1: expected a mapping, found 3": {"optimizer_states": [{}, 3]},
+    "optimizer_states.0.param_groups.0: expected params in it": {
+        "optimizer_states": [{"param_groups": [{"lr": 0.1}]}]
+    },
+    "loops.fit_loop: expected a mapping": {"loops": {"fit_loop": [1]}},
+    "loops.fit_loop.epoch_progress.total.ready: expected a count": {
+        "loops": {"fit_loop": {"epoch_progress": {"total": {"ready": "x"}}}}
+    },
+    "callbacks.ModelCheckpoint.best_k_models: expected a mapping": {
+        "callbacks": {"ModelCheckpoint{...}": {"best_k_models": [1]}}
+    },
+    "callbacks.Timer.time_elapsed.train: expected a number": {
+        "callbacks": {"Timer": {"time_elapsed": {"train": "x"}}}
+    },
+    "lr_schedulers.0: expected a mapping": {"lr_schedulers": [1]},
+    "shardeddp.optimizer_parameters.0.0: expected text": {
+        "shardeddp": {"optimizer_parameters": [[1]]}
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_field_that_is_something_else_is_refused_with_its_place(message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        check_fields(WRONG[message], "a.ckpt")
+    assert message in str(caught.value)
+    assert "a.ckpt" in str(caught.value)
