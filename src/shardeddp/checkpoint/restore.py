@@ -5,7 +5,6 @@ The way back is here too: what the model was before can be put back.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -239,7 +238,8 @@ def _check_states(
     """States are those that a step makes: one number, or elements of the parameter's shape."""
     kept: list[Mapping[str, Any]] = []
     for group in saved["param_groups"]:
-        kept += [_after_a_step(type(optimizer), group)] * len(group["params"])
+        states = _after_a_step(type(optimizer), group)
+        kept += [states] * len(group["params"])
     problems: list[str] = []
     for index, state in saved["state"].items():
         if not isinstance(index, int) or index >= min(len(kept), len(parameters)) or not state:
@@ -272,19 +272,18 @@ def _wrong_state(name: str, value: Any, like: Any, shape: torch.Size) -> str:
 
 def _after_a_step(kind: type[optim.Optimizer], group: Mapping[str, Any]) -> Mapping[str, Any]:
     """What an optimizer with these options keeps of a parameter of one element."""
-    taken = inspect.signature(kind.__init__).parameters.keys() & group.keys()
-    options = {name: group[name] for name in taken - {"params"}}
-    options |= {name: False for name in taken & {"fused", "capturable", "foreach"}}
     parameter = torch.zeros(1, requires_grad=True)
     parameter.grad = torch.zeros(1)
     try:
-        probe: Any = kind([parameter], **options)  # type: ignore[call-arg]
+        probe: Any = kind([parameter])  # type: ignore[call-arg]
+        probe.load_state_dict({"state": {}, "param_groups": [{**group, "params": [0]}]})
+        own = probe.param_groups[0]
+        own.update({name: False for name in own.keys() & {"fused", "capturable", "foreach"}})
         probe.step()
-    except ValueError:
-        return {}  # values that a new optimizer refuses, and one that has them steps with
     except Exception as error:
         raise CheckpointError(
-            f"the options of an optimizer in the checkpoint make no {kind.__name__}: {error}"
+            f"the options of an optimizer in the checkpoint make no {kind.__name__}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return probe.state[parameter]
 

@@ -35,6 +35,44 @@ def check_fields(checkpoint: Any, source: object) -> dict[str, Any]:
     return checkpoint
 
 
+def check_like(saved: Any, own: Any, path: str) -> None:
+    """Check that a saved state has values of the kinds that its owner has now.
+
+    Args:
+        saved: As it was read.
+        own: The state of the object that is going to load it, of the same class.
+        path: Where it is in the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: A value is of another kind, as text instead of a number: says which.
+    """
+    found, expected = _kind(saved), _kind(own)
+    if found and expected and found != expected:
+        raise CheckpointError(
+            f"{path} in the checkpoint is {found} ({type(saved).__name__}), expected {expected}: it "
+            f"is damaged, or of another object"
+        )
+    if expected == "a mapping" == found:
+        for name in own.keys() & saved.keys():
+            check_like(saved[name], own[name], f"{path}.{name}")
+    elif expected == "a list" == found and len({*map(_kind, own)}) == 1:
+        for index, item in enumerate(saved):
+            check_like(item, own[0], f"{path}.{index}")
+
+
+def _kind(value: Any) -> str:
+    """In a word, of the values that have one; nothing of the others, which may be anything."""
+    if isinstance(value, (bool, int, float)):
+        return "a number"
+    if isinstance(value, torch.Tensor):
+        return "a number" if value.numel() == 1 else "a tensor"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return "a list" if isinstance(value, (list, tuple)) else ""
+
+
 class _WrongError(Exception):
     pass
 

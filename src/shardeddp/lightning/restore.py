@@ -32,7 +32,7 @@ from shardeddp.checkpoint.restore import (
     parameter_names,
     stage,
 )
-from shardeddp.checkpoint.schema import check_fields
+from shardeddp.checkpoint.schema import check_fields, check_like
 from shardeddp.checkpoint.state_codec import dict_codec
 from shardeddp.checkpoint.verify import newest_verified
 from shardeddp.comm import gather_results
@@ -194,9 +194,13 @@ class Restore:
         self,
         module: LightningModule,
         optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Any],
         checkpoint: Mapping[str, Any],
     ) -> None:
-        """Load the states of optimizers; from then on the model is not rolled back any more."""
+        """Load the states of optimizers; from then on the model is not rolled back any more.
+
+        Those of schedulers, which Lightning loads next, are looked at before.
+        """
         states: Sequence[Any] = checkpoint["optimizer_states"]
         if not states and optimizers:
             rank_zero_warn(
@@ -205,6 +209,9 @@ class Restore:
             )
 
         def load() -> None:
+            saved_schedulers = checkpoint.get("lr_schedulers", ())
+            for number, pair in enumerate(zip(saved_schedulers, schedulers, strict=False)):
+                check_like(pair[0], pair[1].state_dict(), f"lr_schedulers.{number}")
             if states and len(states) != len(optimizers):
                 raise CheckpointError(
                     f"the checkpoint has the states of {len(states)} optimizers, expected "

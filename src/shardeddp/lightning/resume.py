@@ -301,7 +301,8 @@ class _ResumedStreams:
         loop = checkpoint.get("loops", {}).get("fit_loop", {})
         epoch = loop.get("epoch_progress", {}).get("current", {})
         ended = loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
-        self.wait = bool(ended) and epoch["ready"] == epoch["started"] == epoch["processed"]
+        counts = {epoch.get(name) for name in ("ready", "started", "processed")}
+        self.wait = bool(ended) and len(counts) == 1 and None not in counts
 
     def hold_back(self, loader: object) -> object:
         """The loader to use instead of one of the training's while the run is set up.

@@ -691,8 +691,10 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module = self._trainer_at_work().lightning_module
-        self._restore.load_optimizers(module, self.optimizers, checkpoint)
+        trainer = self._trainer_at_work()
+        module = trainer.lightning_module
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._restore.load_optimizers(module, self.optimizers, schedulers, checkpoint)
 
     # -- a run ends
 
