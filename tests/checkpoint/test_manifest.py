@@ -113,7 +113,7 @@ WRONG = {
     "an end that is missing": (drop("tensors", 0, 3, 1), "end at element 3 of 12"),
     "a piece twice": (
         lambda it: it["tensors"][0][3].append(it["tensors"][0][3][0]),
-        "do not tile it",
+        "two pieces of the same bytes",
     ),
     "a box outside": (set_at("tensors", 0, 3, 1, 0, [2, 0]), "inside of shape"),
     "a box that is not a stretch": (

@@ -28,7 +28,11 @@ LEGITIMATE: dict[str, Any] = {
                     "is_last_batch": True,
                 },
                 "epoch_loop.automatic_optimization.optim_progress": {
-                    "optimizer": {"step": {"total": PROGRESS}}
+                    "optimizer": {
+                        "step": {"total": PROGRESS, "current": PROGRESS},
+                        "zero_grad": {"total": PROGRESS, "current": PROGRESS},
+                    },
+                    "optimizer_position": 0,
                 },
             }
         },
@@ -40,7 +44,12 @@ LEGITIMATE: dict[str, Any] = {
                 "best_model_path": "",
                 "dirpath": None,
             },
-            "EarlyStopping{'monitor': 'x'}": {"wait_count": 0, "best_score": torch.tensor(1.0)},
+            "EarlyStopping{'monitor': 'x'}": {
+                "wait_count": 0,
+                "stopped_epoch": 0,
+                "best_score": torch.tensor(1.0),
+                "patience": 3,
+            },
             "Timer": {"time_elapsed": {"train": 1.5}},
             "MyOwn": [1, 2],
         },
@@ -57,7 +66,7 @@ LEGITIMATE: dict[str, Any] = {
         "loops": {
             "fit_loop": {
                 "epoch_loop._results": None,
-                "epoch_progress": {"total": {**PROGRESS, "started": None}},
+                "epoch_progress": {"total": PROGRESS, "current": {}},
             }
         },
     },
@@ -86,10 +95,16 @@ WRONG: dict[str, Any] = {
     },
     "loops.fit_loop: expected a mapping": {"loops": {"fit_loop": [1]}},
     "loops.fit_loop.epoch_progress.total.ready: expected a count": {
-        "loops": {"fit_loop": {"epoch_progress": {"total": {"ready": "x"}}}}
+        "loops": {"fit_loop": {"epoch_progress": {"total": {"ready": "x"}, "current": {}}}}
+    },
+    "loops.fit_loop.epoch_progress: expected current in it": {
+        "loops": {"fit_loop": {"epoch_progress": {"total": PROGRESS}}}
+    },
+    "optim_progress: expected optimizer in it": {
+        "loops": {"fit_loop": {"a.optim_progress": {"total": PROGRESS}}}
     },
     "callbacks.ModelCheckpoint.best_k_models: expected a mapping": {
-        "callbacks": {"ModelCheckpoint{...}": {"best_k_models": [1]}}
+        "callbacks": {"ModelCheckpoint{...}": {"best_k_models": [1], "best_model_path": ""}}
     },
     "callbacks.Timer.time_elapsed.train: expected a number": {
         "callbacks": {"Timer": {"time_elapsed": {"train": "x"}}}

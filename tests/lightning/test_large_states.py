@@ -43,6 +43,9 @@ STATES: dict[str, Callable[[], Any]] = {
 }
 
 
+QUICK = ("bytes", "large integers", "nested", "one tensor many times")
+
+
 class Keeps(Callback):
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -80,8 +83,11 @@ def save(make: Make, folder: str, name: str) -> bool:
     return _same(resumed.callbacks[0].state, state) and resumed.current_epoch == 2
 
 
-@pytest.mark.parametrize("make", [full_shard, in_one_file])
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("make", [full_shard, pytest.param(in_one_file, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STATES],
+)
 def test_what_is_saved_is_resumed_loaded_verified_and_exported(
     world: Worlds, tmp_path: Path, name: str, make: Make
 ) -> None:

@@ -286,7 +286,7 @@ def index_from_bytes(
         tensors = [_indexed(whole, records, *entry) for entry in document["tensors"]]
         objects = [StoredObject(path=_path(path), item=whole) for path in document["objects"]]
         run = _run(**document["run"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{INDEX} contradicts itself: {type(error).__name__}: {error}"
         ) from error
@@ -342,7 +342,7 @@ def _read(value: Any) -> Manifest:
     """Check everything that can be checked without the other files."""
     try:
         return _Reader(value).manifest()
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{MANIFEST} contradicts itself: {type(error).__name__}: {error}"
         ) from error

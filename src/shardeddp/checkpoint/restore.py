@@ -149,6 +149,7 @@ def load_optimizer(
             f"param_groups in it, {' and '.join(sorted(missing))} is missing"
         )
     _check_groups(optimizer, state["param_groups"])
+    state = _by_place(state)
     saved = _names_in(state) if saved is None else saved
     if saved is not None and names and optimizer.param_groups:
         state = _by_name(state, saved, names)
@@ -157,7 +158,7 @@ def load_optimizer(
     states = {
         index: {name: _state_like(name, value, parameters[index]) for name, value in values.items()}
         for index, values in state["state"].items()
-        if index < len(parameters)
+        if isinstance(index, int) and index < len(parameters)
     }
     try:
         optimizer.load_state_dict({**state, "state": states})
@@ -165,6 +166,41 @@ def load_optimizer(
         raise CheckpointError(
             f"the state of an optimizer does not fit {type(optimizer).__name__}: {error}"
         ) from error
+
+
+def _by_place(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state whose parameters are numbered by their places in the groups, as torch numbers them.
+
+    Raises:
+        CheckpointError: A parameter is in two places, or a state is of one that is in none.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    places = {number: place for place, number in enumerate(numbers)}
+    unknown = [
+        number for number in state["state"] if isinstance(number, int) and number not in places
+    ]
+    if len(places) < len(numbers) or unknown:
+        what = (
+            f"of parameter {unknown[0]}, which is in no group"
+            if unknown
+            else "of a group with a parameter twice"
+        )
+        raise CheckpointError(
+            f"the state of an optimizer in the checkpoint is damaged: it is {what}"
+        )
+    for number, values in state["state"].items():
+        if number in places and not isinstance(values, Mapping):
+            raise CheckpointError(
+                f"the state of an optimizer in the checkpoint is damaged: that of parameter "
+                f"{number} is a {type(values).__name__}, expected a mapping"
+            )
+    groups, first = list[dict[str, Any]](), 0
+    for group in state["param_groups"]:
+        last = first + len(group["params"])
+        groups.append({**group, "params": list(range(first, last))})
+        first = last
+    states = {places.get(number, number): values for number, values in state["state"].items()}
+    return {**state, "param_groups": groups, "state": states}
 
 
 def _names_in(state: Mapping[str, Any]) -> list[str] | None:
@@ -183,11 +219,8 @@ def _by_name(
 ) -> Mapping[str, Any]:
     """A state with the numbers that parameters have now; groups keep their options."""
     saved, names = ([name.replace(_COMPILED, "") for name in each] for each in (saved, names))
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    if saved == names or not len(saved) == len(names) == len(numbers):
+    if saved == names or len(saved) != len(names):
         return state
-    if numbers != list(range(len(numbers))):
-        return state  # not as torch numbers them
     places = {name: place for place, name in enumerate(names)}
     found = {index: places[name] for index, name in enumerate(saved) if name in places}
     taken = set(found.values())
@@ -244,9 +277,6 @@ def _check_states(
     for index, state in saved["state"].items():
         if not isinstance(index, int) or index >= min(len(kept), len(parameters)) or not state:
             continue
-        if not isinstance(state, Mapping):
-            problems.append(f"that of parameter {index} is a {type(state).__name__}")
-            continue
         missing = kept[index].keys() - state.keys()
         problems += [f"{name} of parameter {index} is missing" for name in sorted(missing)]
         for name, value in state.items():
@@ -262,8 +292,14 @@ def _wrong_state(name: str, value: Any, like: Any, shape: torch.Size) -> str:
         fits = not isinstance(like, torch.Tensor) or (
             name in SCALAR_STATES and type(value) in (int, float)
         )
+        if fits and name == "step" and type(value) in (int, float) and value < 0:
+            return "is below 0"
         return "" if fits else f"is a {type(value).__name__}, expected a tensor"
-    if value.shape != shape and not (name in SCALAR_STATES and value.numel() == 1):
+    if name in SCALAR_STATES:
+        if value.numel() != 1 or value.is_complex():
+            return f"has shape {tuple(value.shape)} and {value.dtype}, expected one number"
+        return "is below 0" if name == "step" and float(value) < 0 else ""
+    if value.shape != shape:
         return f"has shape {tuple(value.shape)}, expected {tuple(shape)}"
     if isinstance(like, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
         return f"is {value.dtype}, expected {like.dtype}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -129,6 +130,15 @@ def _list_of(inner: Check) -> Check:
     return check
 
 
+def _keys_of(inner: Check) -> Check:
+    def check(value: Any, path: str) -> None:
+        _MAPPING(value, path)
+        for key in value:
+            inner(key, f"a key of {path}")
+
+    return check
+
+
 def _mapping_of(inner: Callable[[str], Check]) -> Check:
     """A mapping; what is checked depends on the name."""
 
@@ -144,6 +154,35 @@ def _or_none(inner: Check) -> Check:
     return lambda value, path: None if value is None else inner(value, path)
 
 
+def _all_of(*checks: Check) -> Check:
+    def check(value: Any, path: str) -> None:
+        for each in checks:
+            each(value, path)
+
+    return check
+
+
+def _version(value: Any, path: str) -> None:
+    _TEXT(value, path)
+    if not _VERSION.fullmatch(value):
+        _fail(value, path, "a version")
+
+
+def _counts(value: Any, path: str) -> None:
+    """Counts and flags."""
+    _MAPPING(value, path)
+    for name, item in value.items():
+        if type(item) is not bool:
+            _count(item, f"{path}.{name}")
+
+
+def _progress(value: Any, path: str) -> None:
+    """Of a loop: all of its time, and since it has begun."""
+    _TRACKED(value, path)
+    rest = {name: item for name, item in value.items() if name not in ("total", "current")}
+    _counts(rest, path)
+
+
 def _anything(value: Any, path: str) -> None:
     pass
 
@@ -157,35 +196,38 @@ def _callbacks(value: Any, path: str) -> None:
             _CALLBACKS[kind](state, f"{path}.{kind}")
 
 
-def _progress(value: Any, path: str) -> None:
-    """Counts and flags of a loop, in mappings; early releases of Lightning left some None."""
-    if not isinstance(value, Mapping):
-        if value is not None and type(value) is not bool:
-            _count(value, path)
-        return
-    for name, item in value.items():
-        _progress(item, f"{path}.{name}")
-
-
+_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.?dev|\.?post)\d*)*(\+[a-z0-9.]+)?", re.IGNORECASE)
 _MAPPING = _is("a mapping", Mapping)
 _LIST = _is("a list", list, tuple)
 _TEXT = _is("text", str)
 _NUMBER = _is("a number", int, float)
 _SCORE = _or_none(_is("a tensor or a number", torch.Tensor, int, float))
 
+_TRACKED = _record({"total": _counts, "current": _counts}, "total", "current")
+_OPTIMIZATION = _record(
+    {"optimizer": _record({"step": _progress, "zero_grad": _progress}, "step", "zero_grad")},
+    "optimizer",
+)
+_BATCHES = _all_of(_progress, _record({"is_last_batch": _is("a flag", bool)}, "is_last_batch"))
+_OF_LOOP = _record({"_batches_that_stepped": _count, "combined_loader": _LIST})
 _LOOP = _mapping_of(
     lambda name: (
-        _progress
+        _OPTIMIZATION
+        if name.endswith("optim_progress")
+        else _BATCHES
+        if name == "epoch_loop.batch_progress"
+        else _progress
         if name.endswith("progress")
-        else _MAPPING
+        else _OF_LOOP
         if name.endswith("state_dict")
         else _anything
     )
 )
+_NUMBER_OR_NAME = _is("a number or a name", int, str)
 _OPTIMIZER = _record(
     {
-        "state": _MAPPING,
-        "param_groups": _list_of(_record({"params": _LIST}, "params")),
+        "state": _keys_of(_NUMBER_OR_NAME),
+        "param_groups": _list_of(_record({"params": _list_of(_NUMBER_OR_NAME)}, "params")),
     }
 )
 _BEST = _record(
@@ -197,7 +239,8 @@ _BEST = _record(
         "kth_best_model_path": _or_none(_TEXT),
         "kth_value": _SCORE,
         "last_model_path": _or_none(_TEXT),
-    }
+    },
+    "best_model_path",
 )
 _STOPPING = _record(
     {
@@ -205,7 +248,8 @@ _STOPPING = _record(
         "stopped_epoch": _count,
         "best_score": _SCORE,
         "patience": _count,
-    }
+    },
+    *("wait_count", "stopped_epoch", "best_score", "patience"),
 )
 _TIMER = _record({"time_elapsed": _mapping_of(lambda name: _NUMBER)})
 _CALLBACKS = {"ModelCheckpoint": _BEST, "EarlyStopping": _STOPPING, "Timer": _TIMER}
@@ -224,10 +268,10 @@ _CHECKPOINT = _record(
         "state_dict": _names,
         "epoch": _count,
         "global_step": _count,
-        "pytorch-lightning_version": _TEXT,
+        "pytorch-lightning_version": _version,
         "optimizer_states": _list_of(_OPTIMIZER),
         "lr_schedulers": _list_of(_MAPPING),
-        "loops": _mapping_of(lambda name: _LOOP),
+        "loops": _all_of(_record({}, "fit_loop"), _mapping_of(lambda name: _LOOP)),
         "callbacks": _callbacks,
         "hparams_name": _or_none(_TEXT),
         "shardeddp": _OWN,

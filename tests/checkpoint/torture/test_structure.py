@@ -111,6 +111,11 @@ def survive(folder: str, count: int, seed: int) -> dict[str, int]:
         except CheckpointError:
             found["refused"] += 1
         except Exception as error:
+            if "checkpoint contains only the model" in str(
+                error
+            ):  # Lightning says it, and how to go on
+                found["refused"] += 1
+                continue
             changed = "state.json" if edit is edit_state else "manifest.json"
             before, after = (json.loads(each[changed]) for each in (original, files))
             text = f"seed {seed}, number {number}, {changed}: {difference(before, after)}"
@@ -131,9 +136,9 @@ def difference(before: Any, after: Any, path: str = "") -> str:
     return next((text for pair in pairs if (text := difference(*pair))), "")
 
 
-def test_sixty_structures_are_gone_on_from_or_refused(world: Worlds, tmp_path: Path) -> None:
-    [found] = world(1).run(survive, str(tmp_path), 60, 1, timeout_s=600)
-    assert found["refused"] > 10
+def test_thirty_structures_are_gone_on_from_or_refused(world: Worlds, tmp_path: Path) -> None:
+    [found] = world(1).run(survive, str(tmp_path), 30, 1, timeout_s=600)
+    assert found["refused"] > 5
     assert found["gone on"] > 3
 
 
