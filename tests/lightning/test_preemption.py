@@ -76,7 +76,8 @@ def test_a_signal_while_nothing_is_trained_ends_the_process_at_once(
 
 def say_and_wait(ready: Event) -> None:
     ready.set()
-    time.sleep(60)
+    for _ in range(600):
+        time.sleep(0.1)  # a signal just before a sleep is answered behind it
 
 
 def test_a_worker_that_has_inherited_the_handler_ends_as_if_it_had_not(trainer: Trainer) -> None:
