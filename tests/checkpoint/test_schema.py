@@ -1,12 +1,13 @@
 """Fields of a checkpoint that a run uses are what stands there, or are refused by name; the others are anybody's."""
 
+import re
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 
-from shardeddp.checkpoint.schema import check_fields
+from shardeddp.checkpoint.schema import check_fields, check_like
 from shardeddp.errors import CheckpointError
 
 PROGRESS = {"ready": 3, "started": 3, "processed": 2, "completed": 2}
@@ -71,6 +72,7 @@ LEGITIMATE: dict[str, Any] = {
         },
     },
     "keys that are no names": {0: "mine", ("a", 1): "mine", "epoch": 1},
+    "mappings of no states": {"optimizer_states": {}, "lr_schedulers": OrderedDict()},
     "names for numbers": {
         "optimizer_states": [{"state": {"w": {}}, "param_groups": [{"params": ("w",)}]}]
     },
@@ -88,7 +90,7 @@ WRONG: dict[str, Any] = {
     "epoch: expected a count, found True": {"epoch": True},
     "global_step: expected a count, found a str": {"global_step": "7"},
     "state_dict: expected names, found a key that is a int": {"state_dict": {1: 2}},
-    "optimizer_states: expected a list, found a dict": {"optimizer_states": {}},
+    "optimizer_states: expected a list, found a dict": {"optimizer_states": {0: {}}},
     "optimizer_states.1: expected a mapping, found 3": {"optimizer_states": [{}, 3]},
     "optimizer_states.0.param_groups.0: expected params in it": {
         "optimizer_states": [{"param_groups": [{"lr": 0.1}]}]
@@ -109,6 +111,7 @@ WRONG: dict[str, Any] = {
     "callbacks.Timer.time_elapsed.train: expected a number": {
         "callbacks": {"Timer": {"time_elapsed": {"train": "x"}}}
     },
+    "lr_schedulers: expected a list, found a dict": {"lr_schedulers": {"last_epoch": 3}},
     "lr_schedulers.0: expected a mapping": {"lr_schedulers": [1]},
     "shardeddp.optimizer_parameters.0.0: expected text": {
         "shardeddp": {"optimizer_parameters": [[1]]}
@@ -122,3 +125,41 @@ def test_a_field_that_is_something_else_is_refused_with_its_place(message: str) 
         check_fields(WRONG[message], "a.ckpt")
     assert message in str(caught.value)
     assert "a.ckpt" in str(caught.value)
+
+
+ALIKE: dict[str, tuple[Any, Any]] = {
+    "a number and a tensor of one": ({"best": torch.tensor(0.5)}, {"best": float("inf")}),
+    "what was none": ({"last": 3}, {"last": None}),
+    "a list that has grown": ({"lrs": [0.1, 0.2, 0.3]}, {"lrs": [0.1]}),
+    "items that differ among each other": (
+        {"lr_lambdas": [{"mode": "linear"}, {"mode": 2}]},
+        {"lr_lambdas": [{"mode": "cosine"}, {"mode": 1}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_state_of_the_same_kinds_is_let_through(name: str) -> None:
+    check_like(*ALIKE[name], "lr_schedulers.0")
+
+
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "lr_schedulers.0.gamma in the checkpoint is text (str), expected a number": (
+        {"gamma": "0.1"},
+        {"gamma": 0.1},
+    ),
+    "lr_schedulers.0.lrs.2 in the checkpoint is text (str), expected a number": (
+        {"lrs": [0.1, 0.2, "0.3"]},
+        {"lrs": [0.1]},
+    ),
+    "lr_schedulers.0.lr_lambdas.1.mode in the checkpoint is text (str), expected a number": (
+        {"lr_lambdas": [{"mode": "linear"}, {"mode": "cosine"}]},
+        {"lr_lambdas": [{"mode": "cosine"}, {"mode": 1}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNLIKE)
+def test_a_state_of_other_kinds_is_refused_with_its_place(message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check_like(*UNLIKE[message], "lr_schedulers.0")

@@ -57,8 +57,11 @@ def check_like(saved: Any, own: Any, path: str) -> None:
         for name in own.keys() & saved.keys():
             check_like(saved[name], own[name], f"{path}.{name}")
     elif expected == "a list" == found and len({*map(_kind, own)}) == 1:
-        for index, item in enumerate(saved):
-            check_like(item, own[0], f"{path}.{index}")
+        # In lists of one length, items are of the same owner: schedulers of a sequence, functions of
+        # parameter groups. Of a list that grows, they are all alike.
+        owners = own if len(own) == len(saved) else [own[0]] * len(saved)
+        for index, (item, owner) in enumerate(zip(saved, owners, strict=True)):
+            check_like(item, owner, f"{path}.{index}")
 
 
 def _kind(value: Any) -> str:
@@ -152,6 +155,14 @@ def _mapping_of(inner: Callable[[str], Check]) -> Check:
 
 def _or_none(inner: Check) -> Check:
     return lambda value, path: None if value is None else inner(value, path)
+
+
+def _list_or_empty(inner: Check) -> Check:
+    """A list; a mapping without entries will do: whoever goes through either finds nothing."""
+    check = _list_of(inner)
+    return lambda value, path: (
+        None if isinstance(value, Mapping) and not value else check(value, path)
+    )
 
 
 def _all_of(*checks: Check) -> Check:
@@ -269,8 +280,8 @@ _CHECKPOINT = _record(
         "epoch": _count,
         "global_step": _count,
         "pytorch-lightning_version": _version,
-        "optimizer_states": _list_of(_OPTIMIZER),
-        "lr_schedulers": _list_of(_MAPPING),
+        "optimizer_states": _list_or_empty(_OPTIMIZER),
+        "lr_schedulers": _list_or_empty(_MAPPING),
         "loops": _all_of(_record({}, "fit_loop"), _mapping_of(lambda name: _LOOP)),
         "callbacks": _callbacks,
         "hparams_name": _or_none(_TEXT),
