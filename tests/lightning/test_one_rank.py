@@ -1,10 +1,13 @@
 """On one rank there is nothing to share: parameters stay what they are, and everything works as on several."""
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import nn
 
@@ -112,3 +115,34 @@ def summon() -> None:
 
 def test_whole_parameters_can_be_asked_for_all_the_same(world: Worlds) -> None:
     world(1).run(summon)
+
+
+# What srun tells each of its tasks; a batch script of one task has less, a script run by hand nothing.
+OF_SLURM = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "1",
+}
+
+
+def train_under_slurm(told: list[str]) -> tuple[list[int], str, int]:
+    strategy = ShardedDP()
+    with mock.patch.dict(os.environ, {name: OF_SLURM[name] for name in told}):
+        for name in OF_SLURM.keys() - {*told}:
+            os.environ.pop(name, None)
+        trainer = make_trainer(strategy, max_steps=1, plugins=[SLURMEnvironment()])
+        trainer.fit(TinyGpt(), token_loader(4))
+        ranks = [strategy.global_rank, strategy.local_rank, strategy.node_rank]
+        ranks.append(strategy.world_size)
+    return ranks, type(strategy.cluster_environment).__name__, trainer.global_step
+
+
+@pytest.mark.parametrize("told", [[], ["SLURM_PROCID", "SLURM_LOCALID"], [*OF_SLURM]])
+def test_slurm_need_not_say_a_rank_to_the_only_one(world: Worlds, told: list[str]) -> None:
+    assert world(1).run(train_under_slurm, told) == [([0, 0, 0, 1], "SLURMEnvironment", 1)]
+
+
+def test_several_ranks_that_slurm_does_not_tell_apart_are_its_error(world: Worlds) -> None:
+    with pytest.raises(KeyError, match="SLURM_"):
+        world(2).run(train_under_slurm, [])

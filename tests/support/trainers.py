@@ -98,7 +98,7 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
 
     Args:
         strategy: As the Trainer takes it.
-        options: More of the Trainer's arguments; ``plugins`` are added to the environment.
+        options: More of the Trainer's arguments; ``plugins`` may have another environment than the pool's.
     """
     for message, category in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
@@ -111,7 +111,9 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
-    plugins = [PoolEnvironment(devices), *options.pop("plugins", [])]
+    plugins = [*options.pop("plugins", [])]
+    if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
+        plugins.append(PoolEnvironment(devices))
     return Trainer(
         accelerator="cpu",
         devices=devices,

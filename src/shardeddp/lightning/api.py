@@ -86,7 +86,7 @@ def reloads_dataloaders(trainer: Any) -> bool:
 
 if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
     from lightning.fabric.utilities.data import AttributeDict, has_iterable_dataset, sized_len
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
@@ -119,7 +119,7 @@ if TYPE_CHECKING or NAMESPACE == UNIFIED:
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 else:
     from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-    from lightning_fabric.plugins.environments import SLURMEnvironment
+    from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
     from lightning_fabric.utilities.data import AttributeDict, has_iterable_dataset, sized_len
     from lightning_fabric.utilities.rank_zero import rank_zero_only
     from lightning_fabric.utilities.seed import reset_seed
@@ -167,6 +167,7 @@ __all__ = [
     "GradClipAlgorithmType",
     "GradientAccumulationScheduler",
     "HalfPrecision",
+    "LightningEnvironment",
     "LightningModule",
     "LightningOptimizer",
     "MixedPrecision",

@@ -28,8 +28,10 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     ClusterEnvironment,
+    LightningEnvironment,
     all_gather_ddp_if_available,
     init_dist_connection,
+    rank_zero_info,
     rank_zero_only,
     rank_zero_warn,
 )
@@ -60,6 +62,35 @@ def _digest(package: Path) -> str:
         digest.update(path.relative_to(package).as_posix().encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+# -- One rank by itself
+
+
+def environment_without_ranks(environment: ClusterEnvironment) -> ClusterEnvironment | None:
+    """Environment to use for the only rank of a run if that of the cluster knows no ranks.
+
+    That of SLURM knows all of them in steps of jobs only. It is chosen as a plugin as well, for its
+    requeue signal, and the script may then be run by hand, or by ``sbatch`` without ``srun``, where
+    strategies of one device train: they never ask. Several ranks have to be told apart, and are
+    left its error.
+
+    Args:
+        environment: Of the cluster.
+
+    Returns:
+        Lightning's own, or None if the cluster's knows all that is asked of it.
+    """
+    ranks = (environment.global_rank, environment.local_rank, environment.node_rank)
+    try:
+        for ask in (*ranks, environment.world_size):
+            ask()
+    except KeyError as error:  # a variable that `srun` sets
+        rank_zero_info(
+            f"ShardedDP: {type(environment).__name__} misses {error}, so this process trains alone"
+        )
+        return LightningEnvironment()
+    return None
 
 
 # -- Process group of a run: its set-up, the mesh of communicators, and the communication that users

@@ -57,7 +57,7 @@ from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.precision import shard_precision
-from shardeddp.lightning.process_group import ProcessGroup
+from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
 from shardeddp.lightning.registry import introduction
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
@@ -197,6 +197,7 @@ class ShardedDP(ParallelStrategy):
         self.timeout = resolve_timeout(timeout)
         self.debug = debug
         self.num_nodes = 1  # set by the Trainer
+        self._alone: ClusterEnvironment | None = None  # of one rank that the cluster's cannot tell
         self._sharding_strategy = sharding_strategy.lower()
         self._start_method: StartMethod = start_method
         self._group = ProcessGroup(
@@ -296,6 +297,26 @@ class ShardedDP(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self._alone is None else 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return super().local_rank if self._alone is None else 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return super().node_rank if self._alone is None else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return super().world_size if self._alone is None else 1
+
+    @property
     def num_processes(self) -> int:
         """Ranks per machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
@@ -335,7 +356,7 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP has no cluster environment: the Trainer finds one when it is made"
             )
-        return self.cluster_environment
+        return self._alone or self.cluster_environment
 
     @property
     def runtime(self) -> Runtime:
@@ -439,6 +460,8 @@ class ShardedDP(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the rank to the cluster environment and to everything that acts on rank 0 alone."""
+        if self._alone is None and not self.is_distributed:
+            self._alone = environment_without_ranks(self._environment)
         self._environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self._environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
