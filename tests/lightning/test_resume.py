@@ -1,11 +1,13 @@
 """Checkpoints resume exactly, in any world and under any strategy; in one file they are ordinary Lightning files."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -242,3 +244,43 @@ def test_a_checkpoint_loads_into_a_module_that_has_been_trained_before(
             torch.equal(straight["weights"][name], resumed["weights"][name])
             for name in straight["weights"]
         )
+
+
+def read_before_a_run(path: str) -> tuple[int, bool]:
+    model = fit(full_shard(), 1)
+    before = full_weights(model)
+    trainer = make_trainer(full_shard())
+    trainer.strategy.connect(model)
+    step = trainer.strategy.load_checkpoint(path)["global_step"]
+    after = full_weights(model)
+    return step, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_can_be_read_for_a_sharded_module_before_its_new_trainer_runs(
+    world: Worlds, after_two_epochs: tuple[Path, dict[str, Tensor]]
+) -> None:
+    assert world(2).run(read_before_a_run, str(after_two_epochs[0])) == [(8, True)] * 2
+
+
+def resume_without_states(path: str) -> tuple[int, bool]:
+    """The first step, and whether the weights of the file were there then."""
+    saved = torch.load(path)["state_dict"]
+    model = NotesRestoredWeights()
+    trainer = make_trainer(full_shard(), max_steps=1)
+    with (
+        pytest.warns(UserWarning, match="no optimizer states")
+        if dist.get_rank() == 0
+        else nullcontext()
+    ):
+        trainer.fit(model, token_loader(8), ckpt_path=path)
+    found = model.at_fit_start
+    return trainer.global_step, all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_file_with_empty_mappings_for_states_resumes_with_new_optimizers(
+    world: Worlds, tmp_path: Path, after_two_epochs: tuple[Path, dict[str, Tensor]]
+) -> None:
+    path = tmp_path / "put-together.ckpt"
+    content = {"state_dict": after_two_epochs[1], "optimizer_states": {}, "lr_schedulers": {}}
+    torch.save({**content, "pytorch-lightning_version": "2.0.0"}, path)
+    assert world(2).run(resume_without_states, str(path)) == [(1, True)] * 2

@@ -186,9 +186,9 @@ class Restore:
             self._group.run_on_all_ranks("loading the checkpoint", action)
         except DamagedCheckpointError as error:
             raise self._with_advice(error) from error
-        place_module(
-            module, self._group.mesh.device
-        )  # metrics take over what they load, wherever it is
+        runtime = runtime_of(module)  # maybe of an earlier Trainer, before ranks meet in this one
+        device = (self._group.mesh if runtime is None else runtime.mesh).device
+        place_module(module, device)  # metrics take over what they load, wherever it is
 
     def load_optimizers(
         self,
