@@ -116,6 +116,17 @@ def test_what_stands_for_a_class_cannot_be_changed(state: bytes) -> None:
     assert known["a.B"].make is dict
 
 
+@pytest.mark.parametrize("value", [b"cbuiltins\nset\n", b"]cbuiltins\nset\na"])
+def test_what_stands_for_a_class_is_no_value(value: bytes) -> None:
+    with pytest.raises(CheckpointError, match="holds a Maker"):
+        check_tree(unpickle(b"\x80\x02" + value + b".", "it", BUILTINS), "it")
+
+
+def test_a_long_mapping_may_have_any_texts_and_small_numbers_as_keys() -> None:
+    value = {**dict.fromkeys(range(5000)), **dict.fromkeys(map(str, range(5000)))}
+    assert unpickle(pickle.dumps(value), "it", BUILTINS) == value
+
+
 def test_whatever_the_bytes_only_the_documented_error_is_raised() -> None:
     random.seed(0)
     honest = [

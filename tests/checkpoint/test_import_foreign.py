@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardeddp.checkpoint.import_foreign import ForeignCheckpoint, read_index
+from shardeddp.checkpoint.verify import verify
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from support import foreign
@@ -63,7 +64,7 @@ def check_intervals(
     picks = [sorted(random.choices(range(tensor.numel + 1), k=2)) for _ in range(count)]
     for start, stop in [(0, tensor.numel), (0, 0), (tensor.numel, tensor.numel), *picks]:
         assert_same(checkpoint.read(name, Interval(start, stop)), flat[start:stop])
-    checkpoint.check(name)
+    assert verify(checkpoint.path) == []
 
 
 @pytest.fixture
@@ -275,6 +276,13 @@ def test_an_empty_box_beside_the_others_is_no_overlap() -> None:
         index_of((2, 3), [((0, 0), (2, 3)), ((2, 0), (0, 3))]), {DATA: 20_000}
     ).tensors["x"]
     assert len(tensor.pieces) == 1
+
+
+def test_a_directory_without_an_index_is_none_of_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"has no \.metadata: expected a directory that torch"
+    ):
+        ForeignCheckpoint(tmp_path)
 
 
 def test_two_values_of_one_name_are_refused(honest: Path) -> None:

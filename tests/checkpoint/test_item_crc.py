@@ -184,6 +184,41 @@ def test_records_that_share_bytes_are_refused(check: Callable[[bytes], bool]) ->
         check(bytes(content))
 
 
+def test_a_record_that_starts_inside_of_another_is_refused(
+    check: Callable[[bytes], bool],
+) -> None:
+    content = archive(("archive/data/0", bytes(100)), ("archive/data/1", bytes(100)))
+    struct.pack_into("<I", content, content.rindex(b"PK\1\2") + 42, 0)
+    with pytest.raises(CheckpointError, match="'archive/data/1' starts inside of 'archive/data/0'"):
+        check(bytes(content))
+
+
+def test_two_records_of_one_name_are_refused(check: Callable[[bytes], bool]) -> None:
+    content = archive(("archive/data/0", b"checked"), ("archive/data/1", b"read"))
+    with pytest.raises(CheckpointError, match="have the same name"):
+        check(bytes(content.replace(b"archive/data/1", b"archive/data/0")))
+
+
+@pytest.mark.parametrize("flag", [1, 1 << 6, 1 << 13])
+def test_an_encrypted_record_is_refused(check: Callable[[bytes], bool], flag: int) -> None:
+    content = archive(("archive/data/0", bytes(100)))
+    struct.pack_into("<H", content, content.rindex(b"PK\1\2") + 8, flag)
+    with pytest.raises(CheckpointError, match="encrypted"):
+        check(bytes(content))
+
+
+def test_a_record_that_calls_itself_compressed_is_refused(check: Callable[[bytes], bool]) -> None:
+    content = archive(("archive/data/0", bytes(100)))
+    struct.pack_into("<H", content, 8, zipfile.ZIP_DEFLATED)  # its own header, not the directory
+    with pytest.raises(CheckpointError, match="compressed"):
+        check(bytes(content))
+
+
+def test_bytes_in_front_of_the_archive_are_refused(check: Callable[[bytes], bool]) -> None:
+    with pytest.raises(CheckpointError, match="does not start with a record"):
+        check(saved(1) + saved(2))
+
+
 def test_a_directory_of_anything_but_entries_is_refused(check: Callable[[bytes], bool]) -> None:
     content = archive(("archive/data/0", bytes(20_001_000)))
     struct.pack_into("<I", content, content.rindex(b"PK\5\6") + 12, 20_000_500)

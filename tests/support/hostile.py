@@ -96,6 +96,16 @@ def _shared(repeat: Callable[[Any], Any], times: int) -> Any:
     return value
 
 
+def _nested(around: bytes = b"") -> bytes:
+    """An empty tuple in 200,000 tuples; whatever hashes or prints it recursively overflows the stack."""
+    return b")" + b"\x85" * 200_000 + around
+
+
+def _equal_hashes(count: int) -> list[int]:
+    """Integers among which a mapping finds one by comparing it with all others."""
+    return [number * (2**61 - 1) for number in range(1, count + 1)]
+
+
 BOMBS: Mapping[str, bytes] = {
     "place in the memo": b"\x80\x02]r\xff\xff\xff\x7f.",
     "frame": b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
@@ -104,8 +114,26 @@ BOMBS: Mapping[str, bytes] = {
     "length of a text": b"\x80\x04\x8d\xff\xff\xff\xff\xff\x00\x00\x00.",
     "length of an integer": b"\x80\x02\x8b\xff\xff\xff\x7f.",
     "byte array of a length": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
-    "tuples in tuples as a key": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
-    "tuples in tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
+    "tuples in tuples as a key": b"\x80\x02}" + _nested(b"K\x01s."),
+    "tuples in tuples as one of many keys": b"\x80\x02}(" + _nested(b"K\x01u."),
+    "tuples in tuples, kept and used as a key": b"\x80\x02" + _nested(b"q\0}h\0K\x01s\x86."),
+    "tuples in tuples in a set": b"\x80\x04\x8f(" + _nested(b"\x90."),
+    "tuples in tuples in a frozen set": b"\x80\x04(" + _nested(b"\x91."),
+    "tuples in tuples in a set that is made": b"\x80\x02cbuiltins\nset\n]" + _nested(b"a\x85R."),
+    "tuples in tuples as the name of a global": b"\x80\x04" + _nested(_text("open") + b"\x93."),
+    "tuples in tuples as a shape": b"\x80\x02ctorch\nSize\n" + _nested(b"\x85R."),
+    "tuples in tuples": b"\x80\x02" + _nested(b"."),
+    "keys with equal hashes": pickle.dumps(dict.fromkeys(_equal_hashes(20_000)), protocol=2),
+    "tuples with equal hashes": pickle.dumps(
+        dict.fromkeys((key, "") for key in _equal_hashes(20_000)), protocol=2
+    ),
+    "members with equal hashes": pickle.dumps(set(_equal_hashes(20_000)), protocol=4),
+    "a number of a million digits": b"\x80\x02L" + b"9" * 1_000_000 + b"L\n.",
+    "a place behind the next of the memo": b"\x80\x02]q\x01.",
+    "a place of the memo that is empty": b"\x80\x02h\x00.",
+    "sets only": b"\x80\x04" + b"\x8f" * 1_000_000 + b".",
+    "a stack that ends below its mark": b"\x80\x02N(\x86.",
+    "a value that does not end": b"\x80\x02N",
     "lists shared by lists": pickle.dumps(_shared(lambda part: [part] * 10, 30), protocol=2),
     "tuples shared by tuples": pickle.dumps(_shared(lambda part: (part, part), 60), protocol=2),
     "mappings shared by mappings": pickle.dumps(

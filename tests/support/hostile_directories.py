@@ -204,6 +204,74 @@ def _overlapping(data: bytes) -> bytes:
     return bytes(changed)
 
 
+def _entry_at(data: bytes, name: bytes) -> int:
+    """Where the directory of an archive describes a record."""
+    return data.rindex(b"archive/" + name) - 46
+
+
+def _patched(offset: int, layout: str, *values: int, name: bytes = b"data/0") -> bytes:
+    """The archive of a weight with other values in the directory's entry for a record."""
+    data = bytearray(archive_of(TENSOR, storage=b"\0" * 96))
+    struct.pack_into(layout, data, _entry_at(bytes(data), name) + offset, *values)
+    return bytes(data)
+
+
+def _shared() -> bytes:
+    """An archive whose version has the bytes of the weight, and their CRC."""
+    data = archive_of(TENSOR, storage=b"\0" * 96)
+    weight = _entry_at(data, b"data/0")
+    fields = data[weight + 16 : weight + 28], data[weight + 42 : weight + 46]
+    changed, entry = bytearray(data), _entry_at(data, b"version")
+    changed[entry + 16 : entry + 28], changed[entry + 42 : entry + 46] = fields
+    return bytes(changed)
+
+
+def _twice() -> bytes:
+    """An archive with two pickles: a reader may check the one and use the other."""
+    stream = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(stream, "w") as archive:
+        warnings.simplefilter("ignore")  # that it is there twice
+        for name, data in (("data.pkl", TENSOR), ("data/0", bytes(96)), ("data.pkl", TENSOR)):
+            archive.writestr(f"archive/{name}", data)
+    return stream.getvalue()
+
+
+def _wide(extra: bytes) -> bytes:
+    """An archive whose last entry leaves its sizes to an extra field."""
+    data = archive_of(TENSOR, storage=b"\0" * 96)
+    end = data.rindex(b"PK\5\6")
+    entry = data.rindex(b"PK\1\2")
+    changed = bytearray(data[:end] + extra + data[end:])
+    struct.pack_into("<2I", changed, entry + 20, 2**32 - 1, 2**32 - 1)
+    struct.pack_into("<H", changed, entry + 30, len(extra))
+    struct.pack_into("<I", changed, end + len(extra) + 12, end - data.index(b"PK\1\2") + len(extra))
+    return bytes(changed)
+
+
+def _directory_64(nbytes: int, start: int) -> bytes:
+    """An archive whose end leaves the directory's place to a record of 64-bit numbers."""
+    data = archive_of(TENSOR, storage=b"\0" * 96)
+    end = data.rindex(b"PK\5\6")
+    record = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 4, 4, nbytes, start)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
+    closing = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 2**16 - 1, 2**16 - 1, *[2**32 - 1] * 2, 0)
+    return data[:end] + record + locator + closing
+
+
+def _numbers_for_keys(metadata: Metadata) -> None:
+    """A name of many places in lists in lists: each of them is a prefix of the path."""
+    name = ".".join(["0"] * 100_000)
+    key = next(key for key in metadata.storage_data if key.fqn == OBJECT)
+    metadata.storage_data[MetadataIndex(name)] = metadata.storage_data.pop(key)
+    metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop(OBJECT)
+    metadata.planner_data[name] = (0,) * 100_000
+
+
+def _long_keys(metadata: Metadata) -> None:
+    """A path that would be joined to a text of 10 GB."""
+    metadata.planner_data[OBJECT] = ("x" * 200_000,) * 50_000
+
+
 NAMES = (
     "../x__0_0.distcp",
     "/etc/hostname",
@@ -327,6 +395,8 @@ CASES: Mapping[str, Spoil] = {
     ),
     "boxes: of a list": _index(lambda it: setattr(it, "state_dict_metadata", [])),
     "paths: a list of 30 million": _index(_list_bomb),
+    "paths: numbers only": _index(_numbers_for_keys),
+    "paths: one long text many times": _index(_long_keys),
     "paths: another name": _index(lambda it: it.planner_data.update({WEIGHT: ("model", "bias")})),
     "paths: none": _index(lambda it: it.planner_data.pop(WEIGHT)),
     # Archives.
@@ -372,6 +442,45 @@ CASES: Mapping[str, Spoil] = {
         lambda _: archive_of(TENSOR, storage=b"\0" * 96).replace(
             b"PK\1\2\x14\3\x14\0\0", b"PK\1\2\x14\3\x14\0\1"
         ),
+    ),
+    "archive: a record twice": _item(WEIGHT, lambda _: _twice()),
+    "archive: a record inside of another": _item(WEIGHT, lambda _: _shared()),
+    "archive: a record behind the end": _item(WEIGHT, lambda _: _patched(42, "<I", 2**31)),
+    "archive: a record in the directory": _item(WEIGHT, lambda _: _patched(20, "<2I", 400, 400)),
+    "archive: sizes in 64 bits, too large": _item(
+        WEIGHT, lambda _: _wide(struct.pack("<2H2Q", 1, 16, 2**63, 2**63))
+    ),
+    "archive: sizes in 64 bits, missing": _item(WEIGHT, lambda _: _wide(struct.pack("<2H", 1, 0))),
+    "archive: sizes in 64 bits, cut off": _item(
+        WEIGHT, lambda _: _wide(struct.pack("<2HI", 1, 16, 0))
+    ),
+    "archive: a directory of 2**62 bytes": _item(WEIGHT, lambda _: _directory_64(2**62, 0)),
+    "archive: a directory at 2**62": _item(WEIGHT, lambda _: _directory_64(200, 2**62)),
+    "archive: an object that is a storage": _item(
+        OBJECT,
+        lambda _: archive_of(
+            b"\x80\x02(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0" + b"0X\3\0\0\0cpuK\x18tQ.",
+            storage=b"\0" * 96,
+        ),
+    ),
+    "archive: an object that is a function": _archived(
+        OBJECT, lambda _: b"\x80\x02}K\1ctorch._utils\n_rebuild_tensor_v2\ns."
+    ),
+    "archive: a reference of tuples in tuples": _archived(
+        OBJECT, lambda _: b"\x80\x02)" + b"\x85" * 200_000 + b"Q."
+    ),
+    "archive: an element repeated without end": _item(
+        OBJECT,
+        lambda _: archive_of(
+            TENSOR.replace(b"K\4K\1\x86", b"K\0K\0\x86").replace(
+                b"K\6K\4\x86", b"\x8a\6" + b"\xff" * 5 + b"\7" + b"K\4\x86"
+            ),
+            storage=b"\0" * 96,
+        ),
+    ),
+    "archive: a quantized storage": _item(
+        OBJECT,
+        lambda _: archive_of(TENSOR.replace(b")RtR.", b")Rctorch\nqint8\ntR."), storage=b"\0" * 96),
     ),
     "archive: its end elsewhere": _item(
         WEIGHT, lambda _: archive_of(TENSOR, storage=b"\0" * 96) + b"\0" * 30

@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-import os
-import struct
-import zlib
+import io
+import math
+import pickletools
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from shardeddp.checkpoint.items import Record, check_record, read_bytes, records_of
+from shardeddp.checkpoint.manifest import Item
 from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Interval
 
 # -- Reads data out of a pickle without running it: known globals become plain values, everything
 #    else is refused
 #
-# A pickle is a program, and Python's reader executes it. This reader is a machine for the subset
-# that data needs: it imports nothing, calls nothing that the file names, and sets no attribute of
-# any class. A global is looked up in a table of the caller; what the table holds is an inert value,
-# or a :class:`Maker` that turns the arguments in the file into one. What it builds is at most a
-# constant times as large as the file: a reference to the memo costs no copy, and lengths are
-# checked against the bytes that are left before anything is allocated.
+# A pickle is a program, and Python's reader executes it. `pickletools` decodes the instructions and
+# their arguments; the evaluator below has those that data needs, imports nothing, calls nothing that
+# the file names, and sets no attribute of any class. A global is looked up in a table of the caller;
+# what the table holds is an inert value, or a :class:`Maker` that turns the arguments in the file
+# into one. What is built is at most a constant times as large as the file: a reference to the memo
+# costs no copy, and lengths are compared with the bytes that are left before anything is allocated.
+#
+# An allow-list for ``pickle.Unpickler`` would need more than this. It allocates the lengths and the
+# places in the memo that a file asks for, fills whatever has ``append``, ``add``, ``__setitem__``,
+# ``__setstate__`` or ``__dict__``, and hashes tuples in tuples until the C stack overflows: only a
+# scan that follows stack and memo could tell before, which is this evaluator without its values.
 
-MAX_STACK = 1_000_000
-"""Values under construction; a pickler writes containers in batches of 1000, tuples whole."""
+MAX_VALUES = 250_000
+"""Values under construction (a pickler writes containers in batches of 1000), or in a tree.
+
+In a tree each visit counts: shared lists in shared lists are small here and endless to a reader.
+"""
 
 MAX_DIMS = 64
 MAX_DEPTH = 64
-MAX_VISITS = 250_000
-"""Values of a tree, counted at each visit.
+MAX_CHOSEN_KEYS = 2000
+"""Keys of one container whose hashes a file can choose; finding one among equal hashes is slow."""
 
-Shared lists in shared lists are small here and endless to a reader.
-"""
-
-MAX_NAME = 300
-_PROTOCOLS = range(2, 6)
+_DENSE = re.compile(r"torch\.(b?float\d.*|complex\d+|u?int(8|16|32|64)|bool)")
 _SCALARS = (str, int, float, bool, bytes, type(None))
+_LEAVES = (*_SCALARS, bytearray, complex, torch.dtype, torch.device, torch.layout, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Stands for a class or function; ``make`` raises ValueError or TypeError for unfit arguments.
-
-    And :class:`CodeAskedForError` for those with which it would be a program.
-    """
+    """Stands for a class or function; ``make`` raises an error for arguments that are not data."""
 
     make: Callable[..., Any]
 
@@ -55,27 +60,19 @@ class CodeAskedForError(Exception):
     """A global that may run code, by its dotted name."""
 
 
-class Record:
+class Instance:
     """An object of a class called ``kind``, as the file describes it; the class is not involved."""
 
     __slots__ = ("kind", "state")
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *arguments: Any) -> None:
         self.kind = kind
         self.state: Any = None
 
-    @property
-    def fields(self) -> Mapping[Any, Any]:
-        """The attributes, for the classes that are pickled as a mapping of them.
 
-        Raises:
-            CheckpointError: There is no such mapping.
-        """
-        if not isinstance(self.state, dict):
-            raise CheckpointError(
-                f"expected a {self.kind} with named attributes, found {type(self.state).__name__}"
-            )
-        return self.state
+def is_dense(dtype: Any) -> bool:
+    """Whether elements of a type are whole bytes and mean something alone, unlike quantized ones."""
+    return isinstance(dtype, torch.dtype) and _DENSE.fullmatch(str(dtype)) is not None
 
 
 def make_size(numbers: Any = ()) -> tuple[int, ...]:
@@ -85,6 +82,10 @@ def make_size(numbers: Any = ()) -> tuple[int, ...]:
     if not all(type(number) is int and 0 <= number < 2**53 for number in numbers):
         raise ValueError("expected sizes between 0 and 2**53")
     return tuple(numbers)
+
+
+def _make_value(value: Any, *rest: Any) -> Any:
+    return value
 
 
 def _make_latin1(text: Any, encoding: Any) -> bytes:
@@ -101,26 +102,29 @@ def _make_bytearray(data: Any = b"") -> bytearray:
     raise ValueError("expected bytes")
 
 
-def _make_set(items: list[Any]) -> set[Any]:
-    return {_key(item) for item in items}
+def _make_set(items: Iterable[Any] = (), found: set[Any] | None = None) -> set[Any]:
+    found = set() if found is None else found
+    for item in items:
+        found.add(_key(item, found))
+    return found
 
 
-def _make_frozenset(items: list[Any]) -> frozenset[Any]:
-    return frozenset(_make_set(items))
+def _key(value: Any, container: Any) -> Any:
+    """A value that may be hashed, as a key of a container.
 
-
-def _key(value: Any) -> Any:
-    """A value that may be hashed.
-
-    The hash of tuples in tuples has no depth limit in CPython, and deep ones crash it.
+    The hash of tuples in tuples has no depth limit in CPython, and deep ones crash it. Those of
+    tuples and of large integers have no secret, as those of texts have.
     """
     flat = (
         type(value) is tuple
         and len(value) <= MAX_DIMS
         and all(type(item) in _SCALARS for item in value)
     )
-    if not flat and type(value) not in _SCALARS and not isinstance(value, (Record, torch.dtype)):
+    if not flat and type(value) not in _SCALARS and not isinstance(value, (Instance, torch.dtype)):
         raise ValueError(f"expected a key of plain values, found {type(value).__name__}")
+    chosen = flat or (type(value) is int and abs(value) >= 2**60)
+    if chosen and len(container) >= MAX_CHOSEN_KEYS:
+        raise ValueError(f"more than {MAX_CHOSEN_KEYS:,} keys are tuples, or large integers")
     return value
 
 
@@ -128,7 +132,7 @@ _BUILTIN = {
     "bytes": Maker(lambda: b""),
     "bytearray": Maker(_make_bytearray),
     "set": Maker(_make_set),
-    "frozenset": Maker(_make_frozenset),
+    "frozenset": Maker(lambda *items: frozenset(_make_set(*items))),
     "complex": Maker(complex),
 }
 BUILTINS: Mapping[str, Any] = {
@@ -146,7 +150,7 @@ BUILTINS: Mapping[str, Any] = {
 
 
 def unpickle(
-    data: bytes,
+    data: bytes | bytearray,
     where: str,
     known: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None = None,
@@ -162,28 +166,160 @@ def unpickle(
     Raises:
         CheckpointError: A global that is not known, or no pickle of data; says where.
     """
-    machine = _Machine(data, where, known, persistent)
+    stream = io.BytesIO(data)
     try:
-        return machine.run()
-    except (
-        LookupError,
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        AttributeError,
-        struct.error,
-    ) as error:
+        return _evaluate(stream, len(data), known, persistent)
+    except CodeAskedForError as error:
         raise CheckpointError(
-            f"{where} is damaged, or no pickle of plain data: at byte {machine.at:,} of "
+            f"{where} asks for the global {str(error)[:300]!r}, which may run code: expected "
+            f"plain data and tensors only. Nothing was run. If you trust whoever wrote the file, "
+            f"pass trust_pickle=True, which runs it"
+        ) from None
+    except Exception as error:
+        raise CheckpointError(
+            f"{where} is damaged, or no pickle of plain data: at byte {stream.tell():,} of "
             f"{len(data):,}: {error}"
         ) from error
 
 
+# Not here: INST, OBJ, EXT, NEWOBJ_EX, text numbers, POP, DUP, and buffers outside.
+_NAMES = """
+    PROTO FRAME MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE
+    SHORT_BINUNICODE BINBYTES SHORT_BINBYTES BYTEARRAY8 EMPTY_LIST EMPTY_TUPLE EMPTY_DICT EMPTY_SET
+    APPEND APPENDS ADDITEMS SETITEM SETITEMS TUPLE TUPLE1 TUPLE2 TUPLE3 FROZENSET BINGET LONG_BINGET
+    BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPERSID
+"""
+_INSTRUCTIONS = {
+    it.code.encode("latin-1"): (it.name, it.arg.reader if it.arg else None)
+    for it in pickletools.opcodes
+    if it.name in _NAMES.split()
+}
+
+
+def _evaluate(
+    stream: io.BytesIO,
+    nbytes: int,
+    known: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None,
+) -> Any:
+    """What a pickle stands for; raises whatever the file deserves."""
+    stack, marks, memo = list[Any](), list[int](), list[Any]()
+
+    def pop_mark() -> list[Any]:
+        start = marks.pop()
+        items = stack[start:]
+        del stack[start:]
+        return items
+
+    while (instruction := _INSTRUCTIONS.get(code := stream.read(1))) is not None:
+        name, reader = instruction
+        argument: Any = reader(stream) if reader else None
+        match name:
+            case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
+                place = len(memo) if argument is None else argument
+                if place == len(memo):
+                    memo.append(stack[-1])
+                else:
+                    memo[place] = stack[-1]
+            case "LONG_BINGET" | "BINGET":
+                stack.append(memo[argument])
+            case "BININT1" | "BININT2" | "BININT" | "SHORT_BINUNICODE" | "BINUNICODE":
+                stack.append(argument)
+            case "NEWOBJ" | "REDUCE":
+                arguments, maker = stack.pop(), stack.pop()
+                if not isinstance(maker, Maker) or not isinstance(arguments, tuple):
+                    raise ValueError(f"a {type(maker).__name__} was to be called")
+                stack.append(maker.make(*arguments))
+            case "MARK":
+                marks.append(len(stack))
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_SET":
+                stack.append(_make_set())
+            case "BUILD":
+                state = stack.pop()
+                _build(stack[-1], state)
+            case "SETITEMS" | "SETITEM":
+                items = pop_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+                _set_items(stack[-1], items)
+            case "TUPLE1":
+                stack.append((stack.pop(),))
+            case "TUPLE2":
+                stack.append((stack.pop(-2), stack.pop()))
+            case "TUPLE3":
+                stack.append((stack.pop(-3), stack.pop(-2), stack.pop()))
+            case "TUPLE":
+                stack.append(tuple(pop_mark()))
+            case "FROZENSET":
+                stack.append(frozenset(_make_set(pop_mark())))
+            case "APPEND" | "APPENDS" | "ADDITEMS":
+                items = [stack.pop()] if name == "APPEND" else pop_mark()
+                _extend(stack[-1], items)
+            case "GLOBAL" | "STACK_GLOBAL":
+                words = argument.split(" ", 1) if argument else [stack.pop(-2), stack.pop()]
+                dotted = ".".join(words) if all(isinstance(word, str) for word in words) else ""
+                if dotted not in known:
+                    raise CodeAskedForError(dotted)
+                stack.append(known[dotted])
+            case "BINPERSID":
+                if persistent is None:
+                    raise ValueError("it refers to data outside of itself")
+                stack.append(persistent(stack.pop()))
+            case "PROTO":
+                pass
+            case "FRAME":
+                if argument > nbytes - stream.tell():
+                    raise ValueError("a frame ends behind the end")
+            case "STOP":
+                if len(stack) != 1 or marks or stream.tell() != nbytes:
+                    raise ValueError("expected one value and nothing behind it")
+                return stack[0]
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(name == "NEWTRUE")
+            case _:  # another number, bytes or None: the argument is the value
+                stack.append(argument)
+        if len(stack) + len(marks) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values are under construction")
+    raise ValueError(f"instruction {code!r} is not among those of plain data")
+
+
+def _set_items(target: Any, items: list[Any]) -> None:
+    """Fill a mapping; a key comes once."""
+    if not isinstance(target, dict) or len(items) % 2:
+        raise ValueError(f"items of a {type(target).__name__} were to be set")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if _key(key, target) in target:
+            raise ValueError("a key comes twice in a mapping")
+        target[key] = value
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    """Fill a list or a set."""
+    if type(target) is list:
+        target.extend(items)
+    elif type(target) is set:
+        _make_set(items, target)
+    else:
+        raise ValueError(f"a {type(target).__name__} was to be extended")
+
+
+def _build(target: Any, state: Any) -> None:
+    """Give an object its state, once."""
+    if isinstance(target, Instance) and target.state is None and state is not None:
+        target.state = state
+    elif not isinstance(target, OrderedDict):  # of a state dict: versions of modules, unused here
+        raise ValueError(f"the state of a {type(target).__name__} was to be set")
+
+
 def check_tree(value: Any, where: str) -> None:
-    """Refuse a value too deep or too large to walk; shared parts count at each visit.
+    """Refuse a value too deep or too large to walk, or with anything in it that is no data.
 
     Raises:
-        CheckpointError: It is.
+        CheckpointError: It is; shared parts count at each visit.
     """
     open_values, visits = [(value, 0)], 0
     while open_values:
@@ -193,293 +329,24 @@ def check_tree(value: Any, where: str) -> None:
             parts = [*item.keys(), *item.values()]
         elif isinstance(item, (list, tuple, set, frozenset)):
             parts = list(item)
+        elif not isinstance(item, _LEAVES):
+            raise CheckpointError(f"{where} holds a {type(item).__name__}, expected plain values")
         visits += 1 + len(parts)
-        if depth > MAX_DEPTH or visits > MAX_VISITS:
+        if depth > MAX_DEPTH or visits > MAX_VALUES:
             raise CheckpointError(
                 f"{where} holds values in values, expected at most {MAX_DEPTH} levels and "
-                f"{MAX_VISITS:,} values: it is refused as too expensive to read"
+                f"{MAX_VALUES:,} values: it is refused as too expensive to read"
             )
         open_values.extend((part, depth + 1) for part in parts if type(part) not in _SCALARS)
 
 
-class _Machine:
-    """The stack machine of a pickle, for data; its arguments are those of :func:`unpickle`."""
-
-    def __init__(
-        self,
-        data: bytes,
-        where: str,
-        known: Mapping[str, Any],
-        persistent: Callable[[Any], Any] | None,
-    ) -> None:
-        self.data = data
-        self.where = where
-        self.known = known
-        self.persistent = persistent
-        self.at = 0
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-
-    def run(self) -> Any:
-        """Execute up to the end."""
-        data, stack, codes = self.data, self.stack, _CODES
-        while (code := data[self.at]) != _STOP:
-            self.at += 1
-            if (step := codes.get(code)) is None:
-                raise ValueError(f"instruction {bytes([code])!r} is not among those of plain data")
-            step(self)
-            if len(stack) > MAX_STACK:
-                raise ValueError(f"more than {MAX_STACK:,} values are under construction")
-        if len(stack) != 1 or self.marks or self.at + 1 != len(data):
-            raise ValueError("expected one value and nothing behind it")
-        return stack[0]
-
-    def take(self, count: int) -> bytes:
-        """The next bytes."""
-        if count > len(self.data) - self.at:
-            raise ValueError(f"expected {count:,} more bytes, found {len(self.data) - self.at:,}")
-        self.at += count
-        return self.data[self.at - count : self.at]
-
-    def number(self, layout: str) -> Any:
-        """The next number of a layout of `struct`."""
-        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
-
-    def since_mark(self) -> list[Any]:
-        """Take what stands above the last mark."""
-        mark = self.marks.pop()
-        items = self.stack[mark:]
-        del self.stack[mark:]
-        return items
-
-    def push_global(self, module: Any, name: Any) -> None:
-        """Look a global up."""
-        dotted = f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else ""
-        if dotted not in self.known:
-            self.refuse_global(dotted)
-        self.stack.append(self.known[dotted])
-
-    def refuse_global(self, dotted: str) -> NoReturn:
-        """Say what the file asked for."""
-        raise CheckpointError(
-            f"{self.where} asks for the global {dotted[:MAX_NAME]!r}, which may run code: expected "
-            f"plain data and tensors only. Nothing was run. If you trust whoever wrote the file, "
-            f"pass trust_pickle=True, which runs it"
-        )
-
-    def make(self) -> None:
-        """REDUCE and NEWOBJ: a known maker and its arguments become a value."""
-        arguments, maker = self.stack.pop(), self.stack.pop()
-        if not isinstance(maker, Maker) or not isinstance(arguments, tuple):
-            raise ValueError(f"a {type(maker).__name__} was to be called")
-        try:
-            self.stack.append(maker.make(*arguments))
-        except CodeAskedForError as error:
-            self.refuse_global(str(error))
-
-    def build(self) -> None:
-        """Give an object its state, once."""
-        state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Record) and target.state is None and state is not None:
-            target.state = state
-        elif not isinstance(
-            target, OrderedDict
-        ):  # a state dict carries versions of modules, which nobody reads
-            raise ValueError(f"the state of a {type(target).__name__} was to be set")
-
-    def set_items(self, items: list[Any]) -> None:
-        """Fill a mapping; a key comes once."""
-        target = self.stack[-1]
-        if not isinstance(target, dict) or len(items) % 2:
-            raise ValueError(f"items of a {type(target).__name__} were to be set")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if _key(key) in target:
-                raise ValueError("a key comes twice in a mapping")
-            target[key] = value
-
-    def extend(self, items: list[Any]) -> None:
-        """Fill a list or a set."""
-        target = self.stack[-1]
-        if type(target) is list:
-            target.extend(items)
-        elif type(target) is set:
-            target.update(map(_key, items))
-        else:
-            raise ValueError(f"a {type(target).__name__} was to be extended")
-
-    def push_tuple(self, count: int) -> None:
-        """The last values as a tuple."""
-        if len(self.stack) < count:
-            raise ValueError("too few values for a tuple")
-        self.stack[-count:] = [tuple(self.stack[-count:])]
-
-    def push_persistent(self) -> None:
-        """Replace a reference by what it stands for."""
-        if self.persistent is None:
-            raise ValueError("it refers to data outside of itself")
-        self.stack.append(self.persistent(self.stack.pop()))
-
-    def memoize(self, index: int) -> None:
-        """Keep the last value for later use; places are taken in their order."""
-        if index > len(self.memo):
-            raise ValueError(
-                f"expected place {len(self.memo):,} of the memo to be taken, found {index:,}"
-            )
-        self.memo[index] = self.stack[-1]
-
-    def mark(self) -> None:
-        """Where the parts of a container start."""
-        if len(self.marks) > MAX_STACK // 100:
-            raise ValueError("more containers in containers than data has")
-        self.marks.append(len(self.stack))
-
-    def start_frame(self) -> None:
-        """A frame is for readers of streams; its bytes are all there."""
-        if self.number("<Q") > len(self.data) - self.at:
-            raise ValueError("a frame ends behind the end")
-
-    def check_protocol(self) -> None:
-        """The first instruction."""
-        if (found := self.number("<B")) not in _PROTOCOLS:
-            raise ValueError(
-                f"expected protocol {_PROTOCOLS.start} to {_PROTOCOLS.stop - 1}, found {found}"
-            )
-
-    def line(self) -> str:
-        """The text up to the next line break: a part of a global's name."""
-        stop = self.data.index(b"\n", self.at, self.at + MAX_NAME)
-        text = self.take(stop - self.at).decode()
-        self.at += 1
-        return text
-
-
-def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(make(machine))
-
-
-_STOP = ord(".")
-_CODES: Mapping[int, Callable[[_Machine], Any]] = {
-    0x80: _Machine.check_protocol,
-    0x95: _Machine.start_frame,
-    ord("("): _Machine.mark,
-    ord("N"): _push(lambda it: None),
-    0x88: _push(lambda it: True),
-    0x89: _push(lambda it: False),
-    ord("J"): _push(lambda it: it.number("<i")),
-    ord("K"): _push(lambda it: it.take(1)[0]),
-    ord("M"): _push(lambda it: it.number("<H")),
-    0x8A: _push(lambda it: int.from_bytes(it.take(it.take(1)[0]), "little", signed=True)),
-    ord("G"): _push(lambda it: it.number(">d")),
-    0x8C: _push(lambda it: it.take(it.take(1)[0]).decode("utf-8", "surrogatepass")),
-    ord("X"): _push(lambda it: it.take(it.number("<I")).decode("utf-8", "surrogatepass")),
-    ord("C"): _push(lambda it: it.take(it.take(1)[0])),
-    ord("B"): _push(lambda it: it.take(it.number("<I"))),
-    0x96: _push(lambda it: bytearray(it.take(it.number("<Q")))),
-    ord("]"): _push(lambda it: []),
-    ord("}"): _push(lambda it: {}),
-    ord(")"): _push(lambda it: ()),
-    0x8F: _push(lambda it: set[Any]()),
-    ord("a"): lambda it: it.extend([it.stack.pop()]),
-    ord("e"): lambda it: it.extend(it.since_mark()),
-    0x90: lambda it: it.extend(it.since_mark()),
-    ord("s"): lambda it: it.set_items([it.stack.pop(-2), it.stack.pop()]),
-    ord("u"): lambda it: it.set_items(it.since_mark()),
-    ord("t"): _push(lambda it: tuple(it.since_mark())),
-    0x91: _push(lambda it: frozenset(map(_key, it.since_mark()))),
-    0x85: _push(lambda it: (it.stack.pop(),)),
-    0x86: lambda it: it.push_tuple(2),
-    0x87: lambda it: it.push_tuple(3),
-    ord("h"): _push(lambda it: it.memo[it.take(1)[0]]),
-    ord("j"): _push(lambda it: it.memo[it.number("<I")]),
-    ord("q"): lambda it: it.memoize(it.take(1)[0]),
-    ord("r"): lambda it: it.memoize(it.number("<I")),
-    0x94: lambda it: it.memoize(len(it.memo)),
-    ord("c"): lambda it: it.push_global(it.line(), it.line()),
-    0x93: lambda it: it.push_global(it.stack.pop(-2), it.stack.pop()),
-    ord("R"): _Machine.make,
-    0x81: _Machine.make,
-    ord("b"): _Machine.build,
-    ord("Q"): _Machine.push_persistent,
-}
-"""What each instruction does.
-
-Not here: INST, OBJ, EXT, NEWOBJ_EX, text numbers, POP, DUP, and buffers outside.
-"""
-
-
-# -- Reads what ``torch.save`` wrote: a zip archive of stored records, anywhere in a file, checked
-#    by its own CRCs
+# -- Reads what ``torch.save`` wrote into an item: a pickle, and records with the elements of its
+#    tensors
 #
-# ``torch.load`` does not compare the CRCs that ``torch.save`` writes; this reader does. It takes
-# nothing on trust: a record lies inside of the archive, is neither compressed nor encrypted, and is
-# as long as its tensor says, before it is read.
+# ``torch.load`` does not compare the CRCs that ``torch.save`` writes; this reader does. A record is
+# as long as the pickle says, and a tensor lies inside of its record, before an element is read.
 
-READ_NBYTES = 4 * 2**20
 MAX_PICKLE_NBYTES = 64 * 2**20
-MAX_DIRECTORY_NBYTES = 16 * 2**20
-_FOREIGN = 0xFFFFFFFF
-"""What a 32-bit field of a zip holds when the value stands in a 64-bit one."""
-
-_END = struct.Struct("<4s4H2IH")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_ENTRY = struct.Struct("<4s6H3I5H2I")
-_LOCAL = struct.Struct("<4s5H3I2H")
-_ENCRYPTED = 0x2041  # flag bits 0, 6 and 13
-
-_LITTLE = (b"little", b"")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Bytes of an open file, and what they are, for errors."""
-
-    fd: int
-    offset: int
-    nbytes: int
-    where: str
-
-    def read(self, offset: int, nbytes: int) -> bytearray:
-        """Bytes from ``offset`` of the span on.
-
-        Raises:
-            CheckpointError: They are not all in it.
-        """
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise CheckpointError(
-                f"{self.where} is damaged: it points to bytes {offset:,} to {offset + nbytes:,} of "
-                f"its {self.nbytes:,}"
-            )
-        data = bytearray(nbytes)
-        view, done = memoryview(data), 0
-        while done < nbytes:
-            part = os.pread(self.fd, min(nbytes - done, READ_NBYTES), self.offset + offset + done)
-            if not part:
-                raise CheckpointError(
-                    f"{self.where}: the file ends {nbytes - done:,} bytes too early"
-                )
-            view[done : done + len(part)] = part
-            done += len(part)
-        return data
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A record of an archive."""
-
-    header: int
-    """Where its local header is, from the start of the archive."""
-
-    nbytes: int
-    crc: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageType:
-    """The class of a storage: what its elements are."""
-
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,88 +354,65 @@ class TensorView:
     """A tensor as its pickle describes it: a view of a record."""
 
     record: str
+    record_nbytes: int
+    """Of the record, as the pickle has it."""
+
     dtype: torch.dtype
     offset: int
     """First element, in elements of ``dtype``."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    record_nbytes: int
-    """Of the record, as the pickle has it."""
 
-    @property
-    def span(self) -> int:
-        """Elements from the first to behind the last; 0 without elements."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum(
-            (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
-        )
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first of a tensor to behind the last; 0 without elements."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Storage:
+    """What a reference in the pickle stands for."""
+
+    record: str
+    nbytes: int
+    dtype: torch.dtype
 
 
 class Archive:
-    """The records of an archive; ``has_crc`` says whether there is anything to check them with.
+    """What ``torch.save`` wrote.
 
     Args:
-        span: All bytes of it.
+        fd: The file that holds it, open for reading.
+        item: All bytes of it.
 
     Raises:
         CheckpointError: It is none that ``torch.save`` has written, or it is damaged.
     """
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self._records = dict(_entries(span))
+    def __init__(self, fd: int, item: Item) -> None:
+        self._fd, self._item = fd, item
+        records = records_of(fd, item)
+        # The folder of the first record is that of all, as torch reads them.
+        folder = records[0].name.partition("/")[0] + "/"
+        self._records = {record.name.removeprefix(folder): record for record in records}
         # torch.serialization.set_crc32_options(False) writes zeros.
-        self.has_crc = any(record.crc for record in self._records.values())
-        if sum(record.nbytes for record in self._records.values()) > span.nbytes:
-            raise CheckpointError(f"{span.where} is damaged: its records overlap")
-        if bytes(self._read("byteorder") if "byteorder" in self._records else b"") not in _LITTLE:
-            raise CheckpointError(
-                f"{span.where} was written on a big-endian machine, which is not supported"
-            )
+        self._has_crc = any(record.crc for record in records)
+        if "byteorder" in self._records and bytes(self._read("byteorder")) not in (b"little", b""):
+            raise CheckpointError("it was written on a big-endian machine, which is not supported")
 
-    def payload(self, record: str, nbytes: int) -> Span:
-        """Where the bytes of a record are; its CRC has been compared.
+    def load_view(self) -> tuple[TensorView, Record]:
+        """The description of the one tensor that the archive is, and where its elements are.
 
         Raises:
-            CheckpointError: There is no such record, it has another length, or it is damaged.
+            CheckpointError: It is something else, or damaged.
         """
-        where = f"record {record} of {self.span.where}"
-        if (stored := self._records.get(record)) is None:
-            raise CheckpointError(
-                f"{self.span.where} is damaged: it has no record {record[:100]!r}"
-            )
-        if stored.nbytes != nbytes:
-            raise CheckpointError(f"{where}: expected {nbytes:,} bytes, found {stored.nbytes:,}")
-        header = _LOCAL.unpack(self.span.read(stored.header, _LOCAL.size))
-        start = stored.header + _LOCAL.size + header[9] + header[10]
-        if header[0] != b"PK\x03\x04" or header[3] or start + nbytes > self.span.nbytes:
-            raise CheckpointError(f"{where}: its header is damaged, or does not lie in the archive")
-        payload = Span(fd=self.span.fd, offset=self.span.offset + start, nbytes=nbytes, where=where)
-        if self.has_crc:
-            _compare_crc(payload, stored.crc)
-        return payload
-
-    def check(self) -> int:
-        """Compare the CRC of every record; returns how many bytes that were."""
-        return sum(
-            self.payload(name, record.nbytes).nbytes for name, record in self._records.items()
-        )
-
-    def load_view(self) -> TensorView:
-        """The description of the one tensor that the archive is.
-
-        Raises:
-            CheckpointError: It is something else.
-        """
-        known = _known(lambda view: view)
-        view = unpickle(self._pickle(), self.span.where, known, _storage)
+        view = self._unpickle(lambda view: view)
         if not isinstance(view, TensorView):
-            raise CheckpointError(
-                f"{self.span.where}: expected a tensor, found {type(view).__name__}"
-            )
-        return view
+            raise CheckpointError(f"expected a tensor, found {type(view).__name__}")
+        return view, self._record(view.record, view.record_nbytes)
 
     def load(self) -> Any:
         """The value that was saved: plain containers of plain values and CPU tensors.
@@ -577,211 +421,96 @@ class Archive:
             CheckpointError: It holds anything else, or is damaged.
         """
         storages: dict[str, torch.Tensor] = {}
-        known = _known(partial(self._tensor, storages))
-        value = unpickle(self._pickle(), self.span.where, known, _storage)
-        check_tree(value, self.span.where)
+
+        def tensor(view: TensorView) -> torch.Tensor:
+            if view.record not in storages:
+                data = self._read(view.record, view.record_nbytes)
+                storages[view.record] = torch.frombuffer(data or bytearray(1), dtype=torch.uint8)
+            if 0 in view.shape:
+                return torch.empty(view.shape, dtype=view.dtype)
+            if math.prod(view.shape) > max(view.record_nbytes, MAX_VALUES):
+                raise ValueError("a tensor has more elements than its storage has bytes")
+            nbytes = view.record_nbytes // view.dtype.itemsize * view.dtype.itemsize
+            elements = storages[view.record][:nbytes].view(view.dtype)
+            return elements.as_strided(view.shape, view.strides, view.offset)
+
+        value = self._unpickle(tensor)
+        check_tree(value, "its pickle")
         return value
 
-    def _tensor(self, storages: dict[str, torch.Tensor], view: TensorView) -> torch.Tensor:
-        """A view of a record, which is read once."""
-        nbytes = view.record_nbytes
-        if view.record not in storages:
-            data = self.payload(view.record, nbytes).read(0, nbytes)
-            storages[view.record] = (
-                torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0)
-            )
-        if 0 in view.shape:
-            return torch.empty(view.shape, dtype=view.dtype)
-        elements = nbytes // view.dtype.itemsize * view.dtype.itemsize
-        return (
-            storages[view.record][:elements]
-            .view(view.dtype)
-            .as_strided(view.shape, view.strides, view.offset)
-        )
+    def _unpickle(self, tensor: Callable[[TensorView], Any]) -> Any:
+        return unpickle(self._read("data.pkl"), "its pickle", _known(tensor), _storage)
 
-    def _pickle(self) -> bytes:
-        if (
-            record := self._records.get("data.pkl")
-        ) is not None and record.nbytes > MAX_PICKLE_NBYTES:
-            raise CheckpointError(
-                f"{self.span.where}: a pickle of {record.nbytes:,} bytes is too large to be data"
-            )
-        return bytes(self._read("data.pkl"))
+    def _read(self, name: str, nbytes: int | None = None) -> bytearray:
+        record = self._record(name, nbytes)
+        where = Interval(record.offset, record.offset + record.nbytes)
+        return read_bytes(self._fd, self._item, where)
 
-    def _read(self, record: str) -> bytearray:
-        nbytes = self._records[record].nbytes if record in self._records else 0
-        return self.payload(record, nbytes).read(0, nbytes)
-
-
-def _compare_crc(payload: Span, expected: int) -> None:
-    crc = 0
-    for start in range(0, payload.nbytes, READ_NBYTES):
-        crc = zlib.crc32(payload.read(start, min(READ_NBYTES, payload.nbytes - start)), crc)
-    if crc != expected:
-        raise CheckpointError(
-            f"{payload.where} is damaged: expected CRC {expected:08x} over its {payload.nbytes:,} "
-            f"bytes at byte {payload.offset:,} of the file, found {crc:08x}. Use another checkpoint"
-        )
-
-
-def _entries(span: Span) -> Iterator[tuple[str, Stored]]:
-    """The directory of the archive: record by name, without the folder that all are in."""
-    start, nbytes, count = _directory(span)
-    data, at = span.read(start, nbytes), 0
-    seen: set[str] = set()
-    for _ in range(count):
-        if at + _ENTRY.size > nbytes:
-            raise CheckpointError(f"{span.where} is damaged: its directory ends early")
-        fields = _ENTRY.unpack_from(data, at)
-        flags, method, crc, packed, unpacked, name_nbytes, extra_nbytes, comment_nbytes = (
-            *(fields[3], fields[4]),
-            *fields[7:13],
-        )
-        at += _ENTRY.size
-        name = bytes(data[at : at + name_nbytes]).decode("utf-8", "replace").partition("/")[2]
-        extra = bytes(data[at + name_nbytes : at + name_nbytes + extra_nbytes])
-        at += name_nbytes + extra_nbytes + comment_nbytes
-        unpacked, packed, header = _wide((unpacked, packed, fields[16]), extra)
-        if (
-            fields[0] != b"PK\x01\x02"
-            or method
-            or flags & _ENCRYPTED
-            or packed != unpacked
-            or name in seen
-        ):
-            raise CheckpointError(
-                f"{span.where}: expected records that are stored as they are, each once; record "
-                f"{name[:100]!r} is not"
-            )
-        if header + _LOCAL.size + unpacked > start:
-            raise CheckpointError(
-                f"{span.where}: record {name[:100]!r} does not lie in the archive"
-            )
-        seen.add(name)
-        yield name, Stored(header=header, nbytes=unpacked, crc=crc)
-
-
-def _directory(span: Span) -> tuple[int, int, int]:
-    """Start, bytes and entries of the directory, from the record at the end of the archive."""
-    problem = f"{span.where} is no archive of torch.save, or its end is missing"
-    if span.nbytes < _END.size:
-        raise CheckpointError(problem)
-    end = span.nbytes - _END.size
-    signature, _, _, _, count, nbytes, start, _ = _END.unpack(span.read(end, _END.size))
-    if signature != b"PK\x05\x06":
-        raise CheckpointError(problem)
-    if count == 0xFFFF or _FOREIGN in (nbytes, start):
-        locator = end - _END64_LOCATOR.size
-        found, _, wide, _ = _END64_LOCATOR.unpack(span.read(locator, _END64_LOCATOR.size))
-        if found != b"PK\x06\x07":
-            raise CheckpointError(problem)
-        found, *_, count, nbytes, start = _END64.unpack(span.read(wide, _END64.size))
-        if found != b"PK\x06\x06":
-            raise CheckpointError(problem)
-    if start + nbytes > end or nbytes > MAX_DIRECTORY_NBYTES:
-        raise CheckpointError(
-            f"{span.where}: its directory of {nbytes:,} bytes at {start:,} cannot be"
-        )
-    return start, nbytes, count
-
-
-def _wide(values: Sequence[int], extra: bytes) -> list[int]:
-    """Sizes and offset of an entry.
-
-    Those that do not fit into 32 bits stand in its extra field, in this order.
-    """
-    wide, at = b"", 0
-    while at + 4 <= len(extra):
-        kind, nbytes = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            wide = extra[at + 4 : at + 4 + nbytes]
-        at += 4 + nbytes
-    numbers = iter(struct.unpack(f"<{len(wide) // 8}Q", wide[: len(wide) // 8 * 8]))
-    return [next(numbers, _FOREIGN) if value == _FOREIGN else value for value in values]
+    def _record(self, name: str, nbytes: int | None = None) -> Record:
+        """A record, the CRC of which has been compared; without a length it is a small one."""
+        if (record := self._records.get(name)) is None:
+            raise CheckpointError(f"it has no record {name[:100]!r}")
+        if record.nbytes > MAX_PICKLE_NBYTES if nbytes is None else record.nbytes != nbytes:
+            expected = f"at most {MAX_PICKLE_NBYTES:,}" if nbytes is None else f"{nbytes:,}"
+            raise CheckpointError(f"record {name} has {record.nbytes:,} bytes, expected {expected}")
+        if self._has_crc:
+            check_record(self._fd, self._item, record)
+        return record
 
 
 def _known(tensor: Callable[[TensorView], Any]) -> Mapping[str, Any]:
     """The globals of an archive's pickle; ``tensor`` makes the values."""
 
-    def rebuild(
-        storage: Any,
-        offset: Any,
-        shape: Any,
-        strides: Any,
-        requires_grad: Any,
-        hooks: Any,
-        dtype: Any = None,
-        metadata: Any = None,
-    ) -> Any:
+    def rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Any:
         # Version 2 has its metadata (bits of conjugation) where version 3 has the dtype.
-        if (
-            not isinstance(storage, _Storage)
-            or metadata
-            or (dtype and not isinstance(dtype, torch.dtype))
-        ):
+        _, _, dtype, metadata, *_ = (*rest, None, None)
+        if not isinstance(storage, _Storage) or metadata or not is_dense(dtype or storage.dtype):
             raise ValueError("expected a plain tensor of a storage")
-        dtype = dtype or storage.dtype
-        (start,), sizes, steps = make_size((offset,)), make_size(shape), make_size(strides)
         view = TensorView(
             record=storage.record,
-            dtype=dtype,
-            offset=start,
-            shape=sizes,
-            strides=steps,
             record_nbytes=storage.nbytes,
+            dtype=dtype or storage.dtype,
+            offset=make_size((offset,))[0],
+            shape=make_size(shape),
+            strides=make_size(strides),
         )
-        if len(sizes) != len(steps) or (
-            view.span and (start + view.span) * dtype.itemsize > storage.nbytes
-        ):
+        span = span_of(view.shape, view.strides)
+        if span and (view.offset + span) * view.dtype.itemsize > storage.nbytes:
             raise ValueError("a tensor reaches beyond its storage")
         return tensor(view)
 
-    def parameter(data: Any, requires_grad: Any, hooks: Any) -> Any:
-        return data  # a parameter's value is all that is wanted of it
-
-    return {**_STORAGE_TYPES, **BUILTINS, **_tensor_makers(rebuild, parameter)}
-
-
-def _tensor_makers(rebuild: Callable[..., Any], parameter: Callable[..., Any]) -> Mapping[str, Any]:
     return {
+        **_STORAGE_TYPES,
+        **BUILTINS,
         "torch._utils._rebuild_tensor_v2": Maker(rebuild),
         "torch._utils._rebuild_tensor_v3": Maker(rebuild),
-        "torch._utils._rebuild_parameter": Maker(parameter),
+        "torch._utils._rebuild_parameter": Maker(_make_value),
         "torch.device": Maker(torch.device),
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Storage:
-    """What a reference in the pickle stands for."""
-
-    dtype: torch.dtype
-    record: str
-    nbytes: int
-
-
 def _storage(reference: Any) -> _Storage:
-    tag, kind, key, _, numel = (
-        reference  # where the storage was does not matter: it comes to the host
-    )
-    if tag != "storage" or not isinstance(kind, StorageType) or not isinstance(key, str):
+    # Where the storage was does not matter: it comes to the host.
+    tag, dtype, key, _, numel = reference
+    if tag != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
         raise ValueError("expected a reference to a storage")
     (count,) = make_size((numel,))
-    return _Storage(dtype=kind.dtype, record=f"data/{key}", nbytes=count * kind.dtype.itemsize)
+    return _Storage(record=f"data/{key}", nbytes=count * dtype.itemsize, dtype=dtype)
 
 
-_STORAGE_TYPES: Mapping[str, Any] = {
-    "torch.DoubleStorage": StorageType(dtype=torch.float64),
-    "torch.FloatStorage": StorageType(dtype=torch.float32),
-    "torch.HalfStorage": StorageType(dtype=torch.float16),
-    "torch.BFloat16Storage": StorageType(dtype=torch.bfloat16),
-    "torch.LongStorage": StorageType(dtype=torch.int64),
-    "torch.IntStorage": StorageType(dtype=torch.int32),
-    "torch.ShortStorage": StorageType(dtype=torch.int16),
-    "torch.CharStorage": StorageType(dtype=torch.int8),
-    "torch.ByteStorage": StorageType(dtype=torch.uint8),
-    "torch.BoolStorage": StorageType(dtype=torch.bool),
-    "torch.ComplexFloatStorage": StorageType(dtype=torch.complex64),
-    "torch.ComplexDoubleStorage": StorageType(dtype=torch.complex128),
-    "torch.storage.UntypedStorage": StorageType(dtype=torch.uint8),
+_STORAGE_TYPES: Mapping[str, torch.dtype] = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.storage.UntypedStorage": torch.uint8,
 }
+"""The class of a storage stands for the type of its elements."""

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -374,6 +375,7 @@ _ENTRY_NBYTES = 46 + 3 * 2**16
 """The longest entry of a central directory: its fields, a name, extra fields and a comment."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_ENCRYPTED = 0x2041  # bits 0, 6 and 13 of the flags
 _END_RECORD = struct.Struct("<4s4H2IH")
 
 
@@ -412,15 +414,24 @@ def check_item_crc(fd: int, item: Item) -> bool:
     if not any(record.crc for record in records):
         return False
     for record in records:
-        found = crc_of(fd, item, record)
-        if found != record.crc:
-            first, last = item.offset + record.offset, item.offset + record.offset + record.nbytes
-            raise _damaged(
-                item,
-                f"record {record.name!r} at bytes {first:,} to {last:,} of the file has CRC "
-                f"{found:08x}, expected {record.crc:08x}",
-            )
+        check_record(fd, item, record)
     return True
+
+
+def check_record(fd: int, item: Item, record: Record) -> None:
+    """Compare the bytes of a record with its CRC.
+
+    Raises:
+        CheckpointError: They are not those that were written.
+        OSError: Reading failed.
+    """
+    found = crc_of(fd, item, record)
+    if found != record.crc:
+        raise _damaged(
+            item,
+            f"record {record.name!r} has CRC {found:08x}, found over its {record.nbytes:,} bytes "
+            f"at byte {item.offset + record.offset:,} of the file, expected CRC {record.crc:08x}",
+        )
 
 
 def records_of(fd: int, item: Item) -> list[Record]:
@@ -438,12 +449,17 @@ def records_of(fd: int, item: Item) -> list[Record]:
     try:
         with zipfile.ZipFile(window) as archive:
             entries = archive.infolist()
-            _check_end(window, len(entries))
-            records = [_locate(window, info) for info in entries]
+            _check_ends(window, entries)
+            records = [_locate(window, info, archive.start_dir) for info in entries]
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise _damaged(item, f"it is no zip archive of stored records ({error})") from error
-    if sum(record.nbytes for record in records) > item.nbytes:
-        raise _damaged(item, f"its records claim more than its {item.nbytes:,} bytes")
+    for first, second in pairwise(sorted(records, key=lambda it: (it.offset, it.nbytes))):
+        if first.offset + first.nbytes > second.offset:
+            claim = f"{second.name!r} starts inside of {first.name!r}"
+            raise _damaged(item, f"its records claim more than bytes of their own: {claim}")
+    # torch and this package could take different ones of two records of one name.
+    if len({record.name for record in records}) < len(records):
+        raise _damaged(item, "two of its records have the same name")
     return records
 
 
@@ -470,6 +486,23 @@ def read_record(fd: int, item: Item, record: Record) -> bytearray:
             item,
             f"record {record.name!r} has CRC {zlib.crc32(data):08x}, expected {record.crc:08x}",
         )
+    return data
+
+
+def read_bytes(fd: int, item: Item, interval: Interval) -> bytearray:
+    """Bytes of an item, all of which lie inside of it.
+
+    Args:
+        fd: The data file, open for reading; its position is left alone.
+        item: In that file.
+        interval: Counted from the start of the item.
+
+    Raises:
+        CheckpointError: The file ends before.
+        OSError: Reading failed.
+    """
+    data = bytearray(interval.numel)
+    _Window(fd, item).read_into(memoryview(data), interval.start)
     return data
 
 
@@ -521,28 +554,31 @@ class _Window:
             view, offset = view[count:], offset + count
 
 
-def _check_end(window: _Window, count: int) -> None:
-    """Check that the directory had as many entries as it says.
+def _check_ends(window: _Window, entries: Sequence[zipfile.ZipInfo]) -> None:
+    """Check that nothing is around the archive, and the directory as long as it says.
 
-    `zipfile` does not look, and a wrong length hides some.
+    `zipfile` does not look, and a wrong length hides some entries.
     """
     window.seek(-_END_RECORD.size, os.SEEK_END)
     signature, *_, expected, _, _, _ = _END_RECORD.unpack(window.read(_END_RECORD.size))
-    if signature != b"PK\5\6":
+    if signature != _END:
         raise zipfile.BadZipFile("it does not end as torch.save ends one")
-    if expected != min(count, 0xFFFF) or not count:
-        raise zipfile.BadZipFile(f"{expected} records were expected, {count} found")
+    if expected != min(len(entries), 0xFFFF) or not entries:
+        raise zipfile.BadZipFile(f"{expected} records were expected, {len(entries)} found")
+    if min(info.header_offset for info in entries) != 0:
+        raise zipfile.BadZipFile("it does not start with a record")
 
 
-def _locate(window: _Window, info: zipfile.ZipInfo) -> Record:
-    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise zipfile.BadZipFile(f"record {info.filename!r} is compressed")
-    end = window.seek(0, os.SEEK_END)
+def _locate(window: _Window, info: zipfile.ZipInfo, end: int) -> Record:
+    """Where the bytes of a record are, all in front of the directory."""
     window.seek(info.header_offset)
     header = window.read(_LOCAL_HEADER.size)
-    signature, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
+    signature, _, _, method, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
+    stored = info.compress_type == method == zipfile.ZIP_STORED
+    if not stored or info.compress_size != info.file_size or info.flag_bits & _ENCRYPTED:
+        raise zipfile.BadZipFile(f"record {info.filename!r} is compressed, or encrypted")
     offset = info.header_offset + len(header) + name_nbytes + extra_nbytes
-    if signature != b"PK\3\4" or offset + info.file_size > end:
+    if signature != _LOCAL or offset + info.file_size > end:
         raise zipfile.BadZipFile(f"record {info.filename!r} is not where the directory says")
     return Record(name=info.filename, offset=offset, nbytes=info.file_size, crc=info.CRC)
 
