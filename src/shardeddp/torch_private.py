@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
     from torch.utils import _pytree as pytree
+    from torch.utils._device import DeviceContext as DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     OptimizedModule = _private("torch._dynamo:OptimizedModule")
@@ -84,6 +85,7 @@ else:
     StorageInfo = _private("torch.distributed.checkpoint.filesystem:_StorageInfo")
     IncompatibleKeys = _private("torch.nn.modules.module:_IncompatibleKeys")
     pytree = import_module("torch.utils._pytree")
+    DeviceContext = _private("torch.utils._device:DeviceContext")
     TorchDispatchMode = _private("torch.utils._python_dispatch:TorchDispatchMode")
 
 # -- tensors
@@ -93,6 +95,11 @@ without_torch_function: Any = _private("torch._C:DisableTorchFunctionSubclass")
 
 no_torch_function: Any = _private("torch._C:_disabled_torch_function_impl")
 """The ``__torch_function__`` of a subclass whose functions are those of plain tensors."""
+
+torch_function_modes: Callable[[], Sequence[Any]] = _private(
+    "torch.overrides:_get_current_function_mode_stack", ""
+)
+"""The modes that are active, the innermost last."""
 
 TensorBase: Any = _private("torch._C:TensorBase")
 get_gradient: Any = TensorBase.grad.__get__

@@ -1,14 +1,19 @@
 """Under bf16-mixed, everything but autocast's own operations reads and writes weights in float32, as under DDP."""
 
+import warnings
 from copy import deepcopy
+from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 
-from support.fidelity import UNITS_TOO, BesideDdp, SmallGpt, case, in_bf16
+from support.fidelity import EXPECTED, UNITS_TOO, BesideDdp, OfUnits, SmallGpt, case, in_bf16
 from support.tasks import Block, Recorded, image_loader
 
 pytestmark = pytest.mark.timeout(300)
@@ -405,3 +410,279 @@ CASES = [
 @pytest.mark.parametrize("strategy", UNITS_TOO)
 def test_weights_are_read_and_written_in_float32(beside_ddp: BesideDdp, strategy: str) -> None:
     beside_ddp(CASES, strategy)
+
+
+# -- modules of torch's that are not what they were when the model was set up
+
+
+class BlockWith(nn.Module):
+    """A block with one module more, which `apply` calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.more = Block(8), self.make()
+
+    def make(self) -> nn.Module:
+        return nn.Linear(8, 8)
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        return self.more(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.apply_more(x)
+
+
+def weight_norm(layer: nn.Module) -> nn.Module:
+    """By hooks, which torch calls deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+class NormedByHooks(BlockWith):
+    """weight_norm as it was before parametrizations, with spectral_norm around another layer."""
+
+    def make(self) -> nn.Module:
+        normed = weight_norm(nn.Linear(8, 8))
+        return nn.Sequential(normed, nn.utils.spectral_norm(nn.Linear(8, 8)))
+
+
+class PrunedLayer(BlockWith):
+    def make(self) -> nn.Module:
+        return prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.3)
+
+
+class GeneratedWeight(BlockWith):
+    """A hypernetwork: the weight of a layer is an attribute, computed in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.more.weight.detach()
+        del self.more.weight
+        self.more.weight = weight
+        self.code, self.generator = nn.Parameter(torch.ones(8, 2)), nn.Linear(2, 8)
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        self.more.weight = self.generator(self.code).float()
+        return self.more(x)
+
+
+class HiddenWeight(BlockWith):
+    """For one call another tensor lies over the parameter, in the module's dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8)[:, None])
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        vars(self.more)["weight"] = self.more.weight * self.scale
+        y = self.more(x)
+        del vars(self.more)["weight"]
+        return y
+
+
+class SeveralDilations(BlockWith):
+    """One kernel at three dilations."""
+
+    def make(self) -> nn.Module:
+        return nn.Conv1d(8, 8, 3)
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        for dilation in (1, 2, 3):
+            self.more.dilation, self.more.padding = (dilation,), (dilation,)
+            x = x + self.more(x.transpose(1, 2)).transpose(1, 2)
+        return x
+
+
+class PaddedByAHook(BlockWith):
+    """Convolutions are made circular by a hook, as for textures that tile."""
+
+    def make(self) -> nn.Module:
+        layer = nn.Conv1d(8, 8, 3, padding=1)
+
+        def make_circular(module: nn.Module, _: Any) -> None:
+            module.padding_mode = "circular"
+
+        layer.register_forward_pre_hook(make_circular)
+        return layer
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        return self.more(x.transpose(1, 2)).transpose(1, 2)
+
+
+class AttentionOfOtherHeads(BlockWith):
+    """The number of heads changes with the call."""
+
+    def make(self) -> nn.Module:
+        return nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        for heads in (1, 4):
+            self.more.num_heads, self.more.head_dim = heads, 8 // heads
+            x = x + self.more(x, x, x)[0]
+        return x
+
+
+def quantize(weight: Tensor) -> Tensor:
+    """Eight bits and back, with the gradient of neither."""
+    scale = weight.abs().max() / 127
+    return weight + ((weight / scale).round() * scale - weight).detach()
+
+
+class QuantizedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, quantize(self.weight), self.bias)
+
+
+class Quantize(TorchFunctionMode):
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear:
+            args = (args[0], quantize(args[1]), *args[2:])
+        return function(*args, **(kwargs or {}))
+
+
+class QuantizedByAMode(BlockWith):
+    def apply_more(self, x: Tensor) -> Tensor:
+        with Quantize():
+            return self.more(x)
+
+
+class QuantizedByAPatch(BlockWith):
+    """`nn.Linear.forward` is another one while the layer runs."""
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        with patch.object(nn.Linear, "forward", QuantizedLinear.forward):
+            return self.more(x)
+
+
+class QuantizedByAFunction(BlockWith):
+    """`torch.nn.functional.linear` is another one while the layer runs."""
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        linear = F.linear
+        with patch.object(F, "linear", lambda x, weight, bias: linear(x, quantize(weight), bias)):
+            return self.more(x)
+
+
+class QuantizedByAnotherClass(BlockWith):
+    def apply_more(self, x: Tensor) -> Tensor:
+        self.more.__class__ = QuantizedLinear
+        return self.more(x)
+
+
+class QuantizedByAnotherForward(BlockWith):
+    def apply_more(self, x: Tensor) -> Tensor:
+        self.more.forward = MethodType(QuantizedLinear.forward, self.more)
+        return self.more(x)
+
+
+class Watched(Tensor):
+    """An input whose class has its own idea of a layer."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [it.as_subclass(Tensor) if isinstance(it, cls) else it for it in args]
+        if function is F.linear:
+            plain[1] = quantize(plain[1])
+        return function(*plain, **(kwargs or {}))
+
+
+class QuantizedByTheInputsClass(BlockWith):
+    def apply_more(self, x: Tensor) -> Tensor:
+        return self.more(x.as_subclass(Watched))
+
+
+class ConvolvesByItsOwn(BlockWith):
+    """An instance's `_conv_forward`, the patch that makes diffusion models' images tile."""
+
+    def make(self) -> nn.Module:
+        layer = nn.Conv1d(8, 8, 3, padding=1)
+
+        def convolve(self: nn.Conv1d, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            weight = weight / (weight.square().sum() + 1e-8).sqrt()
+            return nn.Conv1d._conv_forward(self, x, weight, bias)
+
+        layer._conv_forward = MethodType(convolve, layer)
+        return layer
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        return self.more(x.transpose(1, 2)).transpose(1, 2)
+
+
+class OnAnotherDefaultDevice(BlockWith):
+    """A mode that only says where new tensors lie changes nothing."""
+
+    def apply_more(self, x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            return self.more(x) + torch.ones(8)
+
+
+CHANGED = [
+    NormedByHooks,
+    PrunedLayer,
+    GeneratedWeight,
+    HiddenWeight,
+    SeveralDilations,
+    PaddedByAHook,
+    AttentionOfOtherHeads,
+    QuantizedByAMode,
+    QuantizedByAPatch,
+    QuantizedByAFunction,
+    QuantizedByAnotherClass,
+    QuantizedByAnotherForward,
+    QuantizedByTheInputsClass,
+    ConvolvesByItsOwn,
+    OnAnotherDefaultDevice,
+]
+
+
+def of_units(block: type[nn.Module]) -> type[OfUnits]:
+    """A model of two such blocks."""
+    return type(f"Of{block.__name__}", (OfUnits,), {"unit": block, "__module__": __name__})
+
+
+OF_CHANGED = {f"Of{block.__name__}": of_units(block) for block in CHANGED}
+globals().update(OF_CHANGED)  # processes find them by name
+
+
+@pytest.mark.parametrize("strategy", UNITS_TOO)
+def test_modules_that_change_after_setup_compute_as_under_ddp(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    beside_ddp([in_bf16(case(model)) for model in OF_CHANGED.values()], strategy)
+
+
+class Compiled(OfUnits):
+    """Blocks that are compiled, without a backend that rounds otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch._dynamo.reset()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+COMPILED = {
+    f"Compiled{block.__name__}": type(
+        f"Compiled{block.__name__}", (Compiled,), {"unit": block, "__module__": __name__}
+    )
+    for block in (
+        BlockWith,
+        NormedByHooks,
+        PrunedLayer,
+        HiddenWeight,
+        SeveralDilations,
+        PaddedByAHook,
+        AttentionOfOtherHeads,
+        QuantizedByAnotherClass,
+    )
+}
+globals().update(COMPILED)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "full_shard in one unit"])
+def test_compiled_modules_that_change_after_setup_compute_as_under_ddp(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    warns = EXPECTED + "|The .grad attribute of a Tensor"  # torch's compiler reads it
+    beside_ddp([in_bf16(case(model, warns=warns)) for model in COMPILED.values()], strategy)

@@ -4,28 +4,114 @@ Under autocast a ``Linear`` casts its weight before it multiplies with it, so th
 before the gather, at half the bytes and with the same result. Whatever else reads the weight (a
 penalty, a cosine head, a moving average that is written in the step) has to see the parameter
 itself, in its own dtype: an unsharded run shows it nothing else. So the module keeps its sharded
-parameters, and its forward runs on a shadow of it that holds the gathered ones.
+parameters, and its forward runs on a shadow of it that holds the gathered ones: made for each call
+from what the module is at that moment, since hooks and steps may set any attribute of it.
+
+Only torch's own code may see the shadow. Where somebody has put other code in its place (another
+class, a patched forward or function, a torch function mode), the forward runs on the module.
 
 The forward is a bound method, which a deep copy of the module binds to the copy, and a function
 without side effects on the module's parameters: ``torch.compile`` traces it without a break, and
-into one graph for all blocks.
+into one graph for all blocks. What it traces is the shadow that was made when the unit was
+gathered, if the module's attributes are still the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import has_torch_function
 
 from shardeddp.tensor.unsharded import accumulate_in
+from shardeddp.torch_private import DeviceContext, torch_function_modes
 
 if TYPE_CHECKING:
     from shardeddp.tensor.shard_tensor import ShardTensor
 
 _COPIES = "_shardeddp_autocast_copies"  # in the dictionary of a module
+_SETTING = (bool, int, float, str, tuple, list)
+
+
+class _Forward(NamedTuple):
+    """A forward that autocast makes cast its parameters before it uses them."""
+
+    parameters: tuple[str, ...]
+    functions: tuple[str, ...] = ()
+    """Of ``torch.nn.functional``, which it calls."""
+
+    methods: tuple[str, ...] = ()
+    """Of its class, which it calls."""
+
+
+def _convolution(function: str, method: str) -> _Forward:
+    return _Forward(("weight", "bias"), (function,), (method,))
+
+
+_LINEAR = _Forward(("weight", "bias"), ("linear",))
+_FORWARDS: dict[type[nn.Module], _Forward] = {
+    nn.Linear: _LINEAR,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: _LINEAR,
+    nn.Conv1d: _convolution("conv1d", "_conv_forward"),
+    nn.Conv2d: _convolution("conv2d", "_conv_forward"),
+    nn.Conv3d: _convolution("conv3d", "_conv_forward"),
+    nn.ConvTranspose1d: _convolution("conv_transpose1d", "_output_padding"),
+    nn.ConvTranspose2d: _convolution("conv_transpose2d", "_output_padding"),
+    nn.ConvTranspose3d: _convolution("conv_transpose3d", "_output_padding"),
+    nn.MultiheadAttention: _Forward(
+        (
+            "in_proj_weight",
+            "in_proj_bias",
+            "q_proj_weight",
+            "k_proj_weight",
+            "v_proj_weight",
+        ),
+        ("multi_head_attention_forward", "linear", "scaled_dot_product_attention"),
+        ("merge_masks",),
+    ),
+}
+_FORWARDS_BY_NAME = {"transformers.pytorch_utils.Conv1D": _Forward(("weight", "bias"))}
+
+
+def is_cast_by_autocast(module: nn.Module, name: str) -> bool:
+    """Whether all that a module's forward does with a parameter begins with autocast's cast of it.
+
+    A subclass, or a forward or function that somebody has put in the place of torch's, may do
+    anything with it, and that would be in the lower dtype.
+    """
+    forward = _forward_of(module)
+    if forward is None or name not in forward.parameters or "forward" in vars(module):
+        return False
+    code = _code(module, forward)
+    if any(name in vars(module) for name in forward.parameters):  # computed by somebody's hook
+        return False
+    origins = {type(module).__module__, functional.__name__}
+    return code is not None and all(
+        isinstance(it, BuiltinFunctionType)
+        or (isinstance(it, FunctionType) and it.__globals__.get("__name__") in origins)
+        for it in code
+    )
+
+
+def _forward_of(module: nn.Module) -> _Forward | None:
+    kind = type(module)
+    return _FORWARDS.get(kind) or _FORWARDS_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _code(module: nn.Module, forward: _Forward) -> tuple[object, ...] | None:
+    """The functions that run in a module's forward; None if the module has some of its own."""
+    if any(name in module.__dict__ for name in forward.methods):
+        return None
+    kind = type(module)
+    return (
+        kind.forward,
+        *(getattr(kind, name) for name in forward.methods),
+        *(getattr(functional, name) for name in forward.functions),
+    )
 
 
 class AutocastCopies:
@@ -54,23 +140,35 @@ class AutocastCopies:
         self._versions: list[int] = []  # of these when they were gathered
         self.dtype = torch.float32
         self._device_type = "cpu"
-        self.shadow = object.__new__(type(module))
         self._gathered: dict[str, nn.Parameter] = {}
         self._inner = dict(inner)
+        self._forward = _forward_of(module) or _Forward(())
+        self._code = _code(module, self._forward)
+        self._class = type(module)
+        self._settings = tuple(
+            name for name, it in vars(module).items() if it is None or isinstance(it, _SETTING)
+        )
+        self._compiled = module
+        """The shadow that compiled code computes with."""
 
     def are_current(self, module: nn.Module) -> bool:
         """Whether the module's forward would make these very copies now, and they are usable."""
         if not self.active or any(
-            module._parameters[name] is not it for name, it in self.sharded.items()
+            module._parameters.get(name) is not it for name, it in self.sharded.items()
         ):
+            return False
+        if type(module) is not self._class or _code(module, self._forward) != self._code:
             return False
         device = self._device_type
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != self.dtype:
             return False  # the forward is called outside of autocast, or inside of one that the user has changed
-        if (
-            not torch.compiler.is_compiling()
-            and [local._version for local in self._locals] != self._versions
-        ):
+        if torch.compiler.is_compiling():
+            made_from = self._compiled.__dict__
+            if any(module.__dict__.get(name) != made_from.get(name) for name in self._settings):
+                return False
+            if any(name in module.__dict__ for name in self._forward.parameters):
+                return False
+        elif [local._version for local in self._locals] != self._versions:
             return False  # written to in the step; compiled code sees that when the unit is entered next
         return all(
             copies.are_current(module._modules[name])  # type: ignore[arg-type]
@@ -86,12 +184,23 @@ class AutocastCopies:
 
     def activate(self, module: nn.Module) -> None:
         """The gathered parameters are usable from here on."""
-        state = vars(module)
-        children = {name: copies.shadow for name, copies in self._inner.items()}
-        vars(self.shadow).update(state, _parameters={**state["_parameters"], **self._gathered})
-        vars(self.shadow)["_modules"] = {**state["_modules"], **children}
+        self._compiled = self._shadow(module)
         self.note_gather()
         self.uses, self.active = 0, True
+
+    def shadow(self, module: nn.Module) -> nn.Module:
+        """The module as it is now, with the gathered parameters."""
+        return self._compiled if torch.compiler.is_compiling() else self._shadow(module)
+
+    def _shadow(self, module: nn.Module) -> nn.Module:
+        shadow = object.__new__(type(module))
+        state = module.__dict__
+        shadow.__dict__.update(state, _parameters={**state["_parameters"], **self._gathered})
+        if self._inner:
+            children = state["_modules"]
+            inner = {name: it._shadow(children[name]) for name, it in self._inner.items()}
+            shadow.__dict__["_modules"] = {**children, **inner}
+        return shadow
 
     def note_use(self) -> None:
         """Accumulate gradients of several uses in the parameters' own dtype.
@@ -148,9 +257,20 @@ def copies_of(module: nn.Module) -> AutocastCopies | None:
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     copies: AutocastCopies = self.__dict__[_COPIES]
-    if not copies.are_current(self):
+    if not copies.are_current(self) or _is_watched(args, kwargs):
         return type(self).forward(self, *args, **kwargs)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         copies.note_use()
-    copies.shadow.training = self.training
-    return type(self).forward(copies.shadow, *args, **kwargs)
+    return type(self).forward(copies.shadow(self), *args, **kwargs)
+
+
+def _is_watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a class of tensors or a mode of somebody's comes to see each function of torch."""
+    given = (*args, *kwargs.values())
+    return has_torch_function(given) and (
+        any(type(mode) is not DeviceContext for mode in torch_function_modes())
+        or any(
+            hasattr(type(it), "__torch_function__") and type(it) not in (torch.Tensor, nn.Parameter)
+            for it in given
+        )
+    )

@@ -455,6 +455,9 @@ class Runtime:
         self.sync_gradients = True
         """False while micro-batches accumulate: gradients stay on a rank or in its shard group."""
 
+        self.optimizes_after_step = True
+        """False where the step runs backward and optimizers itself (manual optimization)."""
+
         self._root = self.progresses[0]
         self.mesh = mesh
         self.sharding = sharding
@@ -470,6 +473,7 @@ class Runtime:
         self._entering = threading.Lock()
         self._forwards, self._thread = 0, 0  # of units, under way, and the thread that they run on
         self._buffers = BufferSync(self.root_module, mesh)
+        self._buffers_are_due = True
         extend_functions(self.pending_writes)
         self._saved = SavedTensors(self._restore)
         self._saves_views = sharding.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
@@ -699,7 +703,13 @@ class Runtime:
         for hook in self._hooks:
             hook.follow()
         if self.root_module.training:
-            self.sync_buffers()
+            if self._buffers_are_due:
+                self.sync_buffers()
+            # Micro-batches go on with their own, and so do steps of manual optimization: what
+            # DistributedDataParallel does in Lightning.
+            self._buffers_are_due = (
+                self.sync_gradients and self.optimizes_after_step and torch.is_grad_enabled()
+            )
 
     def _reshards_after_forward(self, progress: UnitProgress) -> bool:
         if progress.unit.state is not UnitState.UNSHARDED:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from shardeddp.engine.storage import GatheredBuffer, SavedView
+from shardeddp.tensor.memoryless import runs_eagerly
 from shardeddp.tensor.unsharded import UnshardedParameter
 from shardeddp.torch_private import (
     are_hooks_enabled,
@@ -108,10 +109,14 @@ class _Hooks:
             pop_hooks()
         self._set = False
 
+    # Torch calls them between the graphs of compiled code too, and with sharded parameters.
+    @runs_eagerly
     def pack(self, tensor: torch.Tensor) -> Any:
         kind = type(tensor)
         if kind is torch.Tensor or kind is nn.Parameter or issubclass(kind, UnshardedParameter):
-            buffer = self.buffers.get(_storage_of(tensor))
+            buffer = None
+            if tensor.layout is torch.strided:
+                buffer = self.buffers.get(tensor.untyped_storage()._cdata)
             view = None if buffer is None else buffer.save(tensor)
             if view is not None:
                 return view
@@ -122,6 +127,7 @@ class _Hooks:
         is_plain = tensor.grad_fn is None and not isinstance(tensor, UnshardedParameter)
         return tensor if is_plain else torch.Tensor.detach(tensor), tensor._version
 
+    @runs_eagerly
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedView:
             restore = self._restore()
@@ -144,10 +150,6 @@ class _Hooks:
                 f"compute its gradient"
             )
         return tensor
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def _ours(hooks: tuple[Pack, Unpack] | None) -> _Hooks | None:

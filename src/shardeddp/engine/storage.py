@@ -12,6 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.plan.layout import FlatLayout
+from shardeddp.tensor.memoryless import runs_eagerly
 from shardeddp.tensor.unsharded import OURS, released_class, unsharded_class
 from shardeddp.torch_private import (
     make_subclass,
@@ -225,6 +226,7 @@ class GatheredBuffer:
 
     # -- what graphs save
 
+    @runs_eagerly
     def save(self, tensor: torch.Tensor) -> SavedView | None:
         """What a graph keeps of a tensor in this buffer's memory; None: it must keep the tensor."""
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():

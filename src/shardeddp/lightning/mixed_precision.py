@@ -12,31 +12,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from shardeddp.config import MixedPrecision, resolve_dtype
-from shardeddp.engine.autocast_copies import compute_with_copies
+from shardeddp.engine.autocast_copies import compute_with_copies, is_cast_by_autocast
 from shardeddp.errors import ConfigurationError
 from shardeddp.wrap import ClassPolicy
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward, unit_children
-
-# Modules whose parameters autocast casts before it uses them: gathered in the lower dtype, they
-# give the same result.
-_CAST_BY_AUTOCAST: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Linear: ("weight", "bias"),
-    nn.modules.linear.NonDynamicallyQuantizableLinear: ("weight", "bias"),
-    nn.Conv1d: ("weight", "bias"),
-    nn.Conv2d: ("weight", "bias"),
-    nn.Conv3d: ("weight", "bias"),
-    nn.ConvTranspose1d: ("weight", "bias"),
-    nn.ConvTranspose2d: ("weight", "bias"),
-    nn.ConvTranspose3d: ("weight", "bias"),
-    nn.MultiheadAttention: (
-        "in_proj_weight",
-        "in_proj_bias",
-        "q_proj_weight",
-        "k_proj_weight",
-        "v_proj_weight",
-    ),
-}
-_CAST_BY_NAME = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +150,7 @@ def _compute_dtype(
 ) -> torch.dtype | None:
     if dtypes.param_dtype is None:
         cast = spec.dtype is torch.float32 and all(
-            _is_cast_by_autocast(owner, name) for owner, name in spec.owners
+            is_cast_by_autocast(owner, name) for owner, name in spec.owners
         )
         return dtypes.autocast if cast else None
     keeps = [id(owner) in kept for owner, _ in spec.owners]
@@ -182,16 +161,6 @@ def _compute_dtype(
             f"neither"
         )
     return None if any(keeps) else dtypes.param_dtype
-
-
-def _is_cast_by_autocast(owner: nn.Module, name: str) -> bool:
-    # A subclass, or a forward of the user's, may do anything with its weight, and that would be in
-    # the lower dtype.
-    kind = type(owner)
-    names = _CAST_BY_AUTOCAST.get(kind) or _CAST_BY_NAME.get(
-        f"{kind.__module__}.{kind.__qualname__}", ()
-    )
-    return name in names and "forward" not in vars(owner)
 
 
 def _kept_modules(root: nn.Module, dtypes: Dtypes) -> dict[int, nn.Module]:

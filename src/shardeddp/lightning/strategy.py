@@ -566,6 +566,8 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        self.runtime.optimizes_after_step = module is None or module.automatic_optimization
         return self._step("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     @override
