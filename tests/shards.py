@@ -64,18 +64,11 @@ def make_pairs(
     return shard(mesh, values, requires_grad)
 
 
-class _NothingWritten:
-    def pending_writes(self) -> list[tuple[nn.Parameter, str]]:
-        return []
-
-
 def shard(
     mesh: Mesh, values: dict[str, torch.Tensor], requires_grad: bool = True
 ) -> dict[str, Pair]:
     """Turn tensors of one dtype into the parameters of a flat buffer, as the engine does."""
-    extend_functions(
-        _NothingWritten().pending_writes
-    )  # on all ranks alike: some may have trained a model before
+    extend_functions()  # on all ranks alike: some may have trained a model before
     parameters = {
         name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()
     }

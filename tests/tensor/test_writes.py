@@ -435,6 +435,26 @@ def test_a_backward_names_what_was_written_to_between_it_and_its_forward(strateg
         outputs.pop().backward()
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+@on_ranks(2)
+def test_a_backward_names_a_weight_that_hooks_have_swapped_and_put_back(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    kept: list[torch.Tensor] = []
+
+    def add_noise(module: Any, _: Any) -> None:
+        kept.append(module.weight.data.clone())
+        module.weight.data = module.weight.data + 0.1
+
+    def take_back(module: Any, *_: Any) -> None:
+        module.weight.data = kept.pop()
+
+    model[1].register_forward_pre_hook(add_noise)
+    model[1].register_forward_hook(take_back)
+    Sharding(strategy=strategy, units=("0", "1")).apply(model)
+    with pytest.raises(RuntimeError, match=r"parameter 1.weight was (written to|changed) between"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 @on_ranks(2)
 def test_a_rank_may_look_at_its_part_of_what_it_is_writing(strategy: str) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
@@ -302,12 +301,6 @@ class FlatGroup:
             is_written = self.unsharded[index]._version != self._seen_writes[index]
         if is_written:
             self.keep_writes()
-
-    def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
-        """Parameters written to inside their unit whose shards lack the write, with their names."""
-        for index, (now, seen) in enumerate(zip(self._writes(), self._seen_writes, strict=True)):
-            if now != seen:
-                yield self.unsharded[index], self.layout.slots[index].fqn
 
     def _refuse_write_elsewhere(
         self, index: int, flat: torch.Tensor, outlived: Sequence[torch.Tensor]

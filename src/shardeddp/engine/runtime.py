@@ -474,7 +474,7 @@ class Runtime:
         self._forwards, self._thread = 0, 0  # of units, under way, and the thread that they run on
         self._buffers = BufferSync(self.root_module, mesh)
         self._buffers_are_due = True
-        extend_functions(self.pending_writes)
+        extend_functions()
         self._saved = SavedTensors(self._restore)
         self._saves_views = sharding.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
         for progress in self.progresses:
@@ -550,12 +550,6 @@ class Runtime:
                     progress.unit.reshard()  # kept for a backward that has not come: nobody is to read former values
             if progress.is_viewed:
                 progress.unit.renew_views()
-
-    def pending_writes(self) -> Iterator[tuple[nn.Parameter, str]]:
-        """Unsharded parameters written to inside their units since the gather, and their names."""
-        for progress in self.progresses:
-            for group in progress.unit.groups:
-                yield from group.pending_writes()
 
     def sync_buffers(self) -> None:
         """Give rank 0's buffers to all ranks."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from shardeddp.tensor.shard_tensor import (
     refuse_recorded_write,
 )
 from shardeddp.tensor.unsharded import (
+    OURS,
     OfSharded,
     ReleasedParameter,
     outside_of,
@@ -132,22 +134,11 @@ def with_unsharded(inputs: Any) -> list[Any]:
 
 _NAMED = 5  # parameters in a message
 
-PendingWrites = Callable[[], Iterable[tuple[nn.Parameter, str]]]
-_PENDING: list[weakref.WeakMethod[PendingWrites]] = []  # of the models there are
+_AT_VERSION = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+)")  # as autograd has it, by shape
 
 
-def extend_functions(pending_writes: PendingWrites) -> None:
-    """Let every ``autograd.Function`` see full tensors from now on.
-
-    Args:
-        pending_writes: A method that returns the unsharded parameters of a model that were written
-            to inside of their units, with their names, for the error of a backward that needs their
-            former values. Held weakly.
-    """
-    _PENDING[:] = [
-        *(each for each in _PENDING if each() is not None),
-        weakref.WeakMethod(pending_writes),
-    ]
+def extend_functions() -> None:
+    """Let every ``autograd.Function`` see full tensors from now on."""
     unwrap, run, found_node, executes = (
         each.current for each in (function_arguments, engine_run, node_of_tensor, will_execute)
     )
@@ -238,13 +229,18 @@ def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | Gradient
     """Raise with the names of parameters whose values from the forward autograd misses."""
     if "modified by an inplace operation" not in str(error):
         return
-    written = {
-        id(parameter): fqn
-        for each in _PENDING
-        if (pending := each())
-        for parameter, fqn in pending()
-    }
-    names = [written[leaf] for leaf in _leaves(outputs) if leaf in written] if written else []
+    found = _AT_VERSION.search(str(error))
+    if found is None:
+        return
+    shape, version = found.groups()
+    numel = math.prod(map(int, shape.split(","))) if shape else 1
+    with without_torch_function():
+        names = sorted(
+            vars(leaf)[OURS[0]]
+            for leaf in _leaves(outputs)
+            if isinstance(leaf, OfSharded)
+            and (leaf.numel(), leaf._version) == (numel, int(version))
+        )
     if names:
         rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
@@ -254,8 +250,8 @@ def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | Gradient
         ) from error
 
 
-def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[int]:
-    """The identities of the leaves of a graph."""
+def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
+    """The leaves of a graph."""
     waiting = [
         output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
     ]
@@ -263,7 +259,7 @@ def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[int]:
     while waiting:
         node: Any = waiting.pop()
         if hasattr(node, "variable"):
-            yield id(node.variable)
+            yield node.variable
         found = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - seen
         seen |= found
         waiting += found
