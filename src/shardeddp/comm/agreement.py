@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardeddp.comm.collectives import in_forked_process
 from shardeddp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -74,6 +75,7 @@ Describe = Callable[[str, str], str]
 class _Record:
     begun: Counter[str] = field(default_factory=Counter[str])
     describe: Describe | None = None
+    is_inherited: bool = False
 
 
 _RECORDS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Record] = weakref.WeakKeyDictionary()
@@ -87,8 +89,20 @@ def _record_of(group: dist.ProcessGroup) -> _Record:
 
 
 def begin(group: dist.ProcessGroup, kind: str) -> None:
-    """Count one operation; to be called before it communicates."""
-    _record_of(group).begun[kind] += 1
+    """Count one operation; to be called before it communicates.
+
+    Raises:
+        RuntimeError: This process was forked from the rank that the group is of.
+    """
+    record = _record_of(group)
+    if record.is_inherited:
+        raise in_forked_process(kind, dist.get_process_group_ranks(group))
+    record.begun[kind] += 1
+
+
+def leave_to_parent(group: dist.ProcessGroup) -> None:
+    """Refuse all that begins in a group from now on: this process was forked from its rank."""
+    _record_of(group).is_inherited = True
 
 
 def begun(group: dist.ProcessGroup) -> dict[str, int]:
