@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -150,16 +150,32 @@ class ModelSharding:
         """Give what a module has on the meta device its values in this process, as a whole."""
         materialize(module, self._recording)
 
-    def shard(self, module: LightningModule, precision: Precision, fitting: bool) -> Runtime:
+    def shard(
+        self,
+        module: LightningModule,
+        precision: Precision,
+        replace_layers: Callable[[], None],
+        *,
+        fitting: bool,
+    ) -> Runtime:
         """The engine of a module, sharded unless an earlier run did so in the same way.
 
         What other runs have sharded in another way, or as a part of another module, is sharded anew
         with the values that it has. A collective of all ranks.
+
+        Args:
+            module: The module.
+            precision: Of the Trainer.
+            replace_layers: Replaces layers by those that the Trainer asks for, before sharding.
+            fitting: Whether it is to be trained.
         """
+        runtime = runtime_of(module)
+        outdated = runtime is not None and self._is_outdated(runtime, precision)
+        if runtime is None or outdated:
+            replace_layers()
         if fitting and self._group.mesh.device.type == "cpu":
             _refuse_sync_batch_norm(module)
-        runtime = runtime_of(module)
-        if runtime is not None and not self.is_outdated(module, precision):
+        if runtime is not None and not outdated:
             self._group.current = (
                 runtime.mesh
             )  # of the Trainer that has sharded it, whatever this one has used before
@@ -176,16 +192,13 @@ class ModelSharding:
             takeover.put_back()
             raise
 
-    def is_outdated(self, module: LightningModule, precision: Precision) -> bool:
+    def _is_outdated(self, runtime: Runtime, precision: Precision) -> bool:
         """Whether a sharded module is to be sharded anew; a collective of all ranks.
 
         That is so where it has got or lost layers, parameters or buffers since, where the options
         are others now, and where this holds on any rank.
         """
-        runtime = runtime_of(module)
-        outdated = runtime is not None and not (
-            runtime.options == self._options(precision) and runtime.is_current
-        )
+        outdated = not (runtime.options == self._options(precision) and runtime.is_current)
         return agree_on_any([outdated], self._group.mesh.control)[0]
 
     def _options(self, precision: Precision) -> object:

@@ -492,11 +492,12 @@ class ShardedDP(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._begin_run(trainer)
-        if runtime_of(module) is None or self._model_sharding.is_outdated(
-            module, self.precision_plugin
-        ):
-            private.replace_layers(self, module)
-        self._runtime = self._model_sharding.shard(module, self.precision_plugin, self._fitting)
+        self._runtime = self._model_sharding.shard(
+            module,
+            self.precision_plugin,
+            partial(private.replace_layers, self, module),
+            fitting=self._fitting,
+        )
         if self._fitting and self.is_distributed:
             require_parameters(
                 module
