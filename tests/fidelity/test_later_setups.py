@@ -1,4 +1,4 @@
-"""Modules that are set up a second time, changed, with other options or as a part of another module, train as under DDP."""
+"""Modules that are set up again, changed, with other options or as a part of another one, train as under DDP."""
 
 import copy
 import pickle
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.timeout(300)
 
 EXPECTED = (
     "parameter .* is used outside the forward|something still refers to the memory|find_unused_parameters=True was|"
-    "nothing is known about the optimizer|unit .* holds .* parameters|You're resuming from a checkpoint|You're using the WeightAveraging|`trainer.validate|Found .* module.s. in eval mode"
+    "nothing is known about the optimizer|unit .* holds .* parameters|"
+    "You're resuming from a checkpoint|You're using the WeightAveraging|`trainer.validate|Found .* module.s. in eval mode"
 )
 
 
@@ -226,7 +227,9 @@ def other_units_and_recomputation(fit: Fits, folder: str) -> list[Net]:
     net = Net(nn.Sequential(without_statistics(), without_statistics()))
     fit(net)
     fit(net, ours={"auto_wrap_policy": None, "forward_prefetch": 0})
-    fit(net, ours={"auto_wrap_policy": AutoPolicy(min_numel=1), "activation_checkpointing": {Layer}})
+    fit(
+        net, ours={"auto_wrap_policy": AutoPolicy(min_numel=1), "activation_checkpointing": {Layer}}
+    )
     net.body.append(as_on_this_rank(without_statistics))  # type: ignore[operator]
     fit(net, ours={"activation_checkpointing": {Layer}})
     fit(net)
@@ -242,7 +245,9 @@ def other_precisions(fit: Fits, folder: str) -> list[Net]:
 
 def other_mixed_precision(fit: Fits, folder: str) -> list[Net]:
     net = Net()
-    fit(net, ours={"mixed_precision": MixedPrecision(param_dtype="float32", reduce_dtype="float64")})
+    fit(
+        net, ours={"mixed_precision": MixedPrecision(param_dtype="float32", reduce_dtype="float64")}
+    )
     fit(net, ours={"mixed_precision": MixedPrecision(param_dtype="float32")})
     fit(net)
     return [net]

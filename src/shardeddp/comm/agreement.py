@@ -94,10 +94,19 @@ def begin(group: dist.ProcessGroup, kind: str) -> None:
     Raises:
         RuntimeError: This process was forked from the rank that the group is of.
     """
-    record = _record_of(group)
-    if record.is_inherited:
-        raise in_forked_process(kind, dist.get_process_group_ranks(group))
-    record.begun[kind] += 1
+    refuse_inherited(group, kind)
+    _record_of(group).begun[kind] += 1
+
+
+def refuse_inherited(group: dist.ProcessGroup, operation: str) -> None:
+    """Raise if this process was forked from the rank that a group is of.
+
+    Args:
+        group: Any.
+        operation: What is about to be done in it.
+    """
+    if _record_of(group).is_inherited:
+        raise in_forked_process(operation, dist.get_process_group_ranks(group))
 
 
 def leave_to_parent(group: dist.ProcessGroup) -> None:

@@ -264,10 +264,9 @@ def in_forked_process(operation: str, ranks: Sequence[int]) -> RuntimeError:
         ranks: Which they are.
     """
     return RuntimeError(
-        f"{operation} needs ranks {[*ranks]} together, and this process was forked from one of "
-        f"them (a DataLoader's worker is) and is none itself. Take what it needs of a sharded "
-        f"parameter before it is forked, in the main process of all ranks (train_dataloader() and "
-        f"setup hooks are such places): parameter.full_tensor() gives a plain tensor of its values "
-        f"then, which forked processes can read. Steps, checkpoints and everything that ranks do "
-        f"together belong into the main process"
+        f"{operation} needs ranks {[*ranks]} together, and this process is none of them: it was "
+        f"forked from one, as the workers of a DataLoader are. Take what it needs of a parameter "
+        f"before it is forked, in the main process of all ranks (in train_dataloader(), for "
+        f"instance): parameter.full_tensor() is a plain tensor with the values of that moment. "
+        f"Steps, checkpoints and all else that ranks do together belong into the main process"
     )

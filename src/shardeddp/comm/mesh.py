@@ -22,6 +22,7 @@ from shardeddp.comm.agreement import (
     begun,
     describe_mismatches,
     leave_to_parent,
+    refuse_inherited,
 )
 from shardeddp.comm.backends import GlooCollectives, NativeCollectives
 from shardeddp.comm.collectives import (
@@ -157,6 +158,8 @@ class Mesh:
         saving_timeout: timedelta | None = None,
         debug: bool = False,
     ) -> None:
+        if dist.group.WORLD is not None:
+            refuse_inherited(dist.group.WORLD, "the setup of a run")
         end_quietly()
         self.topology = topology
         self.device = device
@@ -276,6 +279,7 @@ class Mesh:
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
+        refuse_inherited(self.control, "a run of a Trainer")
         self.liveness_probe.begin_run()
         self.error_propagation.begin_run()
 
@@ -288,6 +292,7 @@ class Mesh:
                 setattr(self, name, InheritedCollectives(former.ranks, former.rank, self.traffic))
         for each in (self.users, self.fingerprints, self.world_fingerprints):
             each.leave_to_parent()
+        self.error_propagation.leave_to_parent()
         for group in (self.control, self.saving, dist.group.WORLD):
             if group is not None:
                 leave_to_parent(group)

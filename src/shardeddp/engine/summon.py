@@ -102,9 +102,7 @@ def _find(module: nn.Module) -> dict[int, _Summoned]:
 def _idle(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """The parameters of a single rank that are whole anyway, and their values."""
     inside = {id(parameter) for parameter in module.parameters()}
-    for parameter in (
-        spec.parameter for unit in units_of_all() for spec in unit.spec.passthrough
-    ):
+    for parameter in (spec.parameter for unit in units_of_all() for spec in unit.spec.passthrough):
         if id(parameter) in inside:
             yield parameter, parameter.data
 

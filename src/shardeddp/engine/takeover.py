@@ -115,7 +115,7 @@ class Takeover:
                 take_hooks(parameter)  # type: ignore[arg-type]
                 former.forget_route()
                 self._replace(parameter, former)
-            elif isinstance(parameter, ShardTensor):  # which has got its new shard already
+            else:  # it has its new shard already
                 parameter.leave_unit(parameter.raw_local.clone())
         self._parameters.clear()
 

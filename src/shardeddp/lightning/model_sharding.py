@@ -234,9 +234,7 @@ class ModelSharding:
         with self._recording.active():
             precision.convert_module(module)
 
-    def _shard(
-        self, module: LightningModule, precision: Precision, takeover: Takeover
-    ) -> Runtime:
+    def _shard(self, module: LightningModule, precision: Precision, takeover: Takeover) -> Runtime:
         mesh = self._group.mesh
         units = run_on_all_ranks(
             "finding units", partial(self._plan, module, precision), mesh.control

@@ -24,7 +24,6 @@ from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.comm.rendezvous import meet, stay_on_loopback
 from shardeddp.config import check_backend
 from shardeddp.engine.runtime import runtime_of
-from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     ClusterEnvironment,

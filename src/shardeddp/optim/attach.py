@@ -18,6 +18,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
