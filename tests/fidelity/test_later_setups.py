@@ -30,7 +30,8 @@ pytestmark = pytest.mark.timeout(300)
 EXPECTED = (
     "parameter .* is used outside the forward|something still refers to the memory|find_unused_parameters=True was|"
     "nothing is known about the optimizer|unit .* holds .* parameters|"
-    "You're resuming from a checkpoint|You're using the WeightAveraging|`trainer.validate|Found .* module.s. in eval mode"
+    "You're resuming from a checkpoint|You're using the WeightAveraging|`trainer.validate|"
+    "Found .* module.s. in eval mode"
 )
 
 

@@ -412,7 +412,7 @@ def _outside_hook(runtime: Runtime, unit: int, first: int) -> Callable[[int], No
 
     def ready(index: int) -> None:
         runtime = reference()
-        if runtime is not None and runtime.progresses:
+        if runtime is not None:
             runtime.outside_gradient_ready(runtime.progresses[unit], first + index)
 
     return ready
@@ -425,7 +425,7 @@ def _gradient_hook(runtime: Runtime, unit: int, index: int) -> Callable[[torch.T
 
     def ready(parameter: torch.Tensor) -> None:
         runtime = reference()
-        if runtime is not None and runtime.progresses:
+        if runtime is not None:
             runtime.gradient_ready(runtime.progresses[unit], index)
 
     return ready

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol
 
 import torch
@@ -637,7 +638,13 @@ class ShardTensor(Memoryless, torch.Tensor):
             mesh.written.note(self._spec.fqn, operation, values)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole("pickling").__reduce_ex__(protocol)
+        whole = self.whole("pickling")
+        spawning = get_spawning_popen()
+        if spawning is not None:
+            # It is handed over by the number of an open file, when all of the process's arguments
+            # are pickled.
+            vars(spawning).setdefault("shardeddp_kept", []).append(whole)
+        return whole.__reduce_ex__(protocol)
 
     # `torch.distributed.checkpoint` asks for these three, so `dcp.save` and `dcp.load` take the
     # state dict of a sharded model as it is. Checkpoints of the Trainer do not come this way.
