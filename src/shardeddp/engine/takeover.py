@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from shardeddp.engine.runtime import drop_forward_hooks, is_unit_hook, runtimes_around
-from shardeddp.engine.unit import Unit
+from shardeddp.engine.unit import Unit, register
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardTensor, gather
 from shardeddp.tensor.unsharded import swap_bodies
 from shardeddp.torch_private import without_torch_function
-from shardeddp.wrap.tree import listing
+from shardeddp.wrap.tree import listing, registry_of
 
 _FORMER = "_shardeddp_former"  # in the dictionary of a parameter: what it was sharded as
 _AWAITED = "_shardeddp_awaits_values"  # there too: its shards have no values yet
@@ -71,12 +71,19 @@ class Takeover:
         for module in (each for it in self.roots for each in it.modules()):
             drop_forward_hooks(module, is_unit_hook)
         self._parameters = [it for it in root.parameters() if isinstance(it, ShardTensor)]
+        self._scripted = [
+            (registry_of(module), name, parameter)
+            for module in root.modules()
+            if isinstance(module, torch.jit.ScriptModule)
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
         places: dict[int, torch.Tensor] = {}  # what shares memory is to do so again
         for parameter in self._parameters:
             origin = id(parameter.origin)
             key = memory.get(origin, origin)
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             self._stand_in(parameter, places.setdefault(key, meta))
+        self._tell_scripted()
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -105,6 +112,7 @@ class Takeover:
             if former.grad is not None:
                 whole = former.grad
                 parameter.grad = whole.full_tensor() if isinstance(whole, ShardTensor) else whole
+        self._tell_scripted()
         self._parameters.clear()
 
     def put_back(self) -> None:
@@ -112,19 +120,28 @@ class Takeover:
         for parameter in self._parameters:
             former = vars(parameter).pop(_FORMER, None)
             if former is not None:
-                take_hooks(parameter)  # type: ignore[arg-type]
                 former.forget_route()
                 self._replace(parameter, former)
             else:  # it has its new shard already
                 parameter.leave_unit(parameter.raw_local.clone())
+        self._tell_scripted()
         self._parameters.clear()
 
     def _stand_in(self, parameter: ShardTensor, meta: torch.Tensor) -> None:
-        take_hooks(parameter)  # type: ignore[arg-type]  # those that route gradients of uses outside of a unit
         plain = parameter.parameter_over(meta)
         self._replace(parameter, plain)
         vars(parameter)[_FORMER] = plain  # which has the body of the sharded one now
 
+    def _tell_scripted(self) -> None:
+        """Register parameters anew where C++ holds their bodies, and not the Python objects."""
+        for owner, name, parameter in self._scripted:
+            register(owner, name, parameter)
+
     def _replace(self, parameter: torch.Tensor, body: torch.Tensor) -> None:
+        # Hooks that route gradients of uses outside of a unit belong to the object, not to its body;
+        # there is no other moment at which the swap could set them.
+        if isinstance(parameter, ShardTensor):
+            parameter.route_gradient()
         with without_torch_function():
+            take_hooks(parameter)  # type: ignore[arg-type]
             swap_bodies(parameter, body)
