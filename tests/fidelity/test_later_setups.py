@@ -31,7 +31,7 @@ EXPECTED = (
     "parameter .* is used outside the forward|something still refers to the memory|find_unused_parameters=True was|"
     "nothing is known about the optimizer|unit .* holds .* parameters|"
     "You're resuming from a checkpoint|You're using the WeightAveraging|`trainer.validate|"
-    "Found .* module.s. in eval mode"
+    "`torch.jit.script. is deprecated|Found .* module.s. in eval mode"
 )
 
 
@@ -362,6 +362,24 @@ def shared_memory(fit: Fits, folder: str) -> list[Net]:
     return [net]
 
 
+class Penalized(Net):
+    """Uses its parameters outside of their units, too."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+def scripted_layers_and_penalties(fit: Fits, folder: str) -> list[Net]:
+    net = Penalized(nn.Sequential(Layer(), torch.jit.script(nn.Linear(6, 6))))  # type: ignore[no-untyped-call]
+    fit(net)
+    net.body.append(as_on_this_rank(Layer))  # type: ignore[operator]
+    fit(net)
+    tuned = Penalized(net.body, as_on_this_rank(lambda: nn.Linear(6, 3)))
+    fit(tuned)
+    fit(tuned, ours={"auto_wrap_policy": None})
+    return [net, tuned]
+
+
 class Scaled(nn.Parameter):
     """A class of a user's."""
 
@@ -396,6 +414,7 @@ PROGRAMS: list[Program] = [
     averages_of_the_changed_module,
     evaluations_between,
     shared_memory,
+    scripted_layers_and_penalties,
     classes_of_parameters,
 ]
 
