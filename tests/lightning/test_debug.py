@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from shardeddp import ConfigurationError, ShardedDP
+from shardeddp import ShardedDP
 from shardeddp.lightning.process_group import torch_compares
 from support.tasks import Block, EvaluatedGpt
 from support.trainers import make_trainer
@@ -115,22 +115,6 @@ def test_ranks_that_communicate_otherwise_are_told_both_lines(
 
 def test_ranks_that_do_the_same_train_on(world: Worlds) -> None:
     assert [said for said, _ in world(2).run(train, "full_shard", do_the_same)] == ["", ""]
-
-
-def switch_on_later() -> str:
-    model = Communicates(do_the_same)
-    data = loader((4, 4), True)
-    make_trainer(
-        ShardedDP(auto_wrap_policy={Block}), use_distributed_sampler=False, max_epochs=1
-    ).fit(model, data)
-    with pytest.raises(ConfigurationError) as caught:
-        make_trainer(ShardedDP(auto_wrap_policy={Block}, debug=True), max_epochs=1).fit(model, data)
-    return str(caught.value)
-
-
-def test_a_module_that_was_sharded_without_it_is_refused(world: Worlds) -> None:
-    for said in world(2).run(switch_on_later):
-        assert "debug=True comes too late for this module" in said
 
 
 def call_torch() -> str:

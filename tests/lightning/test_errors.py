@@ -355,24 +355,6 @@ def test_a_policy_that_fails_on_one_rank_stops_all(world: Worlds) -> None:
         assert "KeyError: 'only here'" in message
 
 
-def change_strategy() -> list[tuple[str, str]]:
-    model, errors = TinyGpt(), []
-    for name in ("full_shard", "no_shard", "full_shard"):
-        try:
-            make_trainer(ShardedDP(name, **BLOCKS), max_steps=1).fit(model, token_loader(8))
-            errors.append(("trained", ""))
-        except ConfigurationError as error:
-            errors.append(("refused", str(error)))
-    return errors
-
-
-def test_a_sharded_module_keeps_its_strategy(world: Worlds) -> None:
-    for answers in world(2).run(change_strategy):
-        assert [outcome for outcome, _ in answers] == ["trained", "refused", "trained"]
-        assert "this TinyGpt is already sharded by another strategy" in answers[1][1]
-        assert "build the module anew and load a checkpoint" in answers[1][1]
-
-
 class FailsOnce(TinyGpt):
     """Raises in the middle of its second step, the first time."""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardeddp.comm.collectives import in_forked_process
 from shardeddp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -74,6 +75,7 @@ Describe = Callable[[str, str], str]
 class _Record:
     begun: Counter[str] = field(default_factory=Counter[str])
     describe: Describe | None = None
+    is_inherited: bool = False
 
 
 _RECORDS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Record] = weakref.WeakKeyDictionary()
@@ -87,8 +89,29 @@ def _record_of(group: dist.ProcessGroup) -> _Record:
 
 
 def begin(group: dist.ProcessGroup, kind: str) -> None:
-    """Count one operation; to be called before it communicates."""
+    """Count one operation; to be called before it communicates.
+
+    Raises:
+        RuntimeError: This process was forked from the rank that the group is of.
+    """
+    refuse_inherited(group, kind)
     _record_of(group).begun[kind] += 1
+
+
+def refuse_inherited(group: dist.ProcessGroup, operation: str) -> None:
+    """Raise if this process was forked from the rank that a group is of.
+
+    Args:
+        group: Any.
+        operation: What is about to be done in it.
+    """
+    if _record_of(group).is_inherited:
+        raise in_forked_process(operation, dist.get_process_group_ranks(group))
+
+
+def leave_to_parent(group: dist.ProcessGroup) -> None:
+    """Refuse all that begins in a group from now on: this process was forked from its rank."""
+    _record_of(group).is_inherited = True
 
 
 def begun(group: dist.ProcessGroup) -> dict[str, int]:

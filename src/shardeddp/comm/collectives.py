@@ -1,9 +1,9 @@
-"""Collectives of one group of ranks: their interface, their traffic, and a group of one rank."""
+"""Collectives of one group of ranks: their interface, their traffic, and groups without transfers."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,8 @@ class Traffic:
         return sum(self.nbytes.values())
 
 
-# -- The interface behind which the collectives of one group of ranks are issued, and its group of
-#    one rank
+# -- The interface behind which the collectives of one group of ranks are issued, and groups that
+#    transfer nothing: of one rank, and those of a rank in a process that was forked from it
 
 ReduceKind = Literal["sum", "mean", "max", "min"]
 
@@ -224,3 +224,49 @@ class SoloCollectives(Collectives):
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:  # noqa: D102
         return CollectiveHandle()
+
+
+class InheritedCollectives(Collectives):
+    """What a process that was forked from a rank has in the place of the rank's collectives.
+
+    Other ranks would take what it sends for the rank's own, and never answer it.
+    """
+
+    def all_gather_(self, buffer: torch.Tensor) -> NoReturn:  # noqa: D102
+        self._refuse("a gather")
+
+    def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> NoReturn:  # noqa: D102
+        self._refuse("a gather")
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> NoReturn:  # noqa: D102
+        self._refuse("a reduction")
+
+    def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> NoReturn:  # noqa: D102
+        self._refuse("a reduction")
+
+    def all_to_all(  # noqa: D102
+        self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
+    ) -> NoReturn:
+        self._refuse("an exchange of shards")
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> NoReturn:  # noqa: D102
+        self._refuse("a broadcast")
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise in_forked_process(operation, self.ranks)
+
+
+def in_forked_process(operation: str, ranks: Sequence[int]) -> RuntimeError:
+    """The error of a communication in a process that was forked from a rank.
+
+    Args:
+        operation: What needs the ranks.
+        ranks: Which they are.
+    """
+    return RuntimeError(
+        f"{operation} needs ranks {[*ranks]} together, and this process is none of them: it was "
+        f"forked from one, as the workers of a DataLoader are. Take what it needs of a parameter "
+        f"before it is forked, in the main process of all ranks (in train_dataloader(), for "
+        f"instance): parameter.full_tensor() is a plain tensor with the values of that moment. "
+        f"Steps, checkpoints and all else that ranks do together belong into the main process"
+    )

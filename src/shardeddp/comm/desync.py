@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, Reduction, reduce_highest
 from shardeddp.comm.backends import disconnect
+from shardeddp.comm.collectives import in_forked_process
 from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation
 from shardeddp.errors import DesyncError
@@ -72,6 +73,11 @@ class CallFingerprints:
         self._others = [other for other in ranks if other != rank]
         self._error_propagation, self._kind = error_propagation, f"desync check of {name}"
         self._failure = ""  # what a former call has ended with; the ranks are not together any more
+        self._is_inherited = False
+
+    def leave_to_parent(self) -> None:
+        """Refuse all calls from now on: this process was forked from the rank."""
+        self._is_inherited = True
 
     def call(self, operation: str, advice: str = "") -> None:
         """Return when all ranks have come to the operation.
@@ -86,6 +92,9 @@ class CallFingerprints:
         """
         if self.group is None:
             return
+        if self._is_inherited:
+            ranks = sorted([self._rank, *self._others])
+            raise in_forked_process(f"{operation} at {place_of(sys._getframe())}", ranks)
         advice = advice or self.advice
         decorated = _decorated_caller()
         if decorated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 import zlib
@@ -20,9 +21,17 @@ from shardeddp.comm.agreement import (
     begin,
     begun,
     describe_mismatches,
+    leave_to_parent,
+    refuse_inherited,
 )
 from shardeddp.comm.backends import GlooCollectives, NativeCollectives
-from shardeddp.comm.collectives import Collectives, ReduceKind, SoloCollectives, Traffic
+from shardeddp.comm.collectives import (
+    Collectives,
+    InheritedCollectives,
+    ReduceKind,
+    SoloCollectives,
+    Traffic,
+)
 from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.desync import STREAMS, CallFingerprints, DesyncCheck, Progress
 from shardeddp.comm.liveness import LivenessProbe, place_of
@@ -149,6 +158,8 @@ class Mesh:
         saving_timeout: timedelta | None = None,
         debug: bool = False,
     ) -> None:
+        if dist.group.WORLD is not None:
+            refuse_inherited(dist.group.WORLD, "the setup of a run")
         end_quietly()
         self.topology = topology
         self.device = device
@@ -241,6 +252,9 @@ class Mesh:
             self.error_propagation,
         )
         """Ends waits that cannot be over."""
+        self.is_inherited = False
+        """Whether this process was forked from the rank, so that nothing can be communicated."""
+        _MESHES.add(self)
         if topology.world_size > 1 and backend != "fake":
             self.liveness_probe.start()
 
@@ -265,8 +279,23 @@ class Mesh:
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
+        refuse_inherited(self.control, "a run of a Trainer")
         self.liveness_probe.begin_run()
         self.error_propagation.begin_run()
+
+    def leave_to_parent(self) -> None:
+        """This process was forked from the rank: refuse what the rank does with others."""
+        self.is_inherited = True
+        for name in ("gather", "regather", "reduce", "replicate", "owners", "collect", "world"):
+            former: Collectives = getattr(self, name)
+            if former.size > 1:
+                setattr(self, name, InheritedCollectives(former.ranks, former.rank, self.traffic))
+        for each in (self.users, self.fingerprints, self.world_fingerprints):
+            each.leave_to_parent()
+        self.error_propagation.leave_to_parent()
+        for group in (self.control, self.saving, dist.group.WORLD):
+            if group is not None:
+                leave_to_parent(group)
 
     def _progress(self) -> Callable[[], Progress]:
         """What tells how much this rank has begun."""
@@ -328,6 +357,18 @@ class Mesh:
         if self.device.type == "cpu":
             return GlooCollectives(group, ranks, self.traffic)
         return NativeCollectives(group, ranks, self.traffic)
+
+
+_MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for mesh in list(_MESHES):
+        mesh.leave_to_parent()
+
+
+# Here and nowhere else: what a rank communicates in its steps does not ask whose process it is.
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _describe(

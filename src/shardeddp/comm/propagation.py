@@ -64,6 +64,11 @@ class ErrorPropagation:
         self._explained = False
         atexit.unregister(_leave)
 
+    def leave_to_parent(self) -> None:
+        """Say nothing any more: this process was forked from the rank, which speaks for itself."""
+        self._world_size = 1
+        atexit.unregister(_leave)
+
     def is_known(self) -> bool:
         """Whether a rank has left an error in this run, while this one has none of its own."""
         return not self._explained and self._client.has([_FIRST])

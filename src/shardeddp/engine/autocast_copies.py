@@ -250,6 +250,15 @@ def compute_with_copies(
     vars(module)["forward"] = MethodType(_forward, module)
 
 
+def compute_with_parameters(module: nn.Module) -> None:
+    """Undo :func:`compute_with_copies`, also for a deep copy of such a module."""
+    state = vars(module)
+    forward = state.get("forward")
+    if isinstance(forward, MethodType) and forward.__func__ is _forward:
+        del state["forward"]
+    state.pop(_COPIES, None)
+
+
 def copies_of(module: nn.Module) -> AutocastCopies | None:
     """What a module's forward computes with, if that is not what it holds."""
     return vars(module).get(_COPIES)

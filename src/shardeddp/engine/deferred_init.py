@@ -13,6 +13,7 @@ from torch import nn
 
 from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
 from shardeddp.engine.recording import HOST, MetaView, Plan, Recording, storage_of
+from shardeddp.engine.takeover import await_values, is_taken_over
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.operations import written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
@@ -67,7 +68,12 @@ class Materializer:
     ) -> None:
         root = units[0].module
         self._recording, self._load = recording, load
-        specs = [spec for unit in units for spec in unit.parameters if spec.parameter.is_meta]
+        specs = [
+            spec
+            for unit in units
+            for spec in unit.parameters
+            if spec.parameter.is_meta and not is_taken_over(spec.parameter)
+        ]
         parameters = [_parameter(spec, recording.place_of(spec.parameter)) for spec in specs]
         storages = {item.place.storage for item in parameters}
         # What has memory of a parameter follows it (shard_model).
@@ -87,6 +93,12 @@ class Materializer:
             LayoutMismatchError: Ranks have built their models in different ways.
             RankError: Some rank failed while it loaded or initialised.
         """
+        parameters = [item.current for item in self._deferred if item.is_parameter]
+        await_values(parameters, True)
+        self._fill(mesh)
+        await_values(parameters, False)
+
+    def _fill(self, mesh: Mesh) -> None:
         memory = _allocate(item for item in self._deferred if not item.is_parameter)
         missing = [item for item in self._deferred if item.tensor.numel()]
         if self._load is not None and missing:
@@ -301,7 +313,9 @@ def record_resets(root: nn.Module, recording: Recording) -> None:
         unseen = {
             name: it
             for name, it in own.items()
-            if it.is_meta and it.layout is torch.strided and not recording.has(it)
+            if it.is_meta
+            and it.layout is torch.strided
+            and not (recording.has(it) or is_taken_over(it))
         }
         if not unseen:
             continue

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -168,6 +168,7 @@ class UnitHook:
         self._bracketed: Callable[..., Any] | None = (
             None  # what has taken the place of the compiled call
         )
+        self._compiled: Callable[..., Any] | None = None  # that call
 
     @_never_traced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -193,6 +194,7 @@ class UnitHook:
             return
         for handle in self._handles or ():
             handle.remove()
+        self._compiled = compiled
         self._bracketed = None if compiled is None else self._bracket(compiled)
         if self._bracketed is None:
             self._handles = [
@@ -205,6 +207,18 @@ class UnitHook:
         else:
             self._handles = [module.register_forward_pre_hook(_not_only_forward)]
             module._compiled_call_impl = self._bracketed
+
+    def detach(self) -> None:
+        """Leave the module's call as it was before :meth:`follow`."""
+        module = self._unit_progress.unit.spec.module
+        for handle in self._handles or ():
+            handle.remove()
+        if self._bracketed is not None and _compiled_call(module) is self._bracketed:
+            if module._compiled_call_impl is None:
+                module.forward = self._compiled  # type: ignore[assignment]
+            else:
+                module._compiled_call_impl = self._compiled
+        self._handles = self._bracketed = self._compiled = None
 
     def _bracket(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @_never_traced
@@ -275,33 +289,85 @@ def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
             runtime.parameters_changed(mine)
 
 
-def make_plain(module: nn.Module) -> None:
-    """Let the deep copy of a sharded module be a module like any other; a collective of all ranks.
+def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
+    """Take hooks of forwards off a module itself, without the handles that setting them has given.
 
-    Its parameters become whole ones. What else is sharded, because a setup has failed half way,
-    stays as it is.
+    A deep copy of a module keeps its hooks, and has no handles.
 
     Args:
-        module: Any module that is not sharded as a root.
+        module: Any.
+        is_ours: Which hooks to take off.
     """
-    whole: dict[int, torch.Tensor] = {}
-    for each in module.modules():
-        for name, parameter in [*each._parameters.items()]:
-            if isinstance(parameter, ShardTensor) and parameter.is_copy:
-                if id(parameter) not in whole:
-                    whole[id(parameter)] = parameter.whole("setting up a copy of")
-                each._parameters[name] = cast("nn.Parameter", whole[id(parameter)])
-        for key, hook in [*each._forward_pre_hooks.items(), *each._forward_hooks.items()]:
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, UnitHook) and not owner.belongs_to(each):
-                for hooks in (
-                    each._forward_pre_hooks,
-                    each._forward_pre_hooks_with_kwargs,
-                    each._forward_hooks,
-                ):
-                    hooks.pop(key, None)
-                for flags in (each._forward_hooks_with_kwargs, each._forward_hooks_always_called):
-                    flags.pop(key, None)
+    before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    after = module._forward_hooks, module._forward_hooks_with_kwargs
+    for hooks, *flags in (before, (*after, module._forward_hooks_always_called)):
+        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
+            for each in (hooks, *flags):
+                each.pop(key, None)
+
+
+def runtimes_around(module: nn.Module) -> list[Runtime]:
+    """The runtimes that drive a module, parts of it, or something that it is a part of."""
+    modules = {id(each) for each in module.modules()}
+    parameters = {id(each) for each in module.parameters()}
+
+    def meets(runtime: Runtime) -> bool:
+        specs = [progress.unit.spec for progress in runtime.progresses]
+        return any(id(spec.module) in modules for spec in specs) or any(
+            id(each.parameter) in parameters
+            for spec in specs
+            for each in (*spec.parameters, *spec.passthrough)
+        )
+
+    return [runtime for runtime in list(_RUNTIMES.values()) if meets(runtime)]
+
+
+def units_of_all() -> list[Unit]:
+    """The units of all runtimes, in an order that is the same on all ranks."""
+    return [each.unit for runtime in list(_RUNTIMES.values()) for each in runtime.progresses]
+
+
+def is_unit_hook(hook: Any) -> bool:
+    """Whether a hook of a module tells a runtime, one of another module for a deep copy."""
+    return isinstance(getattr(hook, "__self__", None), UnitHook)
+
+
+class _Structure:
+    """The modules of a model, their parameters, and the names of their buffers.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._places: list[tuple[str, nn.Module, dict[str, Any], list[str]]] = [
+            (name, module, dict(module._parameters.items()), list(module._buffers.keys()))
+            for name, module in root.named_modules(remove_duplicate=False)
+        ]
+
+    def is_like(self, other: _Structure, same: Mapping[int, torch.Tensor]) -> bool:
+        """Whether the other has the same modules at the same places, with the same parameters.
+
+        Args:
+            other: The other.
+            same: By identity, what stands for a parameter for a while; for which parameter.
+        """
+        return len(self._places) == len(other._places) and all(
+            name == its_name
+            and module is its_module
+            and buffers == its_buffers
+            and parameters.keys() == its_parameters.keys()
+            and all(
+                same.get(id(its_parameters[key]), its_parameters[key]) is each
+                for key, each in parameters.items()
+            )
+            for (name, module, parameters, buffers), (
+                its_name,
+                its_module,
+                its_parameters,
+                its_buffers,
+            ) in zip(self._places, other._places, strict=True)
+        )
 
 
 def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
@@ -387,11 +453,11 @@ def _weakly(
 
     def call(gradients: Any) -> None:
         runtime = reference()
-        if runtime is None:
+        if runtime is None or not runtime.progresses:
             raise RuntimeError(
-                f"backward comes to {label}, and the sharded model that it belongs to is gone: its "
-                f"gradients would reach no parameter. Keep a reference to the model until backward "
-                f"has run"
+                f"backward comes to {label}, and the sharded model that it belongs to is gone, or "
+                f"has been sharded anew: its gradients would reach no parameter. Keep a reference "
+                f"to the model, and set up no other run of it, until backward has run"
             )
         method(runtime, runtime.progresses[unit], *args)
 
@@ -497,6 +563,43 @@ class Runtime:
             if self.passthrough
             else [attach_hooks(self, progress) for progress in self.progresses]
         )
+
+        self.options: object = None
+        """What has decided on the units, for whoever sets the model up again to compare."""
+        self._structure = _Structure(self.root_module)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still consists of what was sharded, and of nothing else."""
+        stands_for = {
+            id(tensor): sharded
+            for progress in self.progresses
+            for tensor, sharded in progress.unit.stand_ins()
+        }
+        return self._structure.is_like(_Structure(self.root_module), stands_for)
+
+    def let_go(self) -> None:
+        """Drive the model no more; its parameters stay sharded and belong to no unit.
+
+        Raises:
+            RuntimeError: It is at work.
+        """
+        if self._root.active or any(each.unit.is_lent for each in self.progresses):
+            raise RuntimeError(
+                f"{type(self.root_module).__name__} is to be sharded anew inside of a step or of "
+                f"summon_full_params of an earlier run: it has been changed since that run has set "
+                f"it up, or parts of it belong to another module now. Let the step or the context "
+                f"end first"
+            )
+        if not self.passthrough:
+            self.reset()
+        for hook in self._hooks:
+            hook.detach()
+        for progress in self.progresses:
+            progress.unit.let_go()
+        self._hooks, self.progresses = [], []
+        self._progress_of.clear()
+        _RUNTIMES.pop(id(self.root_module), None)
 
     @property
     def root_module(self) -> nn.Module:
@@ -752,7 +855,12 @@ class Runtime:
 
     def _restore(self, saved: SavedView) -> torch.Tensor:
         """A view of a parameter that a graph has saved, wherever its unit is in the meantime."""
-        progress = self._progress_of[id(saved.buffer)]
+        progress = self._progress_of.get(id(saved.buffer))
+        if progress is None:
+            raise RuntimeError(
+                "this graph was recorded before its model was sharded anew, and the memory that it "
+                "refers to is gone. Run its backward before another run of the model is set up"
+            )
         if progress.unit.state is not UnitState.UNSHARDED:
             if self._in_backward():
                 self._reach(progress)

@@ -14,6 +14,7 @@ from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
 from shardeddp.engine.deferred_init import Materializer, record_resets
 from shardeddp.engine.recording import Recording, storage_of
 from shardeddp.engine.runtime import Prefetch, Runtime
+from shardeddp.engine.takeover import Takeover
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.sharding_strategy import ShardingStrategy
@@ -43,6 +44,7 @@ def shard_model(
     prefetch: Prefetch,
     *,
     recording: Recording | None = None,
+    takeover: Takeover | None = None,
     load: Callable[[], None] | None = None,
     passthrough: bool = True,
     uneven: bool = False,
@@ -59,6 +61,7 @@ def shard_model(
         sharding: When to reshard and to reduce.
         prefetch: How far ahead to gather.
         recording: How what is on the meta device was built; None: nobody has recorded it.
+        takeover: Of parameters that were sharded before; None: there are none.
         load: Loads a checkpoint into the shards; what it leaves out is initialised. None: there is
             none.
         passthrough: Whether a single rank may leave parameters as they are.
@@ -97,6 +100,8 @@ def shard_model(
     )
     for owner, attribute, spec in views:
         vars(owner)[attribute] = spec.parameter.detach()
+    if takeover is not None:
+        takeover.fill(units)
     materializer.fill(mesh)
     if units:
         sharded = {spec.fqn for unit in units for spec in unit.spec.parameters}

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardeddp.comm import agree_on_any
 from shardeddp.comm.consistency import checksum
-from shardeddp.engine.runtime import Runtime
+from shardeddp.engine.runtime import Runtime, units_of_all
 from shardeddp.engine.unit import Unit, register
 from shardeddp.tensor.shard_tensor import ShardTensor, gather, mark_written
 from shardeddp.tensor.unsharded import OURS, WholeParameter
@@ -44,21 +44,21 @@ def summon(
     """Let the modules inside a module hold whole parameters; entered and left by all ranks.
 
     Args:
-        runtime: Of the model.
+        runtime: Of the model, or of a run of it that is over.
         module: The model, a part of it, or a copy of either.
         writeback: Whether what rank 0 has written to parameters is kept, by all ranks.
         rank0_only: Whether rank 0 alone gets them; the others go on holding their shards.
         offload_to_cpu: Whether they are in host memory.
     """
-    passthrough = [] if writeback and not offload_to_cpu else list(_idle(runtime, module))
-    summoned = list(_find(runtime, module).values())
+    passthrough = [] if writeback and not offload_to_cpu else list(_idle(module))
+    summoned = list(_find(module).values())
     try:
         for parameter, values in passthrough:
             parameter.data = values.to("cpu" if offload_to_cpu else values.device, copy=True)
         memory = {
             id(spec.parameter): spec.memory
-            for progress in runtime.progresses
-            for spec in progress.unit.spec.parameters
+            for unit in units_of_all()
+            for spec in unit.spec.parameters
         }
         gathered: dict[int, torch.Tensor] = {}  # by memory: what shares it goes on sharing it
         for each in summoned:
@@ -83,14 +83,14 @@ def summon(
         _write_back(runtime, summoned)
 
 
-def _find(runtime: Runtime, module: nn.Module) -> dict[int, _Summoned]:
+def _find(module: nn.Module) -> dict[int, _Summoned]:
     """Sharded parameters, by identity, that modules hold or would hold if their unit were idle."""
     found: dict[int, _Summoned] = {}
     inside = dict.fromkeys(module.modules())  # in the same order on all ranks
-    for progress in runtime.progresses:
-        for owner, sharded in progress.unit.resting():
+    for unit in units_of_all():
+        for owner, sharded in unit.resting():
             if module_behind(owner) in inside and isinstance(sharded, ShardTensor):
-                found.setdefault(id(sharded), _Summoned(sharded=sharded, unit=progress.unit))
+                found.setdefault(id(sharded), _Summoned(sharded=sharded, unit=unit))
     for owner in inside:
         for name, parameter in owner._parameters.items():
             if isinstance(parameter, ShardTensor):
@@ -99,12 +99,10 @@ def _find(runtime: Runtime, module: nn.Module) -> dict[int, _Summoned]:
     return found
 
 
-def _idle(runtime: Runtime, module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+def _idle(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """The parameters of a single rank that are whole anyway, and their values."""
     inside = {id(parameter) for parameter in module.parameters()}
-    for parameter in (
-        spec.parameter for progress in runtime.progresses for spec in progress.unit.spec.passthrough
-    ):
+    for parameter in (spec.parameter for unit in units_of_all() for spec in unit.spec.passthrough):
         if id(parameter) in inside:
             yield parameter, parameter.data
 

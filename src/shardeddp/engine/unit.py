@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
@@ -270,6 +270,28 @@ class Unit:
             slot.resting for slot in self._slots if not isinstance(slot.resting, ShardTensor)
         ]
         self._lent_version = self._version_of_lent()
+
+    def stand_ins(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
+        """What modules hold for a while, and the sharded parameter that it stands for."""
+        for slot in self._slots:
+            yield slot.resting, slot.sharded
+            if slot.unsharded is not None:
+                yield slot.unsharded, slot.sharded
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether modules hold whole parameters meanwhile."""
+        return bool(self._lent)
+
+    def let_go(self) -> None:
+        """Be no unit any more; modules keep the sharded parameters, each in memory of its own."""
+        self.keep_writes()
+        memory: dict[int, torch.Tensor] = {}  # what shares it goes on sharing it
+        for group, specs in zip(self.groups, _by_buffer(self.spec.parameters), strict=True):
+            for spec, sharded in zip(specs, group.sharded, strict=True):
+                local = memory.setdefault(spec.memory, sharded.raw_local.clone())
+                sharded.leave_unit(local)
+        self.groups, self._slots, self._copies = [], [], {}
 
     def _version_of_lent(self) -> int:
         return sum(each._version for each in self._lent)

@@ -430,6 +430,16 @@ def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) ->
     return chosen
 
 
+def keep_activations(root: nn.Module) -> None:
+    """Undo :func:`checkpoint_activations`, also for a deep copy of such a model."""
+    for module in root.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Recomputation):
+            del vars(module)["forward"]
+            if module.forward != forward.__wrapped__:  # one of the module's own, not its class's
+                module.forward = forward.__wrapped__
+
+
 def _from_mapping(value: Mapping[Any, Any]) -> ActivationCheckpointing:
     if "class_path" in value:
         return ActivationCheckpointing(modules=_build_policy(value))

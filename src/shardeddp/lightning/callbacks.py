@@ -263,11 +263,12 @@ def _shard_like(average: _Average, module: LightningModule, mesh: Mesh) -> None:
             theirs = module.get_submodule(path)._parameters[name]
             if mine is None or not isinstance(theirs, ShardTensor):
                 continue
-            if isinstance(mine, ShardTensor):  # a copy of a module that was sharded before
-                mine.requires_grad_(False)
+            if isinstance(mine, ShardTensor) and mine.spec.lies_like(theirs.spec):
+                mine.requires_grad_(False)  # a copy of a module that was sharded before
                 continue
             if id(mine) not in done:
-                done[id(mine)] = (mine, _shard(mine, theirs, average.device, mesh))
+                whole: Any = mine.whole("averaging") if isinstance(mine, ShardTensor) else mine
+                done[id(mine)] = (mine, _shard(whole, theirs, average.device, mesh))
             owner._parameters[name] = done[id(mine)][1]  # type: ignore[assignment]  # a Parameter to isinstance
 
 

@@ -12,7 +12,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from shardeddp.config import MixedPrecision, resolve_dtype
-from shardeddp.engine.autocast_copies import compute_with_copies, is_cast_by_autocast
+from shardeddp.engine.autocast_copies import (
+    compute_with_copies,
+    compute_with_parameters,
+    is_cast_by_autocast,
+)
+from shardeddp.engine.runtime import drop_forward_hooks
 from shardeddp.errors import ConfigurationError
 from shardeddp.wrap import ClassPolicy
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward, unit_children
@@ -143,6 +148,17 @@ def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtype
         for module in root.modules():
             if id(module) not in inside:
                 _cast_buffers(module, dtypes.buffer_dtype)
+
+
+def forget_dtypes(root: nn.Module) -> None:
+    """Undo what dtypes of an earlier setup have changed in modules, but for casts of buffers."""
+    for module in root.modules():
+        drop_forward_hooks(module, _is_cast)
+        compute_with_parameters(module)
+
+
+def _is_cast(hook: object) -> bool:
+    return isinstance(hook, partial) and hook.func in (_cast_before, _cast_after)
 
 
 def _compute_dtype(

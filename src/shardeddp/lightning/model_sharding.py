@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from shardeddp.comm import run_on_all_ranks
+from shardeddp.comm import agree_on_any, run_on_all_ranks
 from shardeddp.config import ActivationCheckpointing, CPUOffload, MixedPrecision
 from shardeddp.engine.deferred_init import materialize, record_resets
 from shardeddp.engine.recording import Recording
-from shardeddp.engine.runtime import Prefetch, Runtime, make_plain, runtime_of
+from shardeddp.engine.runtime import Prefetch, Runtime, parameters_changed, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model
+from shardeddp.engine.takeover import Takeover, is_taken_over
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
-from shardeddp.lightning.activation_checkpointing import checkpoint_activations
+from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
 from shardeddp.lightning.api import LightningModule, Precision, rank_zero_info
-from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.mixed_precision import (
+    assign_dtypes,
+    cast_at_boundaries,
+    forget_dtypes,
+    resolve_dtypes,
+)
 from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import Restore
+from shardeddp.optim.attach import set_down
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.report import describe_units
+from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import TracingContext
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.tree import UnitSpec
@@ -67,6 +76,13 @@ def keep_generation_in_step(module: nn.Module, sharding: ShardingStrategy) -> No
     for child in module.modules():
         if any(base.__name__ == "GenerationMixin" for base in type(child).__mro__):
             setattr(child, MARK, Managed())
+
+
+def forget_generation(module: nn.Module) -> None:
+    """Undo :func:`keep_generation_in_step`."""
+    for child in module.modules():
+        if isinstance(vars(child).get(MARK), Managed):
+            delattr(child, MARK)
 
 
 # -- Sharding of a module: preparation, units with their dtypes and recomputation, and the engine
@@ -134,55 +150,112 @@ class ModelSharding:
         """Give what a module has on the meta device its values in this process, as a whole."""
         materialize(module, self._recording)
 
-    def shard(self, module: LightningModule, precision: Precision, fitting: bool) -> Runtime:
-        """The engine of a module, sharded unless an earlier run did so.
+    def shard(
+        self,
+        module: LightningModule,
+        precision: Precision,
+        replace_layers: Callable[[], None],
+        *,
+        fitting: bool,
+    ) -> Runtime:
+        """The engine of a module, sharded unless an earlier run did so in the same way.
 
-        A collective of all ranks.
+        What other runs have sharded in another way, or as a part of another module, is sharded anew
+        with the values that it has. A collective of all ranks.
+
+        Args:
+            module: The module.
+            precision: Of the Trainer.
+            replace_layers: Replaces layers by those that the Trainer asks for, before sharding.
+            fitting: Whether it is to be trained.
         """
         runtime = runtime_of(module)
+        outdated = runtime is not None and self._is_outdated(runtime, precision)
+        if runtime is None or outdated:
+            replace_layers()
         if fitting and self._group.mesh.device.type == "cpu":
             _refuse_sync_batch_norm(module)
-        if runtime is None:
-            make_plain(module)
+        if runtime is not None and not outdated:
+            self._group.current = (
+                runtime.mesh
+            )  # of the Trainer that has sharded it, whatever this one has used before
+            return runtime
+        takeover = self._take_over(module)
+        try:
             run_on_all_ranks(
                 "preparing the model",
                 partial(self._convert, module, precision),
                 self._group.mesh.control,
             )
-            return self._shard(module, precision)
-        if runtime.sharding != self._sharding:
-            raise ConfigurationError(
-                f"this {type(module).__name__} is already sharded by another strategy "
-                f"({runtime.sharding}) and cannot change to {self._sharding}. Use the same "
-                f"options, or build the module anew and load a checkpoint"
-            )
-        self._group.current = (
-            runtime.mesh
-        )  # of the Trainer that has sharded it, whatever this one has used before
-        return runtime
+            return self._shard(module, precision, takeover)
+        except BaseException:
+            takeover.put_back()
+            raise
+
+    def _is_outdated(self, runtime: Runtime, precision: Precision) -> bool:
+        """Whether a sharded module is to be sharded anew; a collective of all ranks.
+
+        That is so where it has got or lost layers, parameters or buffers since, where the options
+        are others now, and where this holds on any rank.
+        """
+        outdated = not (runtime.options == self._options(precision) and runtime.is_current)
+        return agree_on_any([outdated], self._group.mesh.control)[0]
+
+    def _options(self, precision: Precision) -> object:
+        """All that decides, for a given module, on its units and how they work; to be compared."""
+        recomputes = self._activation_checkpointing
+        return (
+            self._sharding,
+            self._prefetch,
+            self._uneven_units,
+            self._passthrough,
+            _compared(self._policy),
+            self._mixed_precision,
+            (type(precision), precision.precision),
+            recomputes and (replace(recomputes, modules=None), _compared(recomputes.modules)),
+            self._group.debug,
+        )
+
+    def _take_over(self, module: LightningModule) -> Takeover:
+        """Parameters that are sharded already, of this module or of others, as plain ones."""
+        sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
+        set_down(sharded, parameters_changed)
+        takeover = Takeover(module)
+        for root in takeover.roots:
+            keep_activations(root)
+            forget_dtypes(root)
+            forget_generation(root)
+        if self._group.mesh.world.size == 1:
+            takeover.make_plain()
+        return takeover
 
     def _convert(self, module: LightningModule, precision: Precision) -> None:
         record_resets(module, self._recording)
         with self._recording.active():
             precision.convert_module(module)
 
-    def _shard(self, module: LightningModule, precision: Precision) -> Runtime:
+    def _shard(self, module: LightningModule, precision: Precision, takeover: Takeover) -> Runtime:
         mesh = self._group.mesh
         units = run_on_all_ranks(
             "finding units", partial(self._plan, module, precision), mesh.control
         )
         load = self._restore.take_pending()
-        is_deferred = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        is_deferred = any(
+            tensor.is_meta and not is_taken_over(tensor)
+            for tensor in (*module.parameters(), *module.buffers())
+        )
         runtime = shard_model(
             units,
             mesh,
             self._sharding,
             self._prefetch,
             recording=self._recording,
+            takeover=takeover,
             load=load if is_deferred else None,
             passthrough=self._passthrough,
             uneven=self._uneven_units,
         )
+        runtime.options = self._options(precision)
         place_module(module, mesh.device)
         private.tell_device(module, mesh.device)
         keep_generation_in_step(module, self._sharding)
@@ -201,6 +274,11 @@ class ModelSharding:
         if self._activation_checkpointing is not None:
             checkpoint_activations(module, self._activation_checkpointing)
         return units
+
+
+def _compared(policy: object) -> object:
+    """What is equal for policies that choose the same modules; policies compare by identity."""
+    return type(policy), vars(policy) if isinstance(policy, Policy) else policy
 
 
 def _refuse_sync_batch_norm(module: nn.Module) -> None:

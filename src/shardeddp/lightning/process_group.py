@@ -24,7 +24,6 @@ from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.comm.rendezvous import meet, stay_on_loopback
 from shardeddp.config import check_backend
 from shardeddp.engine.runtime import runtime_of
-from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     ClusterEnvironment,
@@ -125,7 +124,8 @@ class ProcessGroup:
         self._saving_timeout = (
             timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
         )
-        self._debug = debug
+        self.debug = debug
+        """Whether what users communicate is compared over ranks before it happens."""
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
         self.current: Mesh | None = None
         """The communicators of this rank.
@@ -177,26 +177,30 @@ class ProcessGroup:
             device: Device of this rank.
             num_nodes: Number of machines.
             ranks_per_node: Number of ranks on each.
-            module: Module of the run; one that another Trainer has sharded brings its communicators
-                along.
+            module: Module of the run; one that another Trainer has sharded in the same way brings
+                its communicators along.
 
         Raises:
-            ConfigurationError: Ranks run different code or options, or ``debug`` comes too late for
-                the module.
+            ConfigurationError: Ranks run different code or options.
         """
         _note_functions_of_one_rank()
         if num_nodes == 1:
             stay_on_loopback()
         if not torch.distributed.is_initialized():
             self._connect(environment, device, num_nodes, ranks_per_node)
-        elif self._debug:
+        elif self.debug:
             rank_zero_warn(
                 "debug=True: what Lightning is asked for is compared over ranks; what "
                 "torch.distributed itself is asked for is not, as the process group was made "
                 "before, without that. Start a new process for it"
             )
         runtime = None if module is None else runtime_of(module)
-        if self.current is None and runtime is not None:
+        if (
+            self.current is None
+            and runtime is not None
+            and runtime.sharding == self._sharding
+            and runtime.mesh.compares == self.debug
+        ):
             self.current = runtime.mesh
         elif self.current is None:
             topology = self._sharding.topology(num_nodes, ranks_per_node, self._order)
@@ -206,12 +210,7 @@ class ProcessGroup:
                 self._timeout,
                 self._sharding.regather_size,
                 saving_timeout=self._saving_timeout,
-                debug=self._debug,
-            )
-        if self._debug and not self.current.compares:
-            raise ConfigurationError(
-                "debug=True comes too late for this module: it was sharded without it, and keeps "
-                "its communicators. Build it anew, or start a new process"
+                debug=self.debug,
             )
         self.current.begin_run()
         if environment.world_size() == 1:
@@ -237,12 +236,12 @@ class ProcessGroup:
             world_size=environment.world_size(),
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
-            run=f"{versions}, {self._sharding}, debug={self._debug}",  # the same on all ranks that may meet
+            run=f"{versions}, {self._sharding}, debug={self.debug}",  # the same on all ranks that may meet
         )
         store, infos = meet(environment.main_address, environment.main_port, info, self._timeout)
         check_runs(infos)
         self._order = node_order(infos)
-        with torch_compares() if self._debug else nullcontext():
+        with torch_compares() if self.debug else nullcontext():
             init_dist_connection(
                 environment,
                 self._backend or torch.distributed.get_default_backend_for_device(device),
@@ -259,7 +258,7 @@ class ProcessGroup:
             # Users may give one barrier several names. Lightning does not, and never means one of
             # theirs.
             of_lightning = lightning_calls()
-            named = f"{name or ''}" if self._debug or of_lightning else ""
+            named = f"{name or ''}" if self.debug or of_lightning else ""
             barrier(self.current, f"barrier({named}){' of Lightning' if of_lightning else ''}")
 
     def broadcast(self, obj: T, src: int = 0) -> T:

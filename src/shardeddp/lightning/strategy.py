@@ -427,7 +427,8 @@ class ShardedDP(ParallelStrategy):
             offload_to_cpu: Whole parameters are in host memory.
         """
         model = self.lightning_module
-        runtime = None if model is None else runtime_of(model)
+        # Parts of the model may belong to another run by now, and then it has no runtime any more.
+        runtime = None if model is None else runtime_of(model) or self._runtime
         target = model if module is None else module
         if runtime is None or target is None:
             yield
@@ -491,9 +492,12 @@ class ShardedDP(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         module = self._begin_run(trainer)
-        if runtime_of(module) is None:
-            private.replace_layers(self, module)
-        self._runtime = self._model_sharding.shard(module, self.precision_plugin, self._fitting)
+        self._runtime = self._model_sharding.shard(
+            module,
+            self.precision_plugin,
+            partial(private.replace_layers, self, module),
+            fitting=self._fitting,
+        )
         if self._fitting and self.is_distributed:
             require_parameters(
                 module

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -42,11 +43,11 @@ class GlobalStep:
     """
 
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
-        self._on_step = on_step
+        self.on_step = on_step
         optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._on_step(stepped_parameters(optimizer))
+        self.on_step(stepped_parameters(optimizer))
 
 
 _attached: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
@@ -105,9 +106,9 @@ def attach_optimizer(
         if sharded:
             _warn_unknown(optimizer, sharded[0])
         return
-    for hook in optimizer._optimizer_step_post_hooks.values():
-        if isinstance(hook, MethodType) and isinstance(hook.__self__, (SwappedStep, GlobalStep)):
-            return  # the user hands out the same optimizer for every fit
+    if (step := _step_of(optimizer)) is not None:
+        step.on_step = on_step
+        return  # the user hands out the same optimizer for every fit
     scope = scope_of(type(optimizer), stated)
     if scope == "element":
         LocalStep(optimizer, on_step, offload)
@@ -127,6 +128,31 @@ def attach_optimizer(
     if scope is None and sharded:
         _warn_unknown(optimizer, sharded[0])
     GlobalStep(optimizer, on_step)
+
+
+def set_down(parameters: Iterable[torch.Tensor], on_step: OnStep) -> None:
+    """Parameters are about to be sharded anew: optimizers that were attached keep their states.
+
+    Args:
+        parameters: Those.
+        on_step: Called after steps of optimizers that nobody attaches again.
+    """
+    among = {id(parameter) for parameter in parameters}
+    for optimizer in list(_attached):
+        step = _step_of(optimizer)
+        if step is None or not any(
+            id(it) in among for group in optimizer.param_groups for it in group["params"]
+        ):
+            continue
+        step.on_step = on_step
+        if isinstance(step, SwappedStep):
+            step.set_down()
+
+
+def _step_of(optimizer: optim.Optimizer) -> SwappedStep | GlobalStep | None:
+    hooks = vars(optimizer).get("_optimizer_step_post_hooks", {})
+    owners = (hook.__self__ for hook in hooks.values() if isinstance(hook, MethodType))
+    return next((it for it in owners if isinstance(it, (SwappedStep, GlobalStep))), None)
 
 
 def _warn_unknown(optimizer: optim.Optimizer, sharded: ShardTensor) -> None:

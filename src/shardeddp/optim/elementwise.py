@@ -13,7 +13,7 @@ from torch import optim
 from shardeddp.engine.storage import empty_on_host
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
-from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.tensor.shard_tensor import ShardTensor, gather
 from shardeddp.tensor.unsharded import outside_of
 
 # -- Local parameters: tensors that an element-wise optimizer steps on, on the device or in host
@@ -149,6 +149,10 @@ class LocalStep(SwappedStep):
         # that does not.
         self._marks_trained = type(optimizer) not in ELEMENTWISE
         super().__init__(optimizer, on_step)
+
+    def _forget(self) -> None:
+        self._local_parameters = HostCopies() if self._offload else DeviceShards()
+        self._groups = []
 
     def _swap_in(
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
@@ -299,6 +303,9 @@ def _as_local(
     ):
         return value
     if isinstance(value, ShardTensor):
+        if value.shape == parameter.shape and not value.spec.lies_like(parameter.spec):
+            whole = gather(value, f"{name}, kept from before the parameter was sharded anew, of")
+            return parameter.spec.localize(whole).to(device, copy=True)
         return value.to_local().to(device)
     if value.shape == parameter.shape:
         return parameter.spec.localize(value).to(device, copy=True)

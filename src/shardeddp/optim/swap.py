@@ -49,7 +49,8 @@ class SwappedStep(ABC):
 
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep) -> None:
         self._optimizer = optimizer
-        self._on_step = on_step
+        self.on_step = on_step
+        """Called after each step with the parameters that have changed."""
         self._sharded: list[list[torch.Tensor]] | None = (
             None  # the groups' own lists while plain ones are in place
         )
@@ -64,6 +65,21 @@ class SwappedStep(ABC):
         optimizer.register_state_dict_post_hook(_plain_state_dict)
         optimizer.register_load_state_dict_post_hook(self._adopt_state)
         self._surround_step(optimizer)
+
+    def set_down(self) -> None:
+        """The parameters are about to be sharded anew: keep states as they are seen outside.
+
+        The next step takes them over.
+        """
+        self._give_up()
+        if self._optimizer.state is self._states:
+            seen = {parameter: dict(state) for parameter, state in self._states.items()}
+            self._optimizer.state = defaultdict(dict, seen)
+        self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Let go of everything that was made of the parameters as they are sharded now."""
 
     @abstractmethod
     def _swap_in(
@@ -113,7 +129,7 @@ class SwappedStep(ABC):
             stepped[0].spec.mesh.written.note_options(
                 type(optimizer).__name__, optimizer.param_groups
             )
-        self._on_step(stepped)
+        self.on_step(stepped)
         self._states.tell()
 
     def _surround_step(self, optimizer: optim.Optimizer) -> None:

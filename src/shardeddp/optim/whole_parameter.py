@@ -454,7 +454,7 @@ class OwnedStates(OutsideStates):
             if whole is None:
                 raise RuntimeError("states are settled for parameters that have an owner")
             settled = pytree.tree_map_only(
-                torch.Tensor, partial(_whole_of, whole.owner), self._shown[parameter]
+                torch.Tensor, partial(_whole_of, whole), self._shown[parameter]
             )
             if whole.tensor is not None:
                 self.inside[whole.tensor] = settled
@@ -595,11 +595,13 @@ class OwnedStates(OutsideStates):
         )
 
 
-def _whole_of(owner: int, value: torch.Tensor) -> torch.Tensor | None:
+def _whole_of(parameter: WholeParameter, value: torch.Tensor) -> torch.Tensor | None:
     """A state as its owner keeps it; None elsewhere, where that is known without communication."""
     if not isinstance(value, ShardTensor):
         return value
-    if value.spec.intervals[owner].numel == value.spec.numel:
+    owners = parameter.parameter.spec.mesh.owners
+    together = value.spec.mesh.owners.ranks == owners.ranks
+    if together and value.spec.intervals[parameter.owner].numel == value.spec.numel:
         local = value.to_local()
         return local.view(value.shape) if local.numel() == value.spec.numel else None
     return gather(value)
@@ -675,5 +677,12 @@ class OwnedStep(SwappedStep):
             whole.release()
         self._moved = []
 
+    def _forget(self) -> None:
+        self._wholes = WholeParameters(self._mesh)
+
     def _outside(self, optimizer: optim.Optimizer) -> OwnedStates:
+        held = [it for group in optimizer.param_groups for it in group["params"]]
+        mesh = next((it.spec.mesh for it in held if isinstance(it, ShardTensor)), self._mesh)
+        if mesh is not self._mesh:
+            self._mesh, self._wholes = mesh, WholeParameters(mesh)
         return OwnedStates(optimizer, self._wholes, self._mesh)

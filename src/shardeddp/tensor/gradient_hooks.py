@@ -58,8 +58,11 @@ class GradientHooks:
     def __init__(
         self, sharded: torch.Tensor, unsharded: nn.Parameter | None, former: Hooks = (None, None)
     ) -> None:
-        self._on_gradient: OrderedDict[int, GradientHook] = former[0] or OrderedDict()
-        self._when_complete: OrderedDict[int, CompletionHook] = former[1] or OrderedDict()
+        on_gradient, when_complete = former
+        self._on_gradient = OrderedDict[int, GradientHook]() if on_gradient is None else on_gradient
+        self._when_complete = (
+            OrderedDict[int, CompletionHook]() if when_complete is None else when_complete
+        )
         self._sharded = weakref.ref(sharded)
         self._due = (
             -1
@@ -69,6 +72,10 @@ class GradientHooks:
         """Whether what reaches the unsharded parameter passes the hooks."""
         if self._on_gradient:
             self.listen()
+
+    def of_users(self) -> Hooks:
+        """What users have set; for a successor, which their handles then refer to."""
+        return self._on_gradient, self._when_complete
 
     def add(self, hook: GradientHook) -> RemovableHandle:
         """Call a hook with each gradient on its way; its result, if any, replaces the gradient."""

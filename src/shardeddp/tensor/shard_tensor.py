@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol
 
 import torch
@@ -109,6 +110,14 @@ class ShardSpec:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
+    def lies_like(self, other: ShardSpec) -> bool:
+        """Whether each rank has the same elements of both."""
+        return self is other or (
+            self.shape == other.shape
+            and self.intervals == other.intervals
+            and self.mesh.owners.ranks == other.mesh.owners.ranks
+        )
+
     def device_of(self, local: torch.Tensor) -> torch.device:
         """The device that a tensor over these elements shows: where it computes."""
         return self.mesh.device if self.offloaded and local.device.type == "cpu" else local.device
@@ -178,7 +187,6 @@ class ShardTensor(Memoryless, torch.Tensor):
     _source: (
         ShardTensor | None
     )  # of an alias: what it is one of; whoever holds the one holds the other
-    _is_copy: bool  # whether it is what a deep copy has made of a parameter
     _aliases: list[weakref.ref[ShardTensor]] | None  # what shares its memory: `.data`, detached
     _writes: (
         weakref.ref[KeepsWrites] | None
@@ -205,7 +213,6 @@ class ShardTensor(Memoryless, torch.Tensor):
         made._is_routed = False
         made._former_gradient = None
         made._source = None
-        made._is_copy = False
         made._aliases = None
         made._writes = None
         made._place = 0
@@ -281,8 +288,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     def _part_from_aliases(self) -> None:
         """Leave the values to what shares them, as a tensor does that gets other memory."""
-        found = [alias for each in self._aliases or () if (alias := each()) is not None]
-        if sharing := [alias for alias in found if alias._local is self._local]:
+        if sharing := [each for each in self._living_aliases() if each._local is self._local]:
             former = self._local.clone()
             for alias in sharing:
                 alias.move_to(former)
@@ -375,6 +381,62 @@ class ShardTensor(Memoryless, torch.Tensor):
     def move_to(self, local: torch.Tensor) -> None:
         """Lie in other memory from now on, which holds the same elements."""
         self._local = local
+
+    def leave_unit(self, local: torch.Tensor) -> None:
+        """Be of no unit any more, as the parameter of a deep copy: what asks for it gathers it.
+
+        Args:
+            local: This rank's elements, in memory that is not the unit's.
+        """
+        for alias in self._living_aliases():
+            if alias._local is self._local:
+                alias.move_to(local)
+        self._local = local
+        self._unit_gradients = self._unsharded = self._writes = None
+        if self._hooks is not None:
+            self._hooks = GradientHooks(self, None, self._hooks.of_users())
+        self.memory_of = ""
+
+    def forget_route(self) -> None:
+        """Route gradients anew when they are asked for next: the hooks for that are gone."""
+        self._is_routed = False
+
+    def take_over(self, former: ShardTensor) -> None:
+        """Be what another sharded tensor has been; a collective of all ranks.
+
+        Values, gradient, hooks, and tensors that share its memory: ``parameter.data``, for
+        instance.
+
+        Args:
+            former: Of the same shape, and sharded over any ranks of this process's run.
+        """
+        same = self._spec.lies_like(former._spec) and self._spec.mesh is former._spec.mesh
+        if same and (self._spec.fqn, self._spec.offloaded) == (
+            former._spec.fqn,
+            former._spec.offloaded,
+        ):
+            self._spec = former._spec  # what is kept of it (averages) goes on lying like it
+        self._local.copy_(self._part_of(former))
+        gradient = stored_gradient(former)
+        if gradient is not None:
+            local = self._part_of(gradient).to(self._local, copy=True)
+            store_gradient(self, ShardTensor(local, self._spec))
+        if former._hooks is not None:
+            self.adopt_hooks(*former._hooks.of_users())
+        for alias in former._living_aliases():
+            if alias._local is former._local and alias.dtype == self.dtype:
+                alias._local, alias._spec = self._local, self._spec
+                alias._as_alias_of(self)
+
+    def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, ShardTensor):
+            if tensor._spec.lies_like(self._spec):
+                return tensor.to_local()
+            tensor = gather(tensor, "sharding anew of")
+        return self._spec.localize(tensor)
+
+    def _living_aliases(self) -> list[ShardTensor]:
+        return [alias for each in self._aliases or () if (alias := each()) is not None]
 
     def full_for_autograd(self, operation: str) -> torch.Tensor:
         """The whole tensor, gathered, with a gradient that is averaged over all ranks."""
@@ -490,7 +552,6 @@ class ShardTensor(Memoryless, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) not in memo:
             copied = type(self)(self.to_local().detach().clone(), self._spec, self.requires_grad)
-            copied._is_copy = True
             vars(copied).update(
                 {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k not in _ATTRIBUTES}
             )
@@ -517,7 +578,7 @@ class ShardTensor(Memoryless, torch.Tensor):
     def _as_alias_of(self, source: ShardTensor) -> ShardTensor:
         """Share the memory of a sharded tensor until that is assigned other values."""
         self._source, self._writes, self._place = source, source._writes, source._place
-        origin = source._origin()
+        origin = source.origin
         origin._aliases = [
             *(each for each in origin._aliases or () if each() is not None),
             weakref.ref(self),
@@ -527,20 +588,21 @@ class ShardTensor(Memoryless, torch.Tensor):
     def whole(self, operation: str) -> torch.Tensor:
         """A plain whole tensor, or a parameter of its original class; a collective of all ranks."""
         whole = gather(self, operation)
-        if not isinstance(self, nn.Parameter):
-            return whole
+        return self.parameter_over(whole) if isinstance(self, nn.Parameter) else whole
+
+    def parameter_over(self, values: torch.Tensor) -> nn.Parameter:
+        """A plain parameter of the class and with the attributes that users have given this one.
+
+        Args:
+            values: Of the same shape.
+        """
         kind = _original_class(type(self))
         if kind is nn.Parameter:
-            parameter = nn.Parameter(whole, self.requires_grad)
+            parameter = nn.Parameter(values, self.requires_grad)
         else:
-            parameter = make_subclass(kind, whole, self.requires_grad)
+            parameter: Any = make_subclass(kind, values, self.requires_grad)
         vars(parameter).update(self.user_attributes())
         return parameter
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it is what a deep copy has made of a parameter."""
-        return self._is_copy
 
     @property
     def is_of_a_unit(self) -> bool:
@@ -548,9 +610,10 @@ class ShardTensor(Memoryless, torch.Tensor):
 
         No unit gathers and reduces a copy. An alias of a parameter is of its unit.
         """
-        return self._origin()._unit_gradients is not None
+        return self.origin._unit_gradients is not None
 
-    def _origin(self) -> ShardTensor:
+    @property
+    def origin(self) -> ShardTensor:
         """Of an alias, what it is one of; anything else itself."""
         origin = self
         while origin._source is not None:
@@ -575,7 +638,13 @@ class ShardTensor(Memoryless, torch.Tensor):
             mesh.written.note(self._spec.fqn, operation, values)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole("pickling").__reduce_ex__(protocol)
+        whole = self.whole("pickling")
+        spawning = get_spawning_popen()
+        if spawning is not None:
+            # It is handed over by the number of an open file, when all of the process's arguments
+            # are pickled.
+            vars(spawning).setdefault("shardeddp_kept", []).append(whole)
+        return whole.__reduce_ex__(protocol)
 
     # `torch.distributed.checkpoint` asks for these three, so `dcp.save` and `dcp.load` take the
     # state dict of a sharded model as it is. Checkpoints of the Trainer do not come this way.

@@ -1,0 +1,147 @@
+"""Takeover: parameters that an earlier setup has sharded, and that this one shards anew.
+
+A module is set up again with layers that it did not have, under other options, or as a part of
+another module; or it is a deep copy of a sharded one. Runtimes that have driven any of it let go,
+and their parameters are sharded like those of a new module. No rank ever has the whole model: each
+parameter is a plain one on the meta device until its new shard is there, and its values are
+gathered then, one parameter at a time. Shards are in memory twice until all have theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from shardeddp.engine.runtime import drop_forward_hooks, is_unit_hook, runtimes_around
+from shardeddp.engine.unit import Unit, register
+from shardeddp.errors import ConfigurationError
+from shardeddp.tensor.gradient_hooks import take_hooks
+from shardeddp.tensor.shard_tensor import ShardTensor, gather
+from shardeddp.tensor.unsharded import swap_bodies
+from shardeddp.torch_private import without_torch_function
+from shardeddp.wrap.tree import listing, registry_of
+
+_FORMER = "_shardeddp_former"  # in the dictionary of a parameter: what it was sharded as
+_AWAITED = "_shardeddp_awaits_values"  # there too: its shards have no values yet
+
+
+def await_values(parameters: Iterable[torch.Tensor], awaited: bool) -> None:
+    """Note that the values of sharded parameters are still to come, or are there."""
+    for parameter in parameters:
+        vars(parameter).update({_AWAITED: True}) if awaited else vars(parameter).pop(_AWAITED, None)
+
+
+def is_taken_over(tensor: torch.Tensor) -> bool:
+    """Whether a tensor on the meta device is a parameter that has its values in earlier shards."""
+    return _FORMER in vars(tensor)
+
+
+class Takeover:
+    """Makes plain parameters of a module's sharded ones, from now until they are sharded again.
+
+    Args:
+        root: The module; alike on all ranks.
+
+    Raises:
+        ConfigurationError: An earlier setup has failed before some of it had values.
+        RuntimeError: A runtime that drives some of it is at work.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        lost = [name for name, it in root.named_parameters() if _AWAITED in vars(it)]
+        if lost:
+            raise ConfigurationError(
+                f"an earlier setup of this module has failed before {listing(lost)} had values "
+                f"(they were built on the meta device): build the module anew"
+            )
+        runtimes = runtimes_around(root)
+        self.roots = [root, *(it.root_module for it in runtimes if it.root_module is not root)]
+        """The modules of which something was sharded, this one first."""
+
+        memory = {
+            id(spec.parameter): spec.memory
+            for runtime in runtimes
+            for progress in runtime.progresses
+            for spec in progress.unit.spec.parameters
+        }
+        for runtime in runtimes:
+            runtime.let_go()
+        for module in (each for it in self.roots for each in it.modules()):
+            drop_forward_hooks(module, is_unit_hook)
+        self._parameters = [it for it in root.parameters() if isinstance(it, ShardTensor)]
+        self._scripted = [
+            (registry_of(module), name, parameter)
+            for module in root.modules()
+            if isinstance(module, torch.jit.ScriptModule)
+            for name, parameter in module.named_parameters(recurse=False)
+        ]
+        places: dict[int, torch.Tensor] = {}  # what shares memory is to do so again
+        for parameter in self._parameters:
+            origin = id(parameter.origin)
+            key = memory.get(origin, origin)
+            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            self._stand_in(parameter, places.setdefault(key, meta))
+        self._tell_scripted()
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    @torch.no_grad()
+    def fill(self, units: Sequence[Unit]) -> None:
+        """Give new shards what the parameters were; a collective of all ranks.
+
+        Args:
+            units: Of the module.
+        """
+        for unit in units:
+            for sharded in unit.sharded_parameters():
+                former = vars(sharded).pop(_FORMER, None)
+                if former is not None:
+                    sharded.take_over(former)
+        self._parameters.clear()
+
+    @torch.no_grad()
+    def make_plain(self) -> None:
+        """Make whole plain parameters of them: there is one rank, which shares them with nobody."""
+        for parameter in self._parameters:
+            former: ShardTensor = vars(parameter).pop(_FORMER)
+            values = gather(former).to(parameter.dtype)
+            self._replace(parameter, nn.Parameter(values, parameter.requires_grad))
+            if former.grad is not None:
+                whole = former.grad
+                parameter.grad = whole.full_tensor() if isinstance(whole, ShardTensor) else whole
+        self._tell_scripted()
+        self._parameters.clear()
+
+    def put_back(self) -> None:
+        """Make the parameters again what they were, of no unit: they could not be sharded anew."""
+        for parameter in self._parameters:
+            former = vars(parameter).pop(_FORMER, None)
+            if former is not None:
+                former.forget_route()
+                self._replace(parameter, former)
+            else:  # it has its new shard already
+                parameter.leave_unit(parameter.raw_local.clone())
+        self._tell_scripted()
+        self._parameters.clear()
+
+    def _stand_in(self, parameter: ShardTensor, meta: torch.Tensor) -> None:
+        plain = parameter.parameter_over(meta)
+        self._replace(parameter, plain)
+        vars(parameter)[_FORMER] = plain  # which has the body of the sharded one now
+
+    def _tell_scripted(self) -> None:
+        """Register parameters anew where C++ holds their bodies, and not the Python objects."""
+        for owner, name, parameter in self._scripted:
+            register(owner, name, parameter)
+
+    def _replace(self, parameter: torch.Tensor, body: torch.Tensor) -> None:
+        # Hooks that route gradients of uses outside of a unit belong to the object, not to its body;
+        # there is no other moment at which the swap could set them.
+        if isinstance(parameter, ShardTensor):
+            parameter.route_gradient()
+        with without_torch_function():
+            take_hooks(parameter)  # type: ignore[arg-type]
+            swap_bodies(parameter, body)
