@@ -134,7 +134,7 @@ def test_a_table_fits_the_terminal(
     status, out, _ = run(capsys, "inspect", path.name)
     assert status == 0
     assert max(map(len, out.splitlines())) <= int(columns)
-    assert ("pieces" in out) is (columns == "120")
+    assert ("parts" in out) is (columns == "120")
 
 
 def test_a_checkpoint_is_described(path: Path, capsys: Output) -> None:

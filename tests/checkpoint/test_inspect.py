@@ -20,7 +20,7 @@ def test_every_tensor_has_a_row(manifest: Manifest) -> None:
     rows = {row.name: row for row in tensor_rows(manifest)}
     assert rows.keys() == manifest.tensors.keys()
     scale = rows["model.net.scale"]
-    assert (scale.shape, scale.dtypes, scale.nbytes, scale.num_pieces) == (
+    assert (scale.shape, scale.dtypes, scale.nbytes, scale.num_parts) == (
         (5,),
         ("bfloat16",),
         10,

@@ -21,27 +21,47 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardeddp.checkpoint.manifest import Item, Manifest, StoredTensor
+from shardeddp.checkpoint.manifest import Item, Manifest
+from shardeddp.checkpoint.pieces import Pieces
+from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Interval, boxes
 from shardeddp.torch_private import StorageInfo
 
 DCP_VERSION = "1.0.0"
 """Of the layout that is written here, as ``torch.distributed.checkpoint`` counts."""
 
 
-def dcp_metadata(manifest: Manifest) -> Metadata:
+def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
     """What ``torch.distributed.checkpoint`` needs to load a checkpoint's tensors and objects.
 
     Args:
         manifest: Of the checkpoint.
+        pieces: Of the checkpoint; all of them are looked up.
+
+    Raises:
+        CheckpointError: The pieces cannot be found, or one is no box.
     """
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
     for name, tensor in manifest.tensors.items():
-        stored[name] = _tensor_metadata(tensor)
+        chunks: list[ChunkStorageMetadata] = []
+        for piece in pieces.of(tensor.section, Interval(0, tensor.numel)):
+            box, *more = boxes(piece.interval, tensor.shape)
+            if more:
+                raise CheckpointError(
+                    f"{name} has a piece of elements {piece.interval.start} to "
+                    f"{piece.interval.stop}, which are no box of its shape {tensor.shape}"
+                )
+            offsets = torch.Size(box.offsets)
+            places[MetadataIndex(name, offsets, len(chunks))] = _place(piece.item)
+            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box.sizes)))
+        stored[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=tensor.dtype),
+            size=torch.Size(tensor.shape),
+            chunks=chunks,
+        )
         paths[name] = tensor.path
-        for index, piece in enumerate(tensor.pieces):
-            places[MetadataIndex(name, piece.box.offsets, index)] = _place(piece.item)
     for name, value in manifest.objects.items():
         stored[name] = BytesStorageMetadata()
         paths[name] = value.path
@@ -75,19 +95,6 @@ def lightning_meta(tree: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(_plain(tree), buffer)
     return buffer.getvalue()
-
-
-def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=tensor.dtype),
-        size=torch.Size(tensor.shape),
-        chunks=[
-            ChunkStorageMetadata(
-                offsets=torch.Size(piece.box.offsets), sizes=torch.Size(piece.box.sizes)
-            )
-            for piece in tensor.pieces
-        ],
-    )
 
 
 def _place(item: Item) -> StorageInfo:
