@@ -17,8 +17,9 @@ import torch
 
 from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
-from shardeddp.checkpoint.kept_shards import KeptShards
+from shardeddp.checkpoint.kept_shards import KEY, KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
+from shardeddp.checkpoint.random_state import STATES
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import Codec, Opaque, decode, dict_codec, opaque_paths
@@ -316,9 +317,18 @@ def open_checkpoint(
         raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from error
     for note in contents.notes:
         warnings.warn(printable(f"{path}: {note}"), stacklevel=2)
-    kept = KeptShards(check_fields(contents.checkpoint, path))
-    small = _SmallTensors(kept, contents.memory)
-    return {key: small.read(value) for key, value in contents.checkpoint.items()}
+    checkpoint = check_fields(contents.checkpoint, path)
+    small = _SmallTensors(KeptShards(checkpoint), contents.memory)
+    # Of those of all ranks, a rank reads its own.
+    own: Mapping[str, Any] = checkpoint.get(KEY, {})
+    lazy = {STATES: own[STATES]} if isinstance(own.get(STATES), dict) else {}
+    read = {
+        key: small.read({name: it for name, it in own.items() if name not in lazy})
+        if key == KEY
+        else small.read(value)
+        for key, value in checkpoint.items()
+    }
+    return {**read, KEY: {**read[KEY], **lazy}} if lazy else read
 
 
 def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:

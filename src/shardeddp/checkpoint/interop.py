@@ -8,6 +8,7 @@ Both are pickles, which this package writes and never reads.
 import io
 import pickle
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardeddp.checkpoint.manifest import Item, Manifest
+from shardeddp.checkpoint.directory import new_files
+from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.manifest import DCP_METADATA, Item, Manifest
 from shardeddp.checkpoint.pieces import Pieces
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval, boxes
@@ -75,6 +78,28 @@ def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
         ),  # where it was written is nobody's business
         version=DCP_VERSION,
     )
+
+
+def write_metadata(path: Path, force: bool = False) -> int:
+    """Write ``.metadata`` into a checkpoint that was saved without, since it has many pieces.
+
+    Args:
+        path: The checkpoint's directory.
+        force: Replace one that was made before.
+
+    Returns:
+        How many pieces it names. Each takes some kilobytes of memory meanwhile.
+
+    Raises:
+        CheckpointError: It is not a whole checkpoint, has one already, or cannot be written to.
+    """
+    manifest = read_manifest(path)
+    if DCP_METADATA in manifest.files:
+        raise CheckpointError(f"{path} was saved with {DCP_METADATA}: there is nothing to do")
+    content = to_bytes(dcp_metadata(manifest, Pieces(path, manifest)))
+    with new_files([path / DCP_METADATA], force) as (file,):
+        file.write(content)
+    return sum(file.pieces for file in manifest.files.values())
 
 
 def to_bytes(metadata: Metadata) -> bytes:

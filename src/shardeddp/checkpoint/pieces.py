@@ -339,17 +339,25 @@ def placement_of(
     Raises:
         CheckpointError: Elements of a section are there twice, or not at all.
     """
-    found = np.concatenate([np.empty(0, dtype=RUN), *runs])
+    # Column by column: of thousands of ranks there are millions of runs.
+    none = np.empty(0, dtype=RUN)
+    sections, starts, stops = (
+        np.concatenate([none[name], *(each[name] for each in runs)]) for name in RUN.names or ()
+    )
     files = np.repeat(np.arange(len(runs), dtype=np.uint32), [len(each) for each in runs])
-    order = np.lexsort((found["start"], found["section"]))
-    found, files = found[order], files[order]
-    sections, starts, stops = (found[name] for name in ("section", "start", "stop"))
-    first = np.append(True, sections[1:] != sections[:-1])[: len(found)]
-    last = np.append(first[1:], True)[: len(found)]
-    expected = np.append(np.zeros(1, dtype=np.uint64), stops[:-1])[: len(found)]
+    order = np.lexsort((starts, sections))
+    sections = sections[order]
+    starts = starts[order]
+    stops = stops[order]
+    files = files[order]
+    del order
+    first = np.append(True, sections[1:] != sections[:-1])[: len(starts)]
+    last = np.append(first[1:], True)[: len(starts)]
+    expected = np.append(np.zeros(1, dtype=np.uint64), stops[:-1])[: len(starts)]
     expected[first] = 0
     ends = np.array(numels, dtype=np.uint64)
-    wrong = (starts != expected) | (last & (stops != ends[sections]))
+    wrong = starts != expected
+    wrong[last] |= stops[last] != ends[sections[last]]
     if wrong.any():
         row = int(np.argmax(wrong))
         raise CheckpointError(
@@ -361,7 +369,7 @@ def placement_of(
     if len(missing):
         raise CheckpointError(f"no element of {names[missing[0]]} is stored")
     # What follows in the same file needs no row of its own.
-    kept = first | np.append(True, files[1:] != files[:-1])[: len(found)]
+    kept = first | np.append(True, files[1:] != files[:-1])[: len(starts)]
     rows = np.empty(int(kept.sum()), dtype=EXTENT)
     rows["start"], rows["file"] = starts[kept], files[kept]
     return rows, np.bincount(sections[kept], minlength=len(numels)).tolist()

@@ -272,6 +272,13 @@ class LazyTensor(torch.Tensor):
         return _on_whole(func, args, kwargs)
 
 
+def elements_of(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
+    """Elements of a flattened tensor, 1D; of a lazy one no others are read."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.elements(interval)
+    return tensor.reshape(-1)[interval.start : interval.stop]
+
+
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     read: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
 
