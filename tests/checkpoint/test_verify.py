@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,14 @@ def test_the_newest_checkpoint_that_verifies_is_found(tmp_path: Path) -> None:
     flip(paths[3] / DATA, 700)
     assert newest_verified(tmp_path) == paths[2]
     assert newest_verified(tmp_path / "nowhere") is None
+
+
+def test_a_search_that_takes_too_long_ends_in_all_threads(tmp_path: Path) -> None:
+    several(tmp_path)
+    before = threading.active_count()
+    with pytest.raises(TimeoutError, match=r"not all checkpoints in .* in 0\.0 s"):
+        newest_verified(tmp_path, within_s=0.0)
+    assert threading.active_count() == before
 
 
 def test_checkpoints_are_listed_newest_first_and_broken_ones_last(tmp_path: Path) -> None:

@@ -387,8 +387,10 @@ def _examine_own(path: Path, progress: Progress, started: Progress) -> Verificat
     with ThreadPoolExecutor(_THREADS) as threads:
         try:
             found = list(threads.map(check.file, manifest.files))
+        except _StoppedError as stopped:
+            raise check.error or stopped from None
         finally:
-            check.stopped = True
+            check.stop(_StoppedError())  # an interrupt of this thread ends the others, too
     damages = [damage for each in found for damage in each] or check.placement()
     extra = _extra(path, {MANIFEST, *manifest.files})
     # The index of torch.distributed.checkpoint may be made later: it is under no checksum then.
@@ -417,8 +419,8 @@ class _Check:
     """
 
     def __init__(self, path: Path, manifest: Manifest, progress: Progress) -> None:
-        self.stopped = False
-        """Whether nobody wants to know any more."""
+        self.error: BaseException | None = None
+        """Why nobody wants to know any more."""
 
         self._path = path
         self._manifest = manifest
@@ -486,11 +488,23 @@ class _Check:
                     found.append(self._manifest.owners.get(section, f"section {section}"))
         return found
 
+    def stop(self, error: BaseException) -> None:
+        """Let all threads end."""
+        self.error = self.error or error
+
     def _advance(self, nbytes: int) -> None:
         with self._lock:
-            if self.stopped:
-                raise CheckpointError("verification was stopped")
-            self._progress(nbytes)
+            try:
+                if self.error is None:
+                    self._progress(nbytes)
+            except BaseException as error:  # noqa: BLE001 - raised where the verification was asked for
+                self.stop(error)
+        if self.error is not None:
+            raise _StoppedError
+
+
+class _StoppedError(Exception):
+    """Ends a thread; no damage of a file, which errors of the system are."""
 
 
 class _FileCheck:
