@@ -119,6 +119,9 @@ def test_the_index_of_dcp_may_be_made_later_and_is_not_checked_then(path: Path) 
     assert examine(path).unchecked == []
     (path / DCP_METADATA).mkdir()
     assert only(verify(path)).file == DCP_METADATA
+    (path / DCP_METADATA).rmdir()
+    (path / DCP_METADATA).symlink_to(path / STATE)
+    assert only(verify(path)).found == "a symbolic link"
 
 
 @pytest.mark.parametrize("name", [STATE, DCP_METADATA, LIGHTNING_META, PLACEMENT, MANIFEST])

@@ -82,10 +82,6 @@ class PieceTable:
         )
         self._check(manifest.sections, stored.blocks, manifest.table_of(name).start)
 
-    def __len__(self) -> int:
-        """Rows."""
-        return len(self.starts)
-
     def runs(self) -> Rows:
         """What of each section lies in the file; pieces that follow each other are one."""
         return runs_of(self.sections, self.starts, self.stops)

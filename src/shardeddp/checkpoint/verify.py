@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import stat
 import threading
 import time
 import zipfile
@@ -394,14 +395,14 @@ def _examine_own(path: Path, progress: Progress, started: Progress) -> Verificat
     damages = [damage for each in found for damage in each] or check.placement()
     extra = _extra(path, {MANIFEST, *manifest.files})
     # The index of torch.distributed.checkpoint may be made later: it is under no checksum then.
-    later = (path / DCP_METADATA).is_file() and DCP_METADATA not in manifest.files
-    damages += [damage for damage in extra if not later or damage.file != DCP_METADATA]
+    later = [it for it in extra if it.file == DCP_METADATA and it.found == kind_of(stat.S_IFREG)]
+    damages += [damage for damage in extra if damage not in later]
     return Verification(
         path=path,
         step=manifest.run.step,
         nbytes=manifest.nbytes,
         damages=damages,
-        unchecked=[DCP_METADATA] * later,
+        unchecked=[damage.file for damage in later],
     )
 
 
