@@ -319,13 +319,17 @@ def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
     return runs
 
 
+_AT_A_TIME = 2**18
+"""Runs that are sorted in one go: all of thousands of ranks would take a hundred megabytes."""
+
+
 def placement_of(
     runs: Sequence[Rows], numels: Sequence[int], names: Sequence[str]
 ) -> tuple[Rows, list[int]]:
     """Which file has which elements, from what each file has.
 
     Args:
-        runs: Of each file, in the order of their numbers.
+        runs: Of each file, in the order of their numbers; rows ``RUN``, sorted by section.
         numels: Elements of each section.
         names: Of each section, for errors.
 
@@ -335,37 +339,46 @@ def placement_of(
     Raises:
         CheckpointError: Elements of a section are there twice, or not at all.
     """
-    # Column by column: of thousands of ranks there are millions of runs.
-    none = np.empty(0, dtype=RUN)
-    sections, starts, stops = (
-        np.concatenate([none[name], *(each[name] for each in runs)]) for name in RUN.names or ()
-    )
-    files = np.repeat(np.arange(len(runs), dtype=np.uint32), [len(each) for each in runs])
-    order = np.lexsort((starts, sections))
-    sections = sections[order]
-    starts = starts[order]
-    stops = stops[order]
-    files = files[order]
-    del order
-    first = np.append(True, sections[1:] != sections[:-1])[: len(starts)]
-    last = np.append(first[1:], True)[: len(starts)]
-    expected = np.append(np.zeros(1, dtype=np.uint64), stops[:-1])[: len(starts)]
-    expected[first] = 0
-    ends = np.array(numels, dtype=np.uint64)
-    wrong = starts != expected
-    wrong[last] |= stops[last] != ends[sections[last]]
+    step = max(1, len(numels) * _AT_A_TIME // max(1, sum(map(len, runs))))
+    found, counts = [np.empty(0, dtype=EXTENT)], list[int]()
+    for first in range(0, len(numels), step):
+        some = slice(first, first + step)
+        own = [
+            each[slice(*np.searchsorted(each["section"], [first, first + step]))] for each in runs
+        ]
+        rows, parts = _placement_of(own, first, numels[some], names[some])
+        found.append(rows)
+        counts += parts
+    return np.concatenate(found), counts
+
+
+def _placement_of(
+    runs: Sequence[Rows], first: int, numels: Sequence[int], names: Sequence[str]
+) -> tuple[Rows, list[int]]:
+    """The same of some sections, from the first of them on."""
+    found = np.concatenate([np.empty(0, dtype=RUN), *runs])
+    files = np.repeat(np.arange(len(runs)), [len(each) for each in runs])
+    order = np.lexsort((found["start"], found["section"]))
+    found, files = found[order], files[order]
+    sections, starts, stops = found["section"] - np.uint32(first), found["start"], found["stop"]
+    begins = np.append(True, sections[1:] != sections[:-1])[: len(found)]
+    ends = np.append(begins[1:], True)[: len(found)]
+    expected = np.append(np.zeros(1, dtype=np.uint64), stops[:-1])[: len(found)]
+    expected[begins] = 0
+    wanted = np.array(numels, dtype=np.uint64)
+    wrong = (starts != expected) | (ends & (stops != wanted[sections]))
     if wrong.any():
         row = int(np.argmax(wrong))
         raise CheckpointError(
             f"elements of {names[sections[row]]} are stored twice or not at all: those from "
-            f"{starts[row]} to {stops[row]} of {ends[sections[row]]} follow those up to "
+            f"{starts[row]} to {stops[row]} of {wanted[sections[row]]} follow those up to "
             f"{expected[row]}"
         )
-    missing = np.setdiff1d(np.flatnonzero(ends), sections)
+    missing = np.setdiff1d(np.flatnonzero(wanted), sections)
     if len(missing):
         raise CheckpointError(f"no element of {names[missing[0]]} is stored")
     # What follows in the same file needs no row of its own.
-    kept = first | np.append(True, files[1:] != files[:-1])[: len(starts)]
+    kept = begins | np.append(True, files[1:] != files[:-1])[: len(found)]
     rows = np.empty(int(kept.sum()), dtype=EXTENT)
     rows["start"], rows["file"] = starts[kept], files[kept]
     return rows, np.bincount(sections[kept], minlength=len(numels)).tolist()
