@@ -57,7 +57,10 @@ def test_names_are_matched_with_and_without_their_root(
 
 def test_modules_are_told_apart_below_what_all_of_them_are_in(manifest: Manifest) -> None:
     names = [row.name for row in module_rows(manifest)]
-    assert names[:2] == ["model.net.embed.weight", "model.net.scale"]
+    assert names[:2] == ["model.net.embed.weight", "model.net.head.weight"]
+    assert [name.split()[0].split(".")[0] for name in names] == [
+        *["model"] * 6, "optimizer_0", "optimizer_0", "extra"
+    ]  # fmt: skip
     assert [name for name in names if name.startswith("optimizer")] == [
         "optimizer_0 step",
         "optimizer_0 exp_avg",

@@ -40,6 +40,7 @@ from shardeddp.checkpoint.manifest import (
     LIGHTNING_META,
     MANIFEST,
     PLACEMENT,
+    PLAIN_EXTRA,
     Item,
     Manifest,
     StoredTensor,
@@ -78,7 +79,7 @@ class Row:
 
 
 def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
-    """One row for each tensor.
+    """One row for each tensor: those of the model, of each optimizer, and others.
 
     Args:
         manifest: Of the checkpoint.
@@ -87,7 +88,9 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
     """
     wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
     rows: list[Row] = []
-    for tensor in manifest.tensors.values():
+    # In the manifest what is not sharded comes behind everything that is.
+    roots = {root: at for at, root in enumerate(_roots(manifest))}
+    for tensor in sorted(manifest.tensors.values(), key=lambda it: roots[it.path[0]]):
         owner = manifest.owners[tensor.section] if tensor.numel else tensor.name
         names = tensor.name, name_of(tensor.path[1:])
         if any(fnmatch.fnmatchcase(name, wanted) for name in names):
@@ -156,6 +159,12 @@ def as_json(path: Path, manifest: Manifest, rows: Iterable[Row]) -> dict[str, An
         "objects": list(manifest.objects),
         "tensors": tensors,
     }
+
+
+def _roots(manifest: Manifest) -> list[str | int]:
+    """What names begin with: the model, then the optimizers, then the rest."""
+    found = dict.fromkeys(tensor.path[0] for tensor in manifest.tensors.values())
+    return sorted(found, key=lambda root: root == PLAIN_EXTRA[0])
 
 
 def _row(tensor: StoredTensor, owner: str, parts: int) -> Row:
