@@ -12,6 +12,8 @@ beyond what it had before. No process has peers: a gather is the bytes that arri
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import shutil
@@ -275,7 +277,7 @@ def rank_0(folder: Path, model: Model) -> dict[str, Any]:
         del arrived
         reports = [Report.from_bytes(each) for each in told]
         manifest, placement = index(without_objects(snapshot), RUN, reports, [])
-        contents = {
+        contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,
             STATE: json.dumps(snapshot.tree, separators=(",", ":")).encode(),
             LIGHTNING_META: snapshot.rest,
@@ -375,6 +377,9 @@ class measured:
     """Seconds and the memory that was taken meanwhile, at its peak."""
 
     def __enter__(self) -> dict[str, Any]:
+        # What was freed before goes back to the system, so that none of it is used unseen.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         self._before, self._start, self._figures = _peak(), time.perf_counter(), dict[str, Any]()
         return self._figures

@@ -199,7 +199,7 @@ def finish(descriptor: int, path: StrPath, durability: Durability = "disk") -> N
 def write_file(
     folder: StrPath,
     name: str,
-    data: bytes,
+    data: bytes | memoryview,
     permissions: Permissions = "private",
     durability: Durability = "disk",
 ) -> None:

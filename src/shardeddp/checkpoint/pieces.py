@@ -319,7 +319,7 @@ def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
     return runs
 
 
-_AT_A_TIME = 2**18
+_AT_A_TIME = 2**17
 """Runs that are sorted in one go: all of thousands of ranks would take a hundred megabytes."""
 
 
@@ -339,17 +339,19 @@ def placement_of(
     Raises:
         CheckpointError: Elements of a section are there twice, or not at all.
     """
-    step = max(1, len(numels) * _AT_A_TIME // max(1, sum(map(len, runs))))
-    found, counts = [np.empty(0, dtype=EXTENT)], list[int]()
+    total = sum(map(len, runs))
+    step = max(1, len(numels) * _AT_A_TIME // max(1, total))
+    rows, counts, end = np.empty(total, dtype=EXTENT), list[int](), 0
     for first in range(0, len(numels), step):
-        some = slice(first, first + step)
         own = [
             each[slice(*np.searchsorted(each["section"], [first, first + step]))] for each in runs
         ]
-        rows, parts = _placement_of(own, first, numels[some], names[some])
-        found.append(rows)
+        some = slice(first, first + step)
+        found, parts = _placement_of(own, first, numels[some], names[some])
+        rows[end : end + len(found)] = found
+        end += len(found)
         counts += parts
-    return np.concatenate(found), counts
+    return rows[:end], counts
 
 
 def _placement_of(

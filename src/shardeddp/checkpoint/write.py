@@ -159,7 +159,7 @@ def _boxes(interval: Interval, shape: Sequence[int]) -> Iterator[tuple[Box, Inte
 
 def index(
     snapshot: Snapshot, run: Run, reports: Sequence[Report], objects: Sequence[Item]
-) -> tuple[Manifest, bytes]:
+) -> tuple[Manifest, memoryview]:
     """The manifest of the data files of all ranks, and the placement; for rank 0.
 
     Args:
@@ -203,7 +203,7 @@ def index(
         objects={name_of(it.path): it for it in stored},
         sections=tuple(sections),
     )
-    return manifest, rows.tobytes()
+    return manifest, rows.view(np.uint8).data
 
 
 def write_checkpoint(
@@ -303,7 +303,7 @@ class _Writing:
             return b""
         told = [Report.from_bytes(report) for report in reports]
         manifest, placement = index(self._snapshot, self._run, told, self._own.objects)
-        contents = {
+        contents: dict[str, bytes | memoryview] = {
             PLACEMENT: placement,
             STATE: json.dumps(self._snapshot.tree, separators=(",", ":")).encode(),
             LIGHTNING_META: self._snapshot.rest,
@@ -328,7 +328,7 @@ class _Writing:
             log.warning(note)  # no warning that a filter makes an error of: it is committed
         return b""
 
-    def _put(self, name: str, content: bytes) -> None:
+    def _put(self, name: str, content: bytes | memoryview) -> None:
         directory.write_file(
             self._folder, name, content, self._permissions, self._options.durability
         )
