@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from shardeddp.checkpoint.manifest import MANIFEST
+from shardeddp.checkpoint import write
+from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.cli import main
-from support.exporting import checkpoint, flip, put, read_safetensors
+from support.exporting import checkpoint, flip, put, read_safetensors, weights
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -134,7 +137,7 @@ def test_a_table_fits_the_terminal(
     status, out, _ = run(capsys, "inspect", path.name)
     assert status == 0
     assert max(map(len, out.splitlines())) <= int(columns)
-    assert ("pieces" in out) is (columns == "120")
+    assert ("parts" in out) is (columns == "120")
 
 
 def test_a_checkpoint_is_described(path: Path, capsys: Output) -> None:
@@ -238,3 +241,65 @@ def test_names_in_a_checkpoint_do_not_reach_the_terminal_as_commands(
     assert not any(letter in shown for letter in letters if not letter.isprintable())
     if command == "inspect":
         assert "\\x" in shown or "\\u202e" in shown
+
+
+# -- the index of torch.distributed.checkpoint, made later
+
+
+@pytest.fixture
+def of_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint that was saved without .metadata, since it has more pieces than are named in it."""
+    monkeypatch.setattr(write, "DCP_PIECES", 3)
+    return put(tmp_path / "step=8.ckpt", checkpoint(8))
+
+
+def test_a_checkpoint_of_many_pieces_is_saved_without_metadata_and_a_line_says_how_to_make_it(
+    of_many_pieces: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not (of_many_pieces / DCP_METADATA).exists()
+    (line,) = [it.getMessage() for it in caplog.get_records("setup")]
+    assert "has 9 pieces, too many to write .metadata" in line
+    assert line.endswith(f"shardeddp metadata {of_many_pieces}")
+
+
+def test_the_metadata_is_made_later(
+    path: Path, of_many_pieces: Path, tmp_path: Path, capsys: Output
+) -> None:
+    state = {"model": {"net.embed.weight": torch.zeros(7, 10)}}
+    with pytest.raises(CheckpointException, match="metadata"):
+        dcp.load(state, checkpoint_id=of_many_pieces, no_dist=True)
+    status, out, _ = run(capsys, "metadata", of_many_pieces)
+    assert (status, out) == (0, f"wrote {of_many_pieces / DCP_METADATA} for 9 pieces\n")
+    dcp.load(state, checkpoint_id=of_many_pieces, no_dist=True)
+    assert torch.equal(state["model"]["net.embed.weight"], weights(8)["net.embed.weight"])
+    status, out, _ = run(capsys, "verify", of_many_pieces)
+    assert status == 0 and ".metadata" in out
+    # It is what a save would have written.
+    again = put(tmp_path / "again.ckpt", checkpoint(8))
+    assert main(["metadata", str(again)]) == 0
+    ours, theirs = (
+        pickle.loads((each / DCP_METADATA).read_bytes()) for each in (of_many_pieces, path)
+    )
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+
+
+def test_metadata_that_is_there_is_not_replaced(
+    path: Path, of_many_pieces: Path, tmp_path: Path, capsys: Output
+) -> None:
+    status, _, err = run(capsys, "metadata", path)
+    assert status == 1 and "was saved with .metadata" in err
+    (of_many_pieces / DCP_METADATA).write_text("mine")
+    status, _, err = run(capsys, "metadata", of_many_pieces)
+    assert status == 1 and "exists already; --force replaces it" in err
+    assert run(capsys, "metadata", of_many_pieces, "--force")[0] == 0
+    flip(of_many_pieces / DATA, of_many_pieces.joinpath(DATA).stat().st_size - 5)
+    before = (of_many_pieces / DCP_METADATA).read_bytes()
+    status, _, err = run(capsys, "metadata", of_many_pieces, "--force")
+    assert status == 1 and "its table of pieces" in err
+    assert (of_many_pieces / DCP_METADATA).read_bytes() == before
+    assert len(os.listdir(of_many_pieces)) == len(os.listdir(path))
+    whole = tmp_path / "whole.ckpt"
+    assert run(capsys, "consolidate", path, "-o", whole)[0] == 0
+    status, _, err = run(capsys, "metadata", whole)
+    assert status == 1 and "is one plain file" in err

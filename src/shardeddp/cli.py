@@ -1,4 +1,4 @@
-"""The command line: verify, inspect and consolidate checkpoints, without GPU or process group."""
+"""The command line: verify, inspect, consolidate and index checkpoints, without GPU or process group."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from rich.text import Text
 
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.interop import write_metadata
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.verify import (
     Verification,
@@ -160,6 +161,16 @@ def consolidate(options: argparse.Namespace) -> int:
     return 0
 
 
+def metadata(options: argparse.Namespace) -> int:
+    """Write the index of torch.distributed.checkpoint into a checkpoint saved without."""
+    path = _require_checkpoint(options.directory, foreign=False)
+    if path.is_file():
+        raise CheckpointError(f"{path} is one plain file, expected a directory")
+    count = write_metadata(path, options.force)
+    print(printable(f"wrote {path / DCP_METADATA} for {count:,} pieces"))
+    return 0
+
+
 class _UsageError(Exception):
     """The command line asks for what does not go together."""
 
@@ -269,6 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_inspect(commands)
     _add_consolidate(commands)
+    _add_metadata(commands)
     return parser
 
 
@@ -340,6 +352,13 @@ def _add_consolidate(commands: Any) -> None:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     danger = "unpickle anything: that runs the code of whoever wrote it"
     parser.add_argument("--trust-pickle", action="store_true", help=danger)
+
+
+def _add_metadata(commands: Any) -> None:
+    text = "let torch.distributed.checkpoint read a checkpoint of so many pieces that it was saved without .metadata"
+    parser = _add_command(commands, metadata, text)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    parser.add_argument("--force", action="store_true", help="replace one that was made before")
 
 
 def _output(text: str) -> Path:

@@ -373,10 +373,10 @@ def _tensor_table(rows: Sequence[Row], width: int) -> Table:
     table.add_column("dtype", overflow="fold")
     if wide:
         table.add_column("elements", human_count(together.numel), justify="right", no_wrap=True)
-        table.add_column("pieces", f"{together.num_pieces:,}", justify="right", no_wrap=True)
+        table.add_column("parts", f"{together.num_parts:,}", justify="right", no_wrap=True)
     table.add_column("size", human_bytes(together.nbytes), justify="right", no_wrap=True)
     for row in rows:
-        figures = [human_count(row.numel), f"{row.num_pieces:,}"] if wide else []
+        figures = [human_count(row.numel), f"{row.num_parts:,}"] if wide else []
         size = human_bytes(row.nbytes) if not row.same_as else "tied"
         table.add_row(_name(row), _shape(row), ", ".join(row.dtypes), *figures, size)
     return table

@@ -13,12 +13,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
-from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.manifest import STATE
 from shardeddp.checkpoint.verify import verify
 from shardeddp.errors import CheckpointError
 from support.exporting import PARAMETERS, checkpoint, flip, put, read_safetensors, same, weights
 from support.foreign import train_model_parallel
+from support.tables import pieces_of
 from world import Worlds
 
 pytestmark = [
@@ -132,7 +132,7 @@ def test_what_is_there_is_replaced_only_if_asked(path: Path, tmp_path: Path) -> 
 def test_a_damaged_tensor_is_named_and_nothing_is_left(
     path: Path, tmp_path: Path, suffix: str
 ) -> None:
-    piece = read_manifest(path).tensors["model.net.scale"].pieces[0]
+    piece = pieces_of(path, "model.net.scale")[0]
     flip(path / DATA, piece.payload)
     export = to_ckpt if suffix == "ckpt" else to_safetensors
     with pytest.raises(CheckpointError, match=rf"{DATA} is damaged: bytes .* of model\.net\.scale"):

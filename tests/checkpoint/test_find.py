@@ -110,6 +110,21 @@ def test_a_checkpoint_that_is_not_whole_is_refused_naming_the_file(
     assert len(os.listdir("/dev/fd")) == open_before
 
 
+def test_ranks_share_the_look_at_files_and_one_of_them_sees_what_is_missing(
+    checkpoint: Path,
+) -> None:
+    assert [read_manifest(checkpoint, (rank, 2)) for rank in range(2)] == [manifest_of(3)] * 2
+    (checkpoint / "__1_0.distcp").unlink()
+    for ranks in (1, 2, 3, 7):
+        refused = 0
+        for rank in range(ranks):
+            try:
+                read_manifest(checkpoint, (rank, ranks))
+            except CheckpointError:
+                refused += 1
+        assert refused == 1
+
+
 @pytest.mark.parametrize("read", [read_manifest, verify])
 def test_a_manifest_of_any_size_and_no_text_costs_nothing(
     checkpoint: Path, read: Callable[[Path], Any]

@@ -20,7 +20,7 @@ def test_every_tensor_has_a_row(manifest: Manifest) -> None:
     rows = {row.name: row for row in tensor_rows(manifest)}
     assert rows.keys() == manifest.tensors.keys()
     scale = rows["model.net.scale"]
-    assert (scale.shape, scale.dtypes, scale.nbytes, scale.num_pieces) == (
+    assert (scale.shape, scale.dtypes, scale.nbytes, scale.num_parts) == (
         (5,),
         ("bfloat16",),
         10,
@@ -57,7 +57,10 @@ def test_names_are_matched_with_and_without_their_root(
 
 def test_modules_are_told_apart_below_what_all_of_them_are_in(manifest: Manifest) -> None:
     names = [row.name for row in module_rows(manifest)]
-    assert names[:2] == ["model.net.embed.weight", "model.net.scale"]
+    assert names[:2] == ["model.net.embed.weight", "model.net.head.weight"]
+    assert [name.split()[0].split(".")[0] for name in names] == [
+        *["model"] * 6, "optimizer_0", "optimizer_0", "extra"
+    ]  # fmt: skip
     assert [name for name in names if name.startswith("optimizer")] == [
         "optimizer_0 step",
         "optimizer_0 exp_avg",

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,19 +24,22 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardeddp.checkpoint.interop import DCP_VERSION, dcp_metadata, lightning_meta, to_bytes
-from shardeddp.checkpoint.items import DataFile
+from shardeddp.checkpoint.items import DataFile, checksum
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
+    PIECE,
+    PLACEMENT,
     ItemPath,
     Manifest,
-    Piece,
     Run,
+    Section,
     StoredFile,
     StoredObject,
     StoredTensor,
     name_of,
 )
+from shardeddp.checkpoint.pieces import Pieces, placement_of, runs_of
 from shardeddp.plan.layout import Interval, boxes
 
 pytestmark = [
@@ -103,34 +107,54 @@ def write(
     files = [
         DataFile(descriptor, name) for descriptor, name in zip(descriptors, names, strict=True)
     ]
-    stored: dict[str, StoredTensor] = {}
-    for path, tensor in tensors.items():
+    rows: list[list[tuple[int, ...]]] = [[], []]
+    digests: list[list[bytes]] = [[], []]
+    for number, (_, tensor) in enumerate(tensors.items()):
         cut = tensor.numel() // 3 + 1 if tensor.numel() else 0
-        pieces: list[Piece] = []
-        for file, part in zip(
-            files, (Interval(0, cut), Interval(cut, tensor.numel())), strict=True
-        ):
-            flat, position = tensor.flatten()[part.start : part.stop], 0
+        for file, part in enumerate((Interval(0, cut), Interval(cut, tensor.numel()))):
+            flat, start = tensor.flatten(), part.start
             for box in boxes(part, tensor.shape):
-                item, payload, checksums = file.put_tensor(
-                    flat[position : position + box.numel].view(box.sizes)
-                )
-                pieces.append(Piece(box=box, item=item, payload=payload, checksums=checksums))
-                position += box.numel
-        stored[name_of(path)] = StoredTensor(
-            path=path, dtype=tensor.dtype, shape=tuple(tensor.shape), pieces=tuple(pieces)
-        )
+                stop = start + box.numel
+                own = flat[start:stop].view(box.sizes)
+                item, payload, found = files[file].put_tensor(own)
+                rows[file].append((number, start, stop, item.offset, item.nbytes, payload))
+                digests[file] += found
+                start = stop
     values = {
         name_of(path): StoredObject(path=path, item=files[0].put_object(it))
         for path, it in objects.items()
     }
     sizes: dict[str, StoredFile] = {
-        name: file.close() for name, file in zip(names, files, strict=True)
+        name: files[file].close(rows[file], digests[file]) for file, name in enumerate(names)
     }
     for descriptor in descriptors:
         os.close(descriptor)
-    manifest = Manifest(run=RUN, algorithm="xxh3_128", files=sizes, tensors=stored, objects=values)
-    (directory / DCP_METADATA).write_bytes(to_bytes(dcp_metadata(manifest)))
+    tables = [np.array(each, dtype=PIECE) for each in rows]
+    runs = [runs_of(it["section"], it["start"], it["stop"]) for it in tables]
+    numels = [tensor.numel() for tensor in tensors.values()]
+    placement, counts = placement_of(runs, numels, [name_of(path) for path in tensors])
+    (directory / PLACEMENT).write_bytes(placement.tobytes())
+    sections, first = list[Section](), 0
+    for tensor, count in zip(tensors.values(), counts, strict=True):
+        own_rows = checksum(placement[first : first + count].tobytes())
+        sections.append(Section(tensor.dtype, tuple(tensor.shape), first, count, own_rows))
+        first += count
+    stored = {
+        name_of(path): StoredTensor(
+            path=path, dtype=tensor.dtype, shape=tuple(tensor.shape), section=number
+        )
+        for number, (path, tensor) in enumerate(tensors.items())
+    }
+    manifest = Manifest(
+        run=RUN,
+        algorithm="xxh3_128",
+        files=sizes,
+        tensors=stored,
+        objects=values,
+        sections=sections,
+    )
+    metadata = dcp_metadata(manifest, Pieces(directory, manifest))
+    (directory / DCP_METADATA).write_bytes(to_bytes(metadata))
     (directory / LIGHTNING_META).write_bytes(lightning_meta(META))
     return manifest
 
@@ -155,7 +179,8 @@ def directory(tmp_path: Path) -> Path:
 
 def test_the_example_is_cut_into_boxes_over_both_files(directory: Path) -> None:
     manifest = write(directory, *example())
-    pieces = manifest.tensors["model.conv.kernel"].pieces
+    tensor = manifest.tensors["model.conv.kernel"]
+    pieces = Pieces(directory, manifest).of(tensor.section, Interval(0, tensor.numel))
     assert len(pieces) >= 4
     assert {piece.item.file for piece in pieces} == {"__0_0.distcp", "__1_0.distcp"}
 

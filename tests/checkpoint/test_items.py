@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 
 from shardeddp.checkpoint.items import ALIGNMENT, DataFile, frame_of
-from shardeddp.checkpoint.manifest import BLOCK_NBYTES, Item
+from shardeddp.checkpoint.manifest import BLOCK_NBYTES, PIECE, Item
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -109,18 +110,23 @@ def test_payload_and_framing_are_under_checksums_that_cover_the_file(fd: int, pa
         (tensor, file.put_tensor(tensor)) for tensor in (big, torch.randn(3), whole, torch.empty(0))
     ]
     file.put_object({"lr": 0.1})
-    stored = file.close()
-    content = path.read_bytes()
+    digests = [digest for _, (_, _, checksums) in puts for digest in checksums]
+    stored = file.close([(0, 0, 1, 2, 3, 4)] * 2, digests)
+    content, table = path.read_bytes(), path.read_bytes()[-2 * PIECE.itemsize - 5 * 16 :]
+    assert table[-5 * 16 :] == b"".join(digests)
+    assert np.frombuffer(table, PIECE, 2).tolist() == [(0, 0, 1, 2, 3, 4)] * 2
+    assert (stored.pieces, stored.blocks, stored.table_nbytes) == (2, 5, len(table))
+    assert stored.table == xxhash.xxh3_128_hexdigest(table)
     framing, end = xxhash.xxh3_128(), 0
     for tensor, (_, payload, checksums) in puts:
         blocks = [
             content[payload + at : payload + tensor.nbytes][:BLOCK_NBYTES]
             for at in range(0, tensor.nbytes, BLOCK_NBYTES)
         ]
-        assert checksums == tuple(xxhash.xxh3_128_hexdigest(block) for block in blocks)
+        assert checksums == [xxhash.xxh3_128_digest(block) for block in blocks]
         framing.update(content[end:payload])
         end = payload + tensor.nbytes
-    framing.update(content[end:])
+    framing.update(content[end : -len(table)])
     assert [len(checksums) for _, (_, _, checksums) in puts] == [3, 1, 1, 0]
     assert (stored.nbytes, stored.checksum) == (len(content), framing.hexdigest())
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from shardeddp.checkpoint.manifest import (
+    EXTENT,
     Item,
+    ItemPath,
     Manifest,
-    Piece,
     Run,
+    Section,
     StoredFile,
     StoredObject,
     StoredTensor,
@@ -20,12 +22,6 @@ from shardeddp.checkpoint.manifest import (
     manifest_to_bytes,
 )
 from shardeddp.errors import CheckpointError
-from shardeddp.plan.layout import Box
-
-
-def piece(offset: int, box: Box) -> Piece:
-    item = Item(file="__0_0.distcp", offset=offset, nbytes=4 * box.numel + 10)
-    return Piece(box=box, item=item, payload=offset + 5, checksums=("ab",))
 
 
 def manifest() -> Manifest:
@@ -38,19 +34,20 @@ def manifest() -> Manifest:
         sharding_strategy="hybrid_shard",
         versions={"torch": "2"},
     )
-    weight = StoredTensor(
-        path=("model", "weight"),
-        dtype=torch.float32,
-        shape=(4, 3),
-        pieces=(piece(0, Box((0, 0), (1, 3))), piece(100, Box((1, 0), (3, 3)))),
+    sections = (
+        Section(torch.float32, (4, 3), 0, 2, "ab"),
+        Section(torch.float32, (), 2, 1, "cd"),
+        Section(torch.bfloat16, (0, 2), 3, 0, "ef"),
     )
-    scalar = StoredTensor(
-        path=("optimizer_0", "state", "weight", 7),
-        dtype=torch.float32,
-        shape=(),
-        pieces=(piece(200, Box((), ())),),
-    )
-    empty = StoredTensor(path=("model", "empty"), dtype=torch.bfloat16, shape=(0, 2), pieces=())
+    paths: list[ItemPath] = [
+        ("model", "weight"),
+        ("optimizer_0", "state", "weight", 7),
+        ("model", "empty"),
+    ]
+    tensors = [
+        StoredTensor(path=path, dtype=it.dtype, shape=it.shape, section=number)
+        for number, (path, it) in enumerate(zip(paths, sections, strict=True))
+    ]
     groups = StoredObject(
         path=("optimizer_0", "param_groups"), item=Item(file="__0_0.distcp", offset=300, nbytes=50)
     )
@@ -58,11 +55,14 @@ def manifest() -> Manifest:
         run=run,
         algorithm="xxh3_128",
         files={
-            "__0_0.distcp": StoredFile(nbytes=400, checksum="cd"),
+            "__0_0.distcp": StoredFile(nbytes=400, checksum="cd", pieces=2, blocks=3, table="t"),
+            "__1_0.distcp": StoredFile(nbytes=10, checksum="ce"),
+            "placement.bin": StoredFile(nbytes=3 * EXTENT.itemsize, checksum="cf"),
             "state.json": StoredFile(nbytes=2, checksum="e"),
         },
-        tensors={tensor.name: tensor for tensor in (weight, scalar, empty)},
+        tensors={tensor.name: tensor for tensor in tensors},
         objects={"optimizer_0.param_groups": groups},
+        sections=sections,
     )
 
 
@@ -102,31 +102,46 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 WRONG = {
-    "another format": (set_at("format", "other"), "expected format 'shardeddp' version 1"),
-    "a later version": (set_at("version", 2), "a newer shardeddp may read it"),
+    "another format": (set_at("format", "other"), "expected format 'shardeddp' version 2"),
+    "a later version": (set_at("version", 3), "a newer shardeddp may read it"),
     "another block": (set_at("block_nbytes", 5), "expected blocks of"),
     "no step": (drop("run", "step"), "step"),
     "a negative step": (set_at("run", "step", -1), "at least 0"),
     "a step that is true": (set_at("run", "step", True), "at least 0"),
     "a file elsewhere": (set_at("files", "../x", [1, "a"]), "expected names like"),
-    "a hole": (drop("tensors", 0, 3, 0), "do not tile it"),
-    "an end that is missing": (drop("tensors", 0, 3, 1), "end at element 3 of 12"),
-    "a piece twice": (
-        lambda it: it["tensors"][0][3].append(it["tensors"][0][3][0]),
-        "two pieces of the same bytes",
+    "a file of all bytes": (
+        lambda it: it["files"].update(
+            {f"__{rank}_1.distcp": [2**53 - 1, "a"] for rank in range(513)}
+        ),
+        "more than files can have",
     ),
-    "a box outside": (set_at("tensors", 0, 3, 1, 0, [2, 0]), "inside of shape"),
-    "a box that is not a stretch": (
-        set_at("tensors", 0, 3, 1, 1, [3, 2]),
-        "do not follow each other",
+    "a table larger than its file": (
+        set_at("files", "__0_0.distcp", 2, 10),
+        "cannot have a table of 10 pieces and 3 checksums",
     ),
-    "an item behind its file": (set_at("tensors", 0, 3, 0, 3, 1000), "ends behind the 400 bytes"),
-    "a payload outside of its item": (set_at("tensors", 0, 3, 0, 5, 390), "outside of"),
-    "a checksum too many": (set_at("tensors", 0, 3, 0, 6, ["a", "b"]), "2 checksums for 12 bytes"),
-    "a dtype that is a function": (set_at("tensors", 0, 1, "load"), "no dtype 'load'"),
-    "a shape of text": (set_at("tensors", 0, 2, ["4", 3]), "at least 0"),
-    "a name twice": (lambda it: it["tensors"].append(it["tensors"][0]), "'model.weight' twice"),
-    "a path of nothing": (set_at("tensors", 0, 0, []), "expected a path"),
+    "a table of petabytes": (set_at("files", "__0_0.distcp", 2, 2**52), "cannot have"),
+    "a table in another file": (set_at("files", "state.json", [99, "e", 1, 1, "t"]), "cannot have"),
+    "a field too many": (
+        lambda it: it["files"]["__0_0.distcp"].append(1),
+        "positional arguments",
+    ),
+    "a part too few": (set_at("sections", 0, 3, 1), "together have 2 rows of 12 bytes"),
+    "a part too many": (set_at("sections", 0, 3, 3), "together have 4 rows of 12 bytes"),
+    "no placement": (drop("files", "placement.bin"), "placement.bin"),
+    "elements in no file": (set_at("sections", 0, 3, 0), r"of shape (4, 3) has 0 parts"),
+    "no elements in a file": (set_at("sections", 2, 3, 1), r"of shape (0, 2) has 1 parts"),
+    "a tensor larger than all files": (
+        set_at("sections", 0, 2, [4, 30]),
+        "has more than the 410 bytes of all data files",
+    ),
+    "an item behind its file": (set_at("objects", 0, 2, 1000), "ends behind the 400 bytes"),
+    "a dtype that is a function": (set_at("sections", 0, 1, "load"), "no dtype 'load'"),
+    "a shape of text": (set_at("sections", 0, 2, ["4", 3]), "at least 0"),
+    "a name twice": (
+        lambda it: it["sections"][1][0].append(["model", "weight"]),
+        "'model.weight' twice",
+    ),
+    "a path of nothing": (set_at("sections", 0, 0, 0, []), "expected a path"),
     "a file that is not listed": (set_at("objects", 0, 1, "__9_9.distcp"), "__9_9.distcp"),
 }
 

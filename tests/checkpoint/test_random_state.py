@@ -13,7 +13,9 @@ from shardeddp.checkpoint.random_state import (
     gather_random_states,
     restore_random_state,
 )
+from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Interval
 from world import on_ranks
 
 CPU = torch.device("cpu")
@@ -49,15 +51,40 @@ def test_a_state_is_small_and_made_of_bytes_only() -> None:
 
 
 @on_ranks(3)
-def test_every_rank_gets_the_states_of_all() -> None:
-    torch.manual_seed(dist.get_rank())
+def test_the_first_rank_gets_the_states_of_all_and_each_takes_its_own() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
     mine = capture_random_state(CPU)
+    if rank == 1:
+        del mine["numpy"]
+        mine["before_fetch.torch"] = mine["torch"]
     states = gather_random_states(mine, dist.group.WORLD)
-    expected = torch.rand(1)
-    assert len(states) == 3
-    assert not torch.equal(states[0]["torch"], states[1]["torch"])
-    restore_random_state(states[dist.get_rank()], CPU)
-    assert torch.equal(torch.rand(1), expected)
+    assert bool(states) == (rank == 0)
+    states = states if rank == 0 else {}
+    shared: list[object] = [states]
+    dist.broadcast_object_list(shared)
+    assert {len(rows) for rows in shared[0].values()} == {3}  # type: ignore[attr-defined]
+    randomness = ResumeRandomness()
+    randomness.hold(shared[0], rank, 3)
+    found = randomness.capture(CPU)
+    assert found.keys() == mine.keys()
+    assert all(torch.equal(found[name], mine[name]) for name in mine)
+
+
+@on_ranks(1)
+def test_of_lazy_states_a_rank_reads_its_row() -> None:
+    (rows,) = gather_random_states({"torch": torch.get_rng_state()}, dist.group.WORLD).values()
+    three, asked = rows.repeat(3, 1), list[Interval]()
+
+    def read(interval: Interval) -> torch.Tensor:
+        asked.append(interval)
+        return three.reshape(-1)[interval.start : interval.stop]
+
+    lazy = LazyTensor(("x",), tuple(three.shape), torch.uint8, read)
+    randomness = ResumeRandomness()
+    randomness.hold({"torch": lazy}, 1, 3)
+    assert torch.equal(randomness.capture(CPU)["torch"], torch.get_rng_state())
+    assert asked == [Interval(three.shape[1], 2 * three.shape[1])]
 
 
 def test_states_are_restored_once_and_not_before_training_begins() -> None:
@@ -98,6 +125,17 @@ def test_a_checkpoint_without_states_changes_nothing() -> None:
         [{"torch": torch.zeros(4)}],
         [{"python": torch.zeros(4, dtype=torch.uint8)}],
         [{"x": 1}],
+        {},
+        {"torch": torch.zeros(4)},
+        {"torch": torch.zeros(4, dtype=torch.uint8)},
+        {"torch": torch.zeros(1, 3, dtype=torch.uint8)},
+        {"torch": torch.tensor([[8, 0, 0, 0, 1, 2]], dtype=torch.uint8)},
+        {"torch": torch.tensor([[2, 0, 0, 0, 1, 2]], dtype=torch.uint8)},
+        {"x": torch.tensor([[2, 0, 0, 0, 1, 2]], dtype=torch.uint8)},
+        {
+            "torch": torch.zeros(1, 9, dtype=torch.uint8),
+            "numpy": torch.zeros(2, 9, dtype=torch.uint8),
+        },
     ],
 )
 def test_what_is_no_state_is_refused_when_it_is_read(states: object) -> None:

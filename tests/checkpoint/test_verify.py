@@ -2,8 +2,10 @@
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +17,15 @@ from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
     MANIFEST,
+    PLACEMENT,
     STATE,
 )
 from shardeddp.checkpoint.verify import Damage, checkpoints_in, examine, newest_verified, verify
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from support.exporting import checkpoint, flip, put
+from support.tables import edit_manifest, edit_table, pieces_of
+from support.torture_mutations import read_files, write_files
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -54,7 +59,7 @@ def test_a_whole_checkpoint_is_good_and_all_of_it_is_read_once(path: Path) -> No
 
 
 def test_a_changed_element_is_found_with_file_tensor_and_bytes(path: Path) -> None:
-    piece = read_manifest(path).tensors["model.net.scale"].pieces[0]
+    piece = pieces_of(path, "model.net.scale")[0]
     flip(path / DATA, piece.payload + 3)
     damage = only(verify(path))
     assert (damage.file, damage.tensor) == (DATA, "model.net.scale")
@@ -67,20 +72,59 @@ def test_a_changed_element_is_found_with_file_tensor_and_bytes(path: Path) -> No
 def test_only_the_block_with_the_damage_is_named(tmp_path: Path) -> None:
     large = checkpoint(state_dict={"large": torch.zeros(BLOCK_NBYTES // 2)}, optimizer_states=[])
     path = put(tmp_path / "large.ckpt", large)
-    start = read_manifest(path).tensors["model.large"].pieces[0].payload
+    start = pieces_of(path, "model.large")[0].payload
     flip(path / DATA, start + BLOCK_NBYTES)
     assert only(verify(path)).where == Interval(start + BLOCK_NBYTES, start + 2 * BLOCK_NBYTES)
 
 
 def test_a_changed_byte_between_tensors_is_found(path: Path) -> None:
-    piece = read_manifest(path).tensors["model.net.scale"].pieces[0]
+    piece = pieces_of(path, "model.net.scale")[0]
     flip(path / DATA, piece.payload - 5)
     damage = only(verify(path))
     assert (damage.file, damage.tensor, damage.where) == (DATA, "", None)
     assert "around its tensors" in str(damage)
 
 
-@pytest.mark.parametrize("name", [STATE, DCP_METADATA, LIGHTNING_META, MANIFEST])
+def test_a_changed_byte_of_a_table_is_found_with_what_depends_on_it(path: Path) -> None:
+    table = read_manifest(path).table_of(DATA)
+    flip(path / DATA, table.start + 30)
+    damage = only(verify(path))
+    assert damage.file == DATA
+    assert f"bytes {table.start:,} to {table.stop:,}, its table of pieces, have" in damage.found
+    assert "model.net.scale" in damage.found
+
+
+def test_a_placement_that_says_otherwise_than_the_tables_is_found(path: Path) -> None:
+    files = read_files(path)
+
+    def exchange(rows: Any, digests: list[bytes]) -> None:
+        """The values of two steps, which have one shape and dtype."""
+        rows[[5, 7]] = rows[[7, 5]]
+        rows["section"][[5, 7]] = rows["section"][[7, 5]] + 100
+
+    edit_table(files, DATA, exchange)
+    write_files(path, files)
+    damage = only(verify(path))
+    assert damage.file == DATA
+    assert "of its table of pieces was expected to have one of 10 sections" in damage.found
+
+
+def test_the_index_of_dcp_may_be_made_later_and_is_not_checked_then(path: Path) -> None:
+    files = read_files(path)
+    edit_manifest(files, lambda manifest: manifest["files"].pop(DCP_METADATA))
+    write_files(path, files)
+    found = examine(path)
+    assert (found.good, found.unchecked) == (True, [DCP_METADATA])
+    (path / DCP_METADATA).unlink()
+    assert examine(path).unchecked == []
+    (path / DCP_METADATA).mkdir()
+    assert only(verify(path)).file == DCP_METADATA
+    (path / DCP_METADATA).rmdir()
+    (path / DCP_METADATA).symlink_to(path / STATE)
+    assert only(verify(path)).found == "a symbolic link"
+
+
+@pytest.mark.parametrize("name", [STATE, DCP_METADATA, LIGHTNING_META, PLACEMENT, MANIFEST])
 def test_a_changed_byte_of_another_file_is_found(path: Path, name: str) -> None:
     flip(path / name, 100)
     assert only(verify(path)).file == name
@@ -127,21 +171,16 @@ def test_a_file_that_does_not_belong_or_is_not_there_is_named(
     assert found in damage.found
 
 
-def test_of_a_file_that_was_cut_short_every_tensor_that_is_lost_is_named(path: Path) -> None:
+def test_of_a_file_that_was_cut_short_the_tensors_that_are_lost_are_named(path: Path) -> None:
     manifest = read_manifest(path)
     cut(path)
     whole = manifest.files[DATA].nbytes
-    half = whole // 2
-    first, *lost = verify(path)
-    assert (first.expected, first.found) == (f"a file of {whole:,} bytes", f"{half:,} bytes")
-    behind = {
-        tensor.name
-        for tensor in manifest.tensors.values()
-        for it in tensor.pieces
-        if it.payload >= half
-    }
-    assert {damage.tensor for damage in lost} == behind
-    assert "the end of the file" in str(lost[0])
+    first, lost = verify(path)
+    assert (first.expected, first.found) == (f"a file of {whole:,} bytes", f"{whole // 2:,} bytes")
+    assert lost.expected == "a table of its 9 pieces"
+    assert "the end of the file" in lost.found
+    named = "model.net.embed.weight, model.net.scale, model.net.count and 6 more"
+    assert f"What it has of {named} cannot be checked" in lost.found
 
 
 @pytest.mark.parametrize("name", ["nothing", "file", "empty"])
@@ -205,6 +244,14 @@ def test_the_newest_checkpoint_that_verifies_is_found(tmp_path: Path) -> None:
     flip(paths[3] / DATA, 700)
     assert newest_verified(tmp_path) == paths[2]
     assert newest_verified(tmp_path / "nowhere") is None
+
+
+def test_a_search_that_takes_too_long_ends_in_all_threads(tmp_path: Path) -> None:
+    several(tmp_path)
+    before = threading.active_count()
+    with pytest.raises(TimeoutError, match=r"not all checkpoints in .* in 0\.0 s"):
+        newest_verified(tmp_path, within_s=0.0)
+    assert threading.active_count() == before
 
 
 def test_checkpoints_are_listed_newest_first_and_broken_ones_last(tmp_path: Path) -> None:

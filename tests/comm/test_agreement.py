@@ -2,12 +2,19 @@
 
 import pickle
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
-from shardeddp.comm import agree_on_any, agree_on_layout, all_gather_bytes, run_on_all_ranks
-from shardeddp.errors import ConfigurationError, LayoutMismatchError, RankError
+from shardeddp.comm import (
+    agree_on_any,
+    agree_on_layout,
+    all_gather_bytes,
+    gather_to_first,
+    run_on_all_ranks,
+)
+from shardeddp.errors import CheckpointError, ConfigurationError, LayoutMismatchError, RankError
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,6 +48,46 @@ def test_every_rank_gets_the_bytes_of_every_rank(
 ) -> None:
     for size in (1, 2, 3):
         assert world(size).run(send, payloads[:size]) == [list(payloads[:size])] * size
+
+
+def send_to_first(payloads: Sequence[bytes]) -> list[bytes]:
+    return gather_to_first("sending", lambda: payloads[dist.get_rank()], control())
+
+
+@pytest.mark.parametrize(
+    "payloads",
+    [
+        (b"a", b"bb", b"ccc"),
+        (b"", b"", b""),
+        (b"much longer" * 100_000, b"", b"\x00"),
+        (b"", b"long" * 300_000, b"\x00"),
+        (b"alone", b"", b""),
+    ],
+    ids=["different lengths", "empty", "a long first", "long and empty", "the first alone"],
+)
+def test_the_first_rank_gets_the_bytes_of_every_rank(
+    world: Worlds, payloads: tuple[bytes, ...]
+) -> None:
+    for size in (1, 2, 3):
+        first, *others = world(size).run(send_to_first, payloads[:size])
+        assert first == list(payloads[:size])
+        assert others == [[]] * (size - 1)
+
+
+def fail_at(rank: int) -> bytes:
+    if dist.get_rank() == rank:
+        raise CheckpointError(f"rank {rank} has no disk")
+    return b"x" * 1000
+
+
+@on_ranks(3)
+def test_what_fails_on_one_rank_fails_on_all_though_only_the_first_gets_results() -> None:
+    for rank in range(3):
+        with pytest.raises(CheckpointError, match=rf"no disk \(found on rank {rank}\)"):
+            gather_to_first("writing", partial(fail_at, rank), control())
+    assert bool(gather_to_first("writing", partial(fail_at, 9), control())) == (
+        dist.get_rank() == 0
+    )
 
 
 # -- together

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardeddp.plan.layout import ALIGNMENT_NBYTES, FlatLayout, Interval, ParameterSlot
+from shardeddp.plan.layout import (
+    ALIGNMENT_NBYTES,
+    FlatLayout,
+    Interval,
+    OwnedIntervals,
+    ParameterSlot,
+)
 
 pytestmark = pytest.mark.timeout(30)
 bounded = settings(deadline=None, max_examples=200, derandomize=True)
@@ -118,6 +124,21 @@ def test_parameters_cut_into_slices_and_put_together_again_are_whole(layout: Fla
         local = layout.local_interval(slot, rank)
         expected = [(slot.fqn, index) for index in elements(layout.parameter_interval(slot, rank))]
         assert mine[local.start : local.stop] == expected
+
+
+@given(some_layout())
+def test_intervals_that_are_worked_out_when_asked_for_are_those_of_each_owner(
+    layout: FlatLayout,
+) -> None:
+    ranks = list(reversed(range(layout.shard_size)))
+    for slot in layout.slots:
+        found = OwnedIntervals(layout, slot, ranks)
+        expected = tuple(layout.parameter_interval(slot, rank) for rank in ranks)
+        assert (len(found), tuple(found), found[1:]) == (len(ranks), expected, expected[1:])
+        assert found == expected and expected == found
+        assert found[-1] == expected[-1]
+        assert found != (*expected, Interval(0, 0)) and found != 3
+        assert OwnedIntervals(layout, slot, ranks) == found
 
 
 @bounded

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardeddp.checkpoint.manifest import MANIFEST, STATE
-from support.hostile import Bait, archive_of
-from support.torture_mutations import (
-    Files,
-    edit_manifest,
-    edit_state,
-    put_file,
-    seal_bytes,
-    write_files,
+import numpy as np
+
+from shardeddp.checkpoint.manifest import (
+    DIGEST_NBYTES,
+    EXTENT,
+    MANIFEST,
+    PIECE,
+    PLACEMENT,
+    STATE,
 )
+from support.hostile import Bait, archive_of
+from support.tables import Files, edit_manifest, edit_placement, edit_table, seal_bytes
+from support.torture_mutations import edit_state, put_file, write_files
 
 DATA = "__0_0.distcp"
 
@@ -58,10 +60,8 @@ def _named(name: str) -> Spoil:
     """The data file under a name that lies elsewhere; all items follow."""
 
     def change(manifest: Any) -> None:
-        manifest["files"][name] = manifest["files"].pop(DATA)
-        for entry in manifest["tensors"]:
-            for piece in entry[3]:
-                piece[2] = name if piece[2] == DATA else piece[2]
+        files = manifest["files"]
+        manifest["files"] = {name if it == DATA else it: entry for it, entry in files.items()}
         for entry in manifest["objects"]:
             entry[1] = name
 
@@ -79,58 +79,125 @@ def _instead_of(name: str, place: Callable[[Path, Path], object]) -> Spoil:
     return spoil
 
 
+def _table(change: Callable[[Any, list[bytes]], Any]) -> Spoil:
+    return lambda files, folder, marker: edit_table(files, DATA, change)
+
+
+def _row(row: int, **values: int) -> Spoil:
+    """A row of the table that claims something else."""
+
+    def change(rows: Any, digests: list[bytes]) -> None:
+        for column, value in values.items():
+            rows[row][column] = value
+
+    return _table(change)
+
+
+def _placement(change: Callable[[Any], Any]) -> Spoil:
+    return lambda files, folder, marker: edit_placement(files, change)
+
+
 def _first(manifest: Any) -> Any:
-    return manifest["tensors"][0]
+    return manifest["sections"][0]
 
 
 def _huge_shape(manifest: Any) -> None:
-    tensor = _first(manifest)
-    tensor[2] = [2**26, 2**20]
-    tensor[3] = [[[0, 0], [2**26, 2**20], *tensor[3][0][2:]]]
+    _first(manifest)[2] = [2**26, 2**20]
 
 
 def _huge_empty(manifest: Any) -> None:
-    """So many elements that no piece can hold, and no piece."""
-    _first(manifest)[2:] = [[2**26, 2**20], []]
+    """So many elements that no file can hold, and none that has them."""
+    _first(manifest)[2:4] = [[2**26, 2**20], 0]
 
 
 def _huge_file(manifest: Any) -> None:
     manifest["files"][DATA][0] = 2**52
 
 
-def _many_checksums(manifest: Any) -> None:
-    _first(manifest)[3][0][6] = ["0" * 32] * 200_000
-
-
-def _endless_from_little(manifest: Any) -> None:
-    """A tensor that callbacks keep, so that it is read at once: many pieces that are all the same bytes."""
-    tensor = next(
-        it for it in manifest["tensors"] if it[0][:2] == ["extra", "plain"] and it[2] != []
-    )
-    (piece,) = tensor[3]
-    (size,) = piece[1]
-    tensor[2] = [20_000 * size]
-    tensor[3] = [[[number * size], *piece[1:]] for number in range(20_000)]
-
-
 def _twice_named(manifest: Any) -> None:
-    manifest["tensors"].append(_first(manifest))
+    manifest["sections"][-1][0] += _first(manifest)[0]
 
 
-def _empty_pieces(manifest: Any) -> None:
-    tensor = _first(manifest)
-    shape, piece = tensor[2], tensor[3][0]
-    empty = [[0] * len(shape), [0, *shape[1:]], *piece[2:6], []]
-    tensor[3] = [*([empty] * 60_000), *tensor[3]]
+def _next_payload(rows: Any, digests: list[bytes]) -> None:
+    """Two tensors have the same bytes, but for the first of them."""
+    rows["item"], rows["item_nbytes"] = 0, rows["item"].max() + rows["item_nbytes"][-1]
+    rows["payload"][1] = rows["payload"][0] + 4
 
 
-def _overlapping(manifest: Any) -> None:
-    """Another tensor has the same bytes, but for the first of them."""
-    tensor = next(each for each in manifest["tensors"] if each[1] == "float32" and each[3])
-    _, sizes, file, offset, nbytes, payload, checksums = tensor[3][0]
-    count = math.prod(sizes)
-    piece = [[0], [count - 1], file, offset, nbytes, payload + 4, checksums]
-    manifest["tensors"].append([["extra", "plain", "99"], "float32", [count - 1], [piece]])
+def _endless_from_little(rows: Any, digests: list[bytes]) -> Any:
+    """Pieces without end that are all the same bytes."""
+    digests[:] = digests[:1] * 20_000
+    rows = np.repeat(rows[:1], 20_000)
+    rows["start"] = np.arange(20_000) * 4
+    rows["stop"] = rows["start"] + 4
+    return rows
+
+
+def _empty_pieces(rows: Any, digests: list[bytes]) -> Any:
+    empty = np.repeat(rows[:1], 60_000)
+    empty["stop"] = empty["start"]
+    return np.concatenate([empty, rows])
+
+
+def _section_of_all(rows: Any, digests: list[bytes]) -> None:
+    rows["section"] = rows["section"].max()
+
+
+def _many_digests(rows: Any, digests: list[bytes]) -> None:
+    digests += digests[:1] * 200_000
+
+
+def _hollow(counts: tuple[int, int]) -> Spoil:
+    """A data file whose table is a hole of a terabyte, which takes no room on the disk."""
+
+    def spoil(files: Files, folder: Path, marker: Path) -> None:
+        nbytes = counts[0] * PIECE.itemsize + counts[1] * DIGEST_NBYTES
+        content = files.pop(DATA)
+        (folder / DATA).write_bytes(content)
+        os.truncate(folder / DATA, len(content) + nbytes)
+        entry = [len(content) + nbytes, "0" * 32, *counts, "0" * 32]
+        edit_manifest(files, lambda manifest: manifest["files"].update({DATA: entry}))
+
+    return spoil
+
+
+def _hollow_placement(files: Files, folder: Path, marker: Path) -> None:
+    rows = 2**30
+    (folder / PLACEMENT).touch()
+    os.truncate(folder / PLACEMENT, rows * EXTENT.itemsize)
+    (count,) = {len(files.pop(PLACEMENT)) // EXTENT.itemsize}
+
+    def change(manifest: Any) -> None:
+        manifest["files"][PLACEMENT][0] = rows * EXTENT.itemsize
+        _first(manifest)[3] += rows - count
+
+    edit_manifest(files, change)
+
+
+def _many_sections(manifest: Any) -> None:
+    """All of the placement for each of many tensors."""
+    _, dtype, shape, *rest = _first(manifest)
+    manifest["sections"] = [
+        [[["model", str(number)]], dtype, shape, *rest] for number in range(10_000)
+    ]
+
+
+def _step_in(kind: str) -> Callable[[Any], Any]:
+    def change(rows: Any) -> Any:
+        match kind:
+            case "file":
+                rows["file"][0] = 2**32 - 1
+            case "other file":
+                rows["file"] = 1 - rows["file"]
+            case "gap":
+                rows["start"] += 1
+            case "beyond":
+                rows["start"][rows["start"] > 0] = 2**63
+            case "backwards":
+                rows["start"] = rows["start"][::-1].copy()
+        return rows
+
+    return change
 
 
 def _other_algorithm(manifest: Any) -> None:
@@ -167,9 +234,42 @@ CASES: dict[str, Spoil] = {
     "a tensor of exabytes": _manifest(_huge_shape),
     "a tensor of exabytes without pieces": _manifest(_huge_empty),
     "a file of petabytes": _manifest(_huge_file),
-    "one range for all of a large tensor": _manifest(_endless_from_little),
-    "pieces without elements": _manifest(_empty_pieces),
-    "pieces that overlap": _manifest(_overlapping),
+    "one range for all of a large tensor": _table(_endless_from_little),
+    "pieces without elements": _table(_empty_pieces),
+    "payloads that overlap": _table(_next_payload),
+    "pieces that overlap": _row(1, section=0, start=0, stop=1),
+    "a piece that ends at 0": _row(0, stop=0),
+    "a piece beyond its tensor": _row(0, stop=2**40),
+    "a piece of exabytes": _row(0, stop=2**63 + 1),
+    "a piece of no section": _row(-1, section=2**32 - 1),
+    "pieces of one section": _table(_section_of_all),
+    "an item beyond the end": _row(0, item_nbytes=2**61),
+    "an item of all numbers": _row(0, item=2**64 - 1, item_nbytes=2),
+    "an item in the table": _table(
+        lambda rows, digests: rows["item_nbytes"].__setitem__(-1, sum(rows["item_nbytes"]) + 10**6)
+    ),
+    "a payload before its item": _row(-1, payload=0),
+    "a payload behind its item": _row(0, payload=2**40),
+    "rows in another order": _table(lambda rows, digests: rows[::-1].copy()),
+    "no rows": _table(lambda rows, digests: rows[:0]),
+    "no checksums": _table(lambda rows, digests: digests.clear()),
+    "a table of holes": _hollow((2**34, 1)),
+    "checksums of holes": _hollow((1, 2**36)),
+    "a count of pieces that lies": _manifest(
+        lambda manifest: manifest["files"][DATA].__setitem__(2, 1)
+    ),
+    "a count of pieces without end": _manifest(
+        lambda manifest: manifest["files"][DATA].__setitem__(2, 2**52)
+    ),
+    "a placement of holes": _hollow_placement,
+    "a placement in no file": _placement(_step_in("file")),
+    "a placement in other files": _placement(_step_in("other file")),
+    "a placement with a gap": _placement(_step_in("gap")),
+    "a placement beyond its tensor": _placement(_step_in("beyond")),
+    "a placement backwards": _placement(_step_in("backwards")),
+    "the placement for each tensor": _manifest(_many_sections),
+    "a name that is no path": _manifest(lambda manifest: _first(manifest)[0].append("model")),
+    "parts without end": _manifest(lambda manifest: _first(manifest).__setitem__(3, 2**52)),
     "a step that is text": _state(lambda state: state.update(global_step="7")),
     "a step below 0": _state(lambda state: state.update(global_step=-1)),
     "an epoch that is a list": _state(lambda state: state.update(epoch=[1])),
@@ -201,8 +301,8 @@ CASES: dict[str, Spoil] = {
             callbacks={"Own": [{"$array": {"$tensor": "model.head.weight"}}] * 2}
         )
     ),
-    "checksums without end": _manifest(_many_checksums),
-    "a negative offset": _manifest(lambda manifest: _first(manifest)[3][0].__setitem__(5, -1)),
+    "checksums without end": _table(_many_digests),
+    "a negative offset": _manifest(lambda manifest: manifest["objects"][0].__setitem__(2, -1)),
     "a fraction for a size": _manifest(lambda manifest: _first(manifest)[2].__setitem__(0, 1.0)),
     "true for a size": _manifest(lambda manifest: _first(manifest)[2].__setitem__(0, True)),
     "an attribute of torch for a dtype": _manifest(

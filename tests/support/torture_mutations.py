@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardeddp.checkpoint.items import checksum
 from shardeddp.checkpoint.manifest import MANIFEST, STATE
-
-Files = dict[str, bytes]
-"""Content by name."""
+from support.tables import (
+    Files,
+    edit_manifest,
+    edit_placement,
+    edit_table,
+    put_table,
+    seal_bytes,
+    table_of,
+)
 
 PAGE = 4096
 _NUMBER = re.compile(rb"(?<=[\[,:])\d+(?=[\],}])")
@@ -33,27 +40,6 @@ def write_files(folder: Path, files: Files, was: Files | None = None) -> None:
     for name, content in files.items():
         if was is None or was.get(name) != content:
             (folder / name).write_bytes(content)
-
-
-def seal(document: Mapping[str, Any]) -> bytes:
-    """A manifest of this content, with the sha256 that belongs to it."""
-    return seal_bytes(json.dumps(document, separators=(",", ":")).encode())
-
-
-def seal_bytes(body: bytes) -> bytes:
-    return b'{"sha256":"%s",\n"manifest":%s}' % (hashlib.sha256(body).hexdigest().encode(), body)
-
-
-def unsealed(manifest: bytes) -> Any:
-    """The content of a manifest."""
-    return json.loads(manifest)["manifest"]
-
-
-def edit_manifest(files: Files, change: Callable[[Any], object]) -> None:
-    """Change the manifest so that its sha256 fits again."""
-    document = unsealed(files[MANIFEST])
-    change(document)
-    files[MANIFEST] = seal(document)
 
 
 def edit_state(files: Files, change: Callable[[Any], object]) -> None:
@@ -152,22 +138,100 @@ def _duplicate(files: Files, draw: random.Random) -> str:
     return f"{size} bytes at {source} of {name} to {target}"
 
 
-def _repeat_piece(files: Files, draw: random.Random) -> str:
-    def change(manifest: Any) -> None:
-        pieces = draw.choice(manifest["tensors"])[3]
-        pieces.insert(draw.randrange(len(pieces) + 1), draw.choice(pieces))
+def _data(files: Files, draw: random.Random) -> str:
+    return draw.choice([name for name in files if name.endswith(".distcp")])
 
-    edit_manifest(files, change)
-    return "a piece is listed twice"
+
+def _repeat_piece(files: Files, draw: random.Random) -> str:
+    name = _data(files, draw)
+
+    def change(rows: Any, digests: list[bytes]) -> Any:
+        row = draw.randrange(len(rows))
+        digests.insert(row, digests[row])
+        return np.insert(rows, row, rows[row])
+
+    edit_table(files, name, change)
+    return f"a piece of {name} is listed twice"
 
 
 def _drop_piece(files: Files, draw: random.Random) -> str:
-    def change(manifest: Any) -> None:
-        pieces = draw.choice([tensor for tensor in manifest["tensors"] if tensor[3]])[3]
-        pieces.pop(draw.randrange(len(pieces)))
+    name = _data(files, draw)
 
-    edit_manifest(files, change)
-    return "a piece is not listed"
+    def change(rows: Any, digests: list[bytes]) -> Any:
+        row = draw.randrange(len(rows))
+        del digests[row]
+        return np.delete(rows, row)
+
+    edit_table(files, name, change)
+    return f"a piece of {name} is not listed"
+
+
+def another(value: int, draw: random.Random) -> int:
+    """In the place of a number."""
+    return draw.choice(
+        [value + 1, max(0, value - 1), 2 * value + 1, 0, 64, 2**31, 2**52, 2**64 - 1, value ^ 64]
+    )
+
+
+def _table(files: Files, draw: random.Random) -> str:
+    """Some numbers of a table are others."""
+    name, what = _data(files, draw), list[str]()
+
+    def change(rows: Any, digests: list[bytes]) -> None:
+        for _ in range(draw.randint(1, 2)):
+            row, column = draw.randrange(len(rows)), draw.choice(rows.dtype.names)
+            value = int(rows[row][column])
+            limit = 2 ** (8 * rows.dtype[column].itemsize)
+            rows[row][column] = another(value, draw) % limit
+            what.append(f"{column} {value} of row {row} is {rows[row][column]}")
+
+    edit_table(files, name, change)
+    return f"{name}: {', '.join(what)}"
+
+
+def _mix_table(files: Files, draw: random.Random) -> str:
+    """Rows change places, are cut off, or lack a checksum; or the counts lie."""
+    name = _data(files, draw)
+    rows, digests = table_of(files, name)
+    kind, lies = draw.choice(["order", "fewer", "digests", "counts"]), dict[str, int]()
+    match kind:
+        case "order":
+            first, second = draw.randrange(len(rows)), draw.randrange(len(rows))
+            rows[[first, second]] = rows[[second, first]]
+        case "fewer":
+            rows = rows[: draw.randrange(len(rows))]
+        case "digests":
+            draw.choice([digests.pop, lambda: digests.append(bytes(16)), digests.reverse])()
+        case "counts":
+            lies = {"pieces": another(len(rows), draw), "blocks": another(len(digests), draw)}
+    put_table(files, name, rows, digests, **lies)
+    return f"{name}: {kind} {lies}"
+
+
+def _placement(files: Files, draw: random.Random) -> str:
+    what = list[str]()
+
+    def change(rows: Any) -> Any:
+        row, column = draw.randrange(len(rows)), draw.choice(["start", "file"])
+        match draw.choice(["number", "number", "twice", "gone", "swapped"]):
+            case "number":
+                value, limit = int(rows[row][column]), 2 ** (8 * rows.dtype[column].itemsize)
+                rows[row][column] = another(value, draw) % limit
+                what.append(f"{column} {value} of row {row} is {rows[row][column]}")
+            case "swapped":
+                other = draw.randrange(len(rows))
+                rows[[row, other]] = rows[[other, row]]
+                what.append(f"rows {row} and {other}")
+            case "twice":
+                rows = np.insert(rows, row, rows[row])
+                what.append(f"row {row} twice")
+            case "gone":
+                rows = np.delete(rows, row)
+                what.append(f"no row {row}")
+        return rows
+
+    edit_placement(files, change)
+    return ", ".join(what)
 
 
 def _number(seals: bool) -> Callable[[Files, random.Random], str]:
@@ -175,9 +239,7 @@ def _number(seals: bool) -> Callable[[Files, random.Random], str]:
         body = files[MANIFEST].partition(b'"manifest":')[2][:-1]
         found = draw.choice(list(_NUMBER.finditer(body)))
         value = int(found.group())
-        other = draw.choice(
-            [value + 1, max(0, value - 1), 2 * value + 1, 0, 64, 2**31, 2**52, 2**64, value ^ 64]
-        )
+        other = another(value, draw)
         edited = body[: found.start()] + b"%d" % other + body[found.end() :]
         files[MANIFEST] = seal_bytes(edited) if seals else files[MANIFEST].replace(body, edited)
         return f"{value} at {found.start()} is {other}: {body[max(0, found.start() - 40) : found.end() + 20]!r}"
@@ -196,6 +258,10 @@ KINDS: dict[str, Callable[[Files, random.Random], str]] = {
     "duplicated range": _duplicate,
     "piece listed twice": _repeat_piece,
     "piece not listed": _drop_piece,
+    "number in a table": _table,
+    "another number in a table": _table,
+    "another table": _mix_table,
+    "placement": _placement,
     "number in the manifest": _number(seals=False),
     "number in the manifest, with its sha256": _number(seals=True),
 }

@@ -19,10 +19,10 @@ from shardeddp.checkpoint import durable
 from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.checkpoint.manifest import Run
-from shardeddp.checkpoint.snapshot import Described, Share, Snapshot
+from shardeddp.checkpoint.snapshot import Share, Snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
-from shardeddp.plan.layout import Box
+from shardeddp.plan.layout import Interval
 from support.torture_training import PURE
 
 ROW = 64
@@ -40,7 +40,7 @@ def snapshot_of(
     """What a rank has of a checkpoint of some tensors, of which each rank holds some rows."""
     names = [f"weight_{number}" for number in range(tensors)]
     count = rows // size
-    box = Box((rank * count, 0), (count, ROW))
+    interval = Interval(rank * count * ROW, (rank + 1) * count * ROW)
     own = weight(step, rows)[rank * count : (rank + 1) * count].reshape(-1)
     return Snapshot(
         tree={
@@ -49,8 +49,10 @@ def snapshot_of(
         },
         objects=[(("optimizer_0", "param_groups"), [{"lr": 0.1, "step": step}])],
         rest=lightning_meta({"global_step": step}),
-        tensors=[Described(("model", name), torch.float64, (rows, ROW)) for name in names],
-        shares=[Share(f"model.{name}", box, own.clone(), True) for name in names],
+        sections=[(torch.float64, (rows, ROW)) for _ in names],
+        tensors=[(("model", name), number) for number, name in enumerate(names)],
+        shares=[Share(number, interval, own.clone(), True) for number in range(tensors)],
+        num_sharded=tensors,
     )
 
 

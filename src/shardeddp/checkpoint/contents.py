@@ -17,8 +17,9 @@ import torch
 
 from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
-from shardeddp.checkpoint.kept_shards import KeptShards
+from shardeddp.checkpoint.kept_shards import KEY, KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
+from shardeddp.checkpoint.random_state import STATES
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import Codec, Opaque, decode, dict_codec, opaque_paths
@@ -66,6 +67,7 @@ def read_contents(
     trust_pickle: bool = False,
     how_to_trust: str = "--trust-pickle",
     codecs: Sequence[Codec] = _CODECS,
+    part: tuple[int, int] = (0, 1),
 ) -> Contents:
     """Open a checkpoint of this package.
 
@@ -76,11 +78,12 @@ def read_contents(
             Else it is left out of hyper-parameters and refused anywhere else.
         how_to_trust: What to tell the user to do for that.
         codecs: For values of further types in it.
+        part: Which part of its files is looked for here: ``(rank, ranks)``.
 
     Raises:
         CheckpointError: It is damaged, or holds objects that are not to be unpickled.
     """
-    reader = CheckpointReader(path)
+    reader = CheckpointReader(path, part)
     tree = reader.tree()
     if not isinstance(tree, dict):
         raise CheckpointError(
@@ -196,8 +199,8 @@ def _place(reader: CheckpointReader, tensor: torch.Tensor) -> Hashable:
     """Where the elements of a tensor are: tensors that shared memory are stored once."""
     if not isinstance(tensor, LazyTensor):
         return id(tensor)
-    pieces = reader.tensors[name_of(tensor.path)].pieces
-    return tuple((piece.item.file, piece.payload) for piece in pieces) or tensor.path
+    stored = reader.tensors[name_of(tensor.path)]
+    return stored.section if stored.numel else tensor.path
 
 
 def _without_opaque(
@@ -283,7 +286,10 @@ def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(
-    path: Path, weights_only: bool | None, codecs: Sequence[Codec] = ()
+    path: Path,
+    weights_only: bool | None,
+    codecs: Sequence[Codec] = (),
+    part: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Read a checkpoint except tensors of model and optimizers and those that will be sharded.
 
@@ -293,6 +299,7 @@ def open_checkpoint(
             of whoever wrote them. Else they are refused, or left out of hyper-parameters with a
             warning.
         codecs: For values of further types in it.
+        part: Which part of its files is looked for here: ``(rank, ranks)``.
 
     Raises:
         CheckpointError: It is damaged, or holds objects that are not to be unpickled.
@@ -300,15 +307,28 @@ def open_checkpoint(
     trust = "loading it with weights_only=False"
     try:
         contents = read_contents(
-            path, trust_pickle=weights_only is False, how_to_trust=trust, codecs=codecs
+            path,
+            trust_pickle=weights_only is False,
+            how_to_trust=trust,
+            codecs=codecs,
+            part=part,
         )
     except CheckpointError as error:
         raise error if str(path) in str(error) else type(error)(f"{path}: {error}") from error
     for note in contents.notes:
         warnings.warn(printable(f"{path}: {note}"), stacklevel=2)
-    kept = KeptShards(check_fields(contents.checkpoint, path))
-    small = _SmallTensors(kept, contents.memory)
-    return {key: small.read(value) for key, value in contents.checkpoint.items()}
+    checkpoint = check_fields(contents.checkpoint, path)
+    small = _SmallTensors(KeptShards(checkpoint), contents.memory)
+    # Of those of all ranks, a rank reads its own.
+    own: Mapping[str, Any] = checkpoint.get(KEY, {})
+    lazy = {STATES: own[STATES]} if isinstance(own.get(STATES), dict) else {}
+    read = {
+        key: small.read({name: it for name, it in own.items() if name not in lazy})
+        if key == KEY
+        else small.read(value)
+        for key, value in checkpoint.items()
+    }
+    return {**read, KEY: {**read[KEY], **lazy}} if lazy else read
 
 
 def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> dict[str, Any]:

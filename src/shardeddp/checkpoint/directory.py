@@ -42,6 +42,7 @@ from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
     MANIFEST,
+    PLACEMENT,
     STATE,
     is_part,
 )
@@ -169,8 +170,8 @@ def create_file(folder: StrPath, name: str, permissions: Permissions = "private"
     """
     if not is_part(name):
         raise ValueError(
-            f"expected {MANIFEST}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or __N_M.distcp, got "
-            f"{name!r}"
+            f"expected {MANIFEST}, {PLACEMENT}, {STATE}, {DCP_METADATA}, {LIGHTNING_META} or "
+            f"__N_M.distcp, got {name!r}"
         )
     path = os.path.join(folder, name)
     with disk_errors("making", path):
@@ -198,7 +199,7 @@ def finish(descriptor: int, path: StrPath, durability: Durability = "disk") -> N
 def write_file(
     folder: StrPath,
     name: str,
-    data: bytes,
+    data: bytes | memoryview,
     permissions: Permissions = "private",
     durability: Durability = "disk",
 ) -> None:

@@ -64,7 +64,7 @@ _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSY
 _NO_LOCK = frozenset(
     {errno.ENOLCK, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
 )
-_TEXT_NBYTES = 2**20  # read at a time
+_READ_NBYTES = 2**20  # read at a time
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -158,31 +158,38 @@ def create_exclusively(path: StrPath, permissions: Permissions) -> int:
 
 
 def read_text(descriptor: int, interval: Interval, name: str) -> bytearray:
-    """Text of a file; memory is taken as text comes.
+    """Text of a file, which has no zero bytes; see :func:`read_dense`."""
+    return read_dense(descriptor, interval, name, 1)
 
-    A file may have any size and no content (holes, which read as zero bytes); no text has those.
+
+def read_dense(descriptor: int, interval: Interval, name: str, zeros: int) -> bytearray:
+    """Bytes of a file; memory is taken as content comes.
+
+    A file may have any size and no content: holes, which read as zero bytes.
 
     Args:
         descriptor: Open for reading; its position is left alone.
         interval: Bytes of the file.
-        name: Of the text, for errors.
+        name: Of what is read, for errors.
+        zeros: So many zero bytes in a row are a hole.
 
     Raises:
-        DamagedCheckpointError: The file ends before, or has zero bytes there.
+        DamagedCheckpointError: The file ends before, or has a hole there.
         OSError: Reading failed.
     """
-    text = bytearray()
-    while len(text) < interval.numel:
-        start = interval.start + len(text)
-        part = os.pread(descriptor, min(_TEXT_NBYTES, interval.stop - start), start)
-        if not part or 0 in part:
-            what = "a zero byte" if part else "the end of the file"
+    data = bytearray()
+    while len(data) < interval.numel:
+        start = interval.start + len(data)
+        part = os.pread(descriptor, min(_READ_NBYTES, interval.stop - start), start)
+        if not part or bytes(zeros) in part:
+            kind, hole = ("text", "a zero byte") if zeros == 1 else ("content", "a hole")
             raise DamagedCheckpointError(
-                f"{name} is damaged: expected {interval.numel:,} bytes of text, found {what} "
-                f"within the {_TEXT_NBYTES:,} from byte {start:,}"
+                f"{name} is damaged: expected {interval.numel:,} bytes of {kind}, found "
+                f"{hole if part else 'the end of the file'} within the {_READ_NBYTES:,} from byte "
+                f"{start:,}"
             )
-        text += part
-    return text
+        data += part
+    return data
 
 
 def open_regular(path: StrPath, directory: int | None = None) -> tuple[int, int]:

@@ -116,18 +116,18 @@ def stream_full(
         RankError: Something in the checkpoint cannot be pickled.
     """
 
-    def prepare() -> tuple[TorchFile, bytes, list[Share]]:
+    def prepare() -> tuple[TorchFile, bytes, list[Share], list[str]]:
         file = TorchFile(checkpoint, memory_of_shards)
-        found, objects, shares = describe(checkpoint, names, mesh)
+        found, objects, shares, sharded = describe(checkpoint, names, mesh)
         strided = [(tensor, at) for tensor, at in found if tensor.layout == torch.strided]
         tensors = [
             (at, tensor.dtype, tuple(tensor.shape), file.record_of(tensor))
             for tensor, at in strided
         ]
-        return file, index_to_bytes(run, tensors, objects), shares
+        return file, index_to_bytes(run, tensors, objects), shares, sharded
 
-    file, index, shares = run_on_all_ranks(f"pickling {path}", prepare, mesh.saving)
-    compare_shares(shares, mesh)
+    file, index, shares, sharded = run_on_all_ranks(f"pickling {path}", prepare, mesh.saving)
+    compare_shares(shares, sharded, mesh)
     gathered = (
         it.full_tensor().detach().cpu() for it in file.tensors if isinstance(it, ShardTensor)
     )

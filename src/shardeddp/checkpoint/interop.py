@@ -8,6 +8,7 @@ Both are pickles, which this package writes and never reads.
 import io
 import pickle
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,27 +22,49 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardeddp.checkpoint.manifest import Item, Manifest, StoredTensor
+from shardeddp.checkpoint.directory import new_files
+from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.manifest import DCP_METADATA, Item, Manifest
+from shardeddp.checkpoint.pieces import Pieces
+from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Interval, boxes
 from shardeddp.torch_private import StorageInfo
 
 DCP_VERSION = "1.0.0"
 """Of the layout that is written here, as ``torch.distributed.checkpoint`` counts."""
 
 
-def dcp_metadata(manifest: Manifest) -> Metadata:
+def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
     """What ``torch.distributed.checkpoint`` needs to load a checkpoint's tensors and objects.
 
     Args:
         manifest: Of the checkpoint.
+        pieces: Of the checkpoint; all of them are looked up.
+
+    Raises:
+        CheckpointError: The pieces cannot be found, or one is no box.
     """
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
     for name, tensor in manifest.tensors.items():
-        stored[name] = _tensor_metadata(tensor)
+        chunks: list[ChunkStorageMetadata] = []
+        for piece in pieces.of(tensor.section, Interval(0, tensor.numel)):
+            box, *more = boxes(piece.interval, tensor.shape)
+            if more:
+                raise CheckpointError(
+                    f"{name} has a piece of elements {piece.interval.start} to "
+                    f"{piece.interval.stop}, which are no box of its shape {tensor.shape}"
+                )
+            offsets = torch.Size(box.offsets)
+            places[MetadataIndex(name, offsets, len(chunks))] = _place(piece.item)
+            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box.sizes)))
+        stored[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=tensor.dtype),
+            size=torch.Size(tensor.shape),
+            chunks=chunks,
+        )
         paths[name] = tensor.path
-        for index, piece in enumerate(tensor.pieces):
-            places[MetadataIndex(name, piece.box.offsets, index)] = _place(piece.item)
     for name, value in manifest.objects.items():
         stored[name] = BytesStorageMetadata()
         paths[name] = value.path
@@ -55,6 +78,28 @@ def dcp_metadata(manifest: Manifest) -> Metadata:
         ),  # where it was written is nobody's business
         version=DCP_VERSION,
     )
+
+
+def write_metadata(path: Path, force: bool = False) -> int:
+    """Write ``.metadata`` into a checkpoint that was saved without, since it has many pieces.
+
+    Args:
+        path: The checkpoint's directory.
+        force: Replace one that was made before.
+
+    Returns:
+        How many pieces it names. Each takes some kilobytes of memory meanwhile.
+
+    Raises:
+        CheckpointError: It is not a whole checkpoint, has one already, or cannot be written to.
+    """
+    manifest = read_manifest(path)
+    if DCP_METADATA in manifest.files:
+        raise CheckpointError(f"{path} was saved with {DCP_METADATA}: there is nothing to do")
+    content = to_bytes(dcp_metadata(manifest, Pieces(path, manifest)))
+    with new_files([path / DCP_METADATA], force) as (file,):
+        file.write(content)
+    return sum(file.pieces for file in manifest.files.values())
 
 
 def to_bytes(metadata: Metadata) -> bytes:
@@ -75,19 +120,6 @@ def lightning_meta(tree: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(_plain(tree), buffer)
     return buffer.getvalue()
-
-
-def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=tensor.dtype),
-        size=torch.Size(tensor.shape),
-        chunks=[
-            ChunkStorageMetadata(
-                offsets=torch.Size(piece.box.offsets), sizes=torch.Size(piece.box.sizes)
-            )
-            for piece in tensor.pieces
-        ],
-    )
 
 
 def _place(item: Item) -> StorageInfo:

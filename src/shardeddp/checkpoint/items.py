@@ -16,11 +16,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
 from shardeddp.checkpoint.durable import read_text
-from shardeddp.checkpoint.manifest import BLOCK_NBYTES, Item, StoredFile
+from shardeddp.checkpoint.manifest import BLOCK_NBYTES, PIECE, Item, StoredFile
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.torch_private import rebuild_tensor
@@ -45,16 +46,21 @@ def memory_of(elements: torch.Tensor) -> memoryview:
     )
 
 
-def block_checksums(elements: torch.Tensor) -> tuple[str, ...]:
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """The same as the 16 bytes that tables of pieces have."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def block_digests(elements: torch.Tensor) -> list[bytes]:
     """Checksums of every ``BLOCK_NBYTES`` of a contiguous host tensor; the last may be shorter."""
     data = memory_of(elements)
-    return tuple(
-        checksum(data[start : start + BLOCK_NBYTES]) for start in range(0, len(data), BLOCK_NBYTES)
-    )
+    return [
+        digest(data[start : start + BLOCK_NBYTES]) for start in range(0, len(data), BLOCK_NBYTES)
+    ]
 
 
 # -- Data files: tensors and objects appended as items that ``torch.load`` reads, and hashed on
-#    their way to the disk
+#    their way to the disk; a table of them at the end
 #
 # [Note: the frame of a tensor's item] An item is a zip archive of stored records, as ``torch.save``
 # writes it, but ``torch.save`` needs one more copy of the tensor and a slow CRC. What surrounds the
@@ -98,7 +104,7 @@ class DataFile:
         self._frames = xxhash.xxh3_128()
         self._writable = True
 
-    def put_tensor(self, tensor: torch.Tensor) -> tuple[Item, int, tuple[str, ...]]:
+    def put_tensor(self, tensor: torch.Tensor) -> tuple[Item, int, list[bytes]]:
         """Append a tensor; nothing is copied but to the disk.
 
         Args:
@@ -113,7 +119,7 @@ class DataFile:
         """
         payload = _payload(tensor)
         frame = frame_of(tensor.dtype, tuple(tensor.shape), crc=self._crc)
-        crc, checksums = 0, list[str]()
+        crc, digests = 0, list[bytes]()
         waiting = [
             *self._start(),
             frame.head,
@@ -122,7 +128,7 @@ class DataFile:
         self._frames.update(frame.head)
         for start in range(0, len(payload), BLOCK_NBYTES):
             block = payload[start : start + BLOCK_NBYTES]
-            checksums.append(xxhash.xxh3_128_hexdigest(block))
+            digests.append(digest(block))
             if self._crc:
                 crc = zlib.crc32(block, crc)
             waiting.append(block)
@@ -134,7 +140,7 @@ class DataFile:
         self._write([*waiting, tail])
         self._writable = True
         item = Item(file=self._name, offset=offset, nbytes=self._nbytes - offset)
-        return item, offset + len(frame.head), tuple(checksums)
+        return item, offset + len(frame.head), digests
 
     def put_object(self, value: object) -> Item:
         """Append a value as ``torch.save`` pickles it.
@@ -155,16 +161,33 @@ class DataFile:
         self._writable = True
         return Item(file=self._name, offset=offset, nbytes=self._nbytes - offset)
 
-    def close(self) -> StoredFile:
-        """Take no more items; the file is whole then, but neither synced nor closed.
+    def close(
+        self, rows: Sequence[tuple[int, ...]] = (), digests: Sequence[bytes] = ()
+    ) -> StoredFile:
+        """Append the table of pieces; the file is whole then, but neither synced nor closed.
+
+        Args:
+            rows: The pieces, with the fields of ``PIECE``, sorted as it says.
+            digests: The checksums of their blocks, in the same order.
 
         Returns:
-            The size of the file, and the checksum of everything in it that is not the payload of a
-            tensor.
+            The size of the file, the checksum of everything in it that is neither the payload of a
+            tensor nor the table, and what there is to know of the table.
+
+        Raises:
+            OSError: Writing failed.
         """
         self._require_writable()
         self._writable = False
-        return StoredFile(nbytes=self._nbytes, checksum=self._frames.hexdigest())
+        table = np.array(list(rows), dtype=PIECE).tobytes() + b"".join(digests)
+        self._write([table])
+        return StoredFile(
+            nbytes=self._nbytes,
+            checksum=self._frames.hexdigest(),
+            pieces=len(rows),
+            blocks=len(digests),
+            table=checksum(table) if rows else "",
+        )
 
     def _start(self) -> list[bytes | memoryview]:
         """Begin an item with the gap in front of it.

@@ -6,33 +6,45 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, interval_of
 
-# -- The manifest of a sharded checkpoint: where every byte of every tensor is, and its checksum;
-#    the only index we read
+# -- The files of a sharded checkpoint, and its manifest: what it holds, and the checksums of all of
+#    it
 #
 # [Note: the files of a sharded checkpoint] A checkpoint is a directory, and it is one if and only
 # if its manifest is whole and its files have the sizes given there:
 #
-# - ``__{rank}_{k}.distcp``: data, a sequence of items. An item is what ``torch.save`` makes of one tensor (or of one
+# - ``__{rank}_0.distcp``: data, a sequence of items, and at its end the table of its *pieces* with their checksums.
+#   A piece is a box of a tensor, stored in one item. An item is what ``torch.save`` makes of one tensor (or of one
 #   other object): a zip archive whose records are stored as they are. The *payload* of a tensor's item, its raw
 #   elements in row-major order, is what this package reads.
-# - ``manifest.json``: this module.
+# - ``placement.bin``: which data file has which elements of each tensor.
+# - ``manifest.json``: this module. It grows with the number of tensors and of files, and not with that of pieces.
 # - ``state.json``: everything that is not a tensor of the model or an optimizer, without pickle.
 # - ``.metadata``, ``meta.pt``: the indexes of ``torch.distributed.checkpoint`` and of Lightning over the same data.
 #   They are pickles; this package writes them and never reads them.
+#
+# A rank reads the manifest, the rows of the placement of tensors that it wants elements of, and the
+# tables of the files that have them: at 4,096 ranks and 405 billion parameters some 20 MB. Each of
+# them is under a checksum of its own, which is in the manifest. Tensors, elements of which are
+# stored once, are a *section*: those of tied parameters have one number, which rows of tables name.
+#
+# In checkpoints of version 1 (release 0.1.0) the manifest held all pieces. What it said is made
+# into placement and tables when it is read.
 
 MANIFEST = "manifest.json"
+PLACEMENT = "placement.bin"
 STATE = "state.json"
 DCP_METADATA = ".metadata"
 LIGHTNING_META = "meta.pt"
@@ -44,13 +56,37 @@ CRC = "crc32"
 """The checksums of a plain file: those of its zip archive."""
 
 FORMAT = "shardeddp"
-VERSION = 1
+VERSION = 2
+INDEX_VERSION = 1
 BLOCK_NBYTES = 4 * 2**20
 """Payload bytes under one checksum: what has to be read to check a part of a piece."""
 
 DATA_FILE = re.compile(r"__(0|[1-9]\d{0,8})_(0|[1-9]\d{0,8})\.distcp")
 
-_OTHER_FILES = frozenset({STATE, DCP_METADATA, LIGHTNING_META})
+_OTHER_FILES = frozenset({PLACEMENT, STATE, DCP_METADATA, LIGHTNING_META})
+
+PIECE = np.dtype(
+    [
+        ("section", "<u4"),
+        ("start", "<u8"),  # elements of the flattened tensor; row-major, a box of its shape
+        ("stop", "<u8"),
+        ("item", "<u8"),  # bytes of the file
+        ("item_nbytes", "<u8"),
+        ("payload", "<u8"),  # where the elements start in the file
+    ]
+)
+"""A row of a table, sorted by section and start; the checksums of all blocks follow the rows."""
+
+EXTENT = np.dtype([("start", "<u8"), ("file", "<u4")])
+"""A row of the placement: elements from ``start`` up to the next row's lie in one data file.
+
+Files are numbered as the manifest lists them.
+"""
+
+DIGEST_NBYTES = 16
+
+MAX_NBYTES = 2**62
+"""Of all files: the sum of any two sizes or places in them fits into 64 bits."""
 
 
 def is_part(name: str) -> bool:
@@ -75,17 +111,29 @@ class Item:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A box of a tensor, stored in one go."""
+class Section(NamedTuple):
+    """Elements that are stored once, of one tensor or of several that share their memory."""
 
-    box: Box
-    item: Item
-    payload: int
-    """Where the elements start in the file; row-major, without gaps."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+    """Row of the placement; sections have all of its rows, one behind the other."""
 
-    checksums: tuple[str, ...]
-    """Of each ``BLOCK_NBYTES`` of the payload; the last block may be shorter."""
+    parts: int
+    """Rows: how many parts lie in different files; 0 for no elements."""
+
+    checksum: str
+    """Of those rows."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> Interval:
+        """Bytes of the placement."""
+        return Interval(self.first * EXTENT.itemsize, (self.first + self.parts) * EXTENT.itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +143,8 @@ class StoredTensor:
     path: ItemPath
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    """They cover the tensor and do not overlap."""
+    section: int
+    """Number of the section, or of the record of a plain file; tied parameters have the same."""
 
     @property
     def name(self) -> str:
@@ -129,6 +177,20 @@ class StoredFile:
     nbytes: int
     checksum: str
     """Of all bytes that are not under the checksum of a piece."""
+
+    pieces: int = 0
+    """Rows of the table at its end."""
+
+    blocks: int = 0
+    """Checksums in that table."""
+
+    table: str = ""
+    """The checksum of the table."""
+
+    @property
+    def table_nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.pieces * PIECE.itemsize + self.blocks * DIGEST_NBYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +228,33 @@ class Manifest:
     objects: Mapping[str, StoredObject]
     """By name."""
 
+    sections: Sequence[Section] = ()
+    inline: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Placement and tables by file, where they are not in the files: in checkpoints of 0.1.0."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of all files but the manifest."""
         return sum(file.nbytes for file in self.files.values())
+
+    @cached_property
+    def data_files(self) -> tuple[str, ...]:
+        """The names of those that hold tensors, in the order of their numbers."""
+        return tuple(name for name in self.files if DATA_FILE.fullmatch(name))
+
+    @cached_property
+    def owners(self) -> Mapping[int, str]:
+        """By section, the name of the first tensor of its elements."""
+        found: dict[int, str] = {}
+        for name, tensor in self.tensors.items():
+            found.setdefault(tensor.section, name)
+        return found
+
+    def table_of(self, name: str) -> Interval:
+        """Where the table of a data file lies in the file; behind its end if it is not in it."""
+        file = self.files[name]
+        end = file.nbytes + (file.table_nbytes if name in self.inline else 0)
+        return Interval(end - file.table_nbytes, end)
 
 
 def name_of(path: Sequence[str | int]) -> str:
@@ -186,15 +271,6 @@ _PREFIX_NBYTES = len('{"sha256":"",\n"manifest":') + 64
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
     """The content of ``manifest.json``; the sha256 in it is the identity of the checkpoint."""
-    tensors = [
-        [
-            list(tensor.path),
-            _dtype_name(tensor.dtype),
-            tensor.shape,
-            [_piece_to_json(it) for it in tensor.pieces],
-        ]
-        for tensor in manifest.tensors.values()
-    ]
     body = json.dumps(
         {
             "format": FORMAT,
@@ -202,15 +278,26 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
             "run": {**vars(manifest.run), "versions": dict(manifest.run.versions)},
             "algorithm": manifest.algorithm,
             "block_nbytes": BLOCK_NBYTES,
-            "files": {name: [file.nbytes, file.checksum] for name, file in manifest.files.items()},
+            "files": {name: _file_to_json(file) for name, file in manifest.files.items()},
             "objects": [
-                [list(it.path), *_item_to_json(it.item)] for it in manifest.objects.values()
+                [list(it.path), it.item.file, it.item.offset, it.item.nbytes]
+                for it in manifest.objects.values()
             ],
-            "tensors": tensors,
+            "sections": [
+                [paths, _dtype_name(it.dtype), it.shape, it.parts, it.checksum]
+                for paths, it in zip(_paths_by_section(manifest), manifest.sections, strict=True)
+            ],
         },
         separators=(",", ":"),
     ).encode()
     return b'{"sha256":"%s",\n"manifest":%s}' % (hashlib.sha256(body).hexdigest().encode(), body)
+
+
+def _paths_by_section(manifest: Manifest) -> list[list[ItemPath]]:
+    paths: list[list[ItemPath]] = [[] for _ in manifest.sections]
+    for tensor in manifest.tensors.values():
+        paths[tensor.section].append(tensor.path)
+    return paths
 
 
 def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
@@ -234,7 +321,13 @@ def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
             f"{MANIFEST} is damaged: expected sha256 {digest[1].decode()} over its {len(body):,} "
             f"bytes, found {found}"
         )
-    return _read(parse_json(body, MANIFEST))
+    document = parse_json(body, MANIFEST)
+    try:
+        return _Reader(document).manifest()
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{MANIFEST} contradicts itself: {type(error).__name__}: {error}"
+        ) from error
 
 
 def index_to_bytes(
@@ -251,7 +344,7 @@ def index_to_bytes(
     """
     document = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": INDEX_VERSION,
         "run": {**vars(run), "versions": dict(run.versions)},
         "objects": [list(path) for path in objects],
         "tensors": [
@@ -274,7 +367,7 @@ def index_from_bytes(
         records: The bytes of the file that each numbered record has.
 
     Returns:
-        One file, one piece for each tensor, and no checksums: the archive has CRCs.
+        One file, a record for each tensor, and no checksums: the archive has CRCs.
 
     Raises:
         CheckpointError: It is of another format, or contradicts the records.
@@ -282,8 +375,8 @@ def index_from_bytes(
     whole = Item(file=file, offset=0, nbytes=nbytes)
     try:
         document = parse_json(data, INDEX)
-        _check_format(document)
-        tensors = [_indexed(whole, records, *entry) for entry in document["tensors"]]
+        _check_format(document, INDEX_VERSION)
+        tensors = [_indexed(records, *entry) for entry in document["tensors"]]
         objects = [StoredObject(path=_path(path), item=whole) for path in document["objects"]]
         run = _run(**document["run"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -300,151 +393,113 @@ def index_from_bytes(
 
 
 def _indexed(
-    item: Item, records: Mapping[int, Interval], path: Any, dtype: Any, shape: Any, record: Any
+    records: Mapping[int, Interval], path: Any, dtype: Any, shape: Any, record: Any
 ) -> StoredTensor:
-    sizes, bytes_of_it = tuple(map(_count, shape)), records[_count(record)]
-    piece = Piece(
-        box=Box((0,) * len(sizes), sizes), item=item, payload=bytes_of_it.start, checksums=()
-    )
-    tensor = StoredTensor(path=_path(path), dtype=_dtype(dtype), shape=sizes, pieces=(piece,))
-    if tensor.nbytes != bytes_of_it.numel:
-        raise ValueError(f"{tensor.name} has {tensor.nbytes} bytes, its record {bytes_of_it.numel}")
+    number, sizes = _count(record), tuple(map(_count, shape))
+    tensor = StoredTensor(path=_path(path), dtype=_dtype(dtype), shape=sizes, section=number)
+    if tensor.nbytes != records[number].numel:
+        raise ValueError(
+            f"{tensor.name} has {tensor.nbytes} bytes, its record {records[number].numel}"
+        )
     return tensor
 
 
-def _check_format(document: dict[str, Any]) -> None:
-    if document["format"] != FORMAT or document["version"] != VERSION:
+def _check_format(document: dict[str, Any], *versions: int) -> None:
+    if document["format"] != FORMAT or document["version"] not in versions:
         raise ValueError(
-            f"expected format {FORMAT!r} version {VERSION}, found {document['format']!r} "
+            f"expected format {FORMAT!r} version {max(versions)}, found {document['format']!r} "
             f"{document['version']!r}; a newer shardeddp may read it"
         )
 
 
-def _item_to_json(item: Item) -> list[Any]:
-    return [item.file, item.offset, item.nbytes]
-
-
-def _piece_to_json(piece: Piece) -> list[Any]:
-    return [
-        piece.box.offsets,
-        piece.box.sizes,
-        *_item_to_json(piece.item),
-        piece.payload,
-        piece.checksums,
-    ]
+def _file_to_json(file: StoredFile) -> list[Any]:
+    table = [file.pieces, file.blocks, file.table] if file.pieces else []
+    return [file.nbytes, file.checksum, *table]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _read(value: Any) -> Manifest:
-    """Check everything that can be checked without the other files."""
-    try:
-        return _Reader(value).manifest()
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{MANIFEST} contradicts itself: {type(error).__name__}: {error}"
-        ) from error
-
-
 class _Reader:
     """Turns the parsed document into a manifest.
 
-    Raises KeyError, TypeError or ValueError where the document is wrong.
+    Everything is checked that can be without the other files. Raises KeyError, TypeError or
+    ValueError where the document is wrong.
 
     Args:
         document: As it was parsed.
     """
 
     def __init__(self, document: dict[str, Any]) -> None:
-        _check_format(document)
+        _check_format(document, 1, VERSION)
         if document["block_nbytes"] != BLOCK_NBYTES:
             raise ValueError(
                 f"expected blocks of {BLOCK_NBYTES} bytes, found {document['block_nbytes']!r}"
             )
         self._document = document
         self._files = {
-            _file_name(name): StoredFile(nbytes=_count(nbytes), checksum=_text(checksum))
-            for name, (nbytes, checksum) in document["files"].items()
+            _file_name(name): _file(name, *fields) for name, fields in document["files"].items()
         }
+        nbytes = sum(file.nbytes for file in self._files.values())
+        if nbytes > MAX_NBYTES:
+            raise ValueError(f"all files have {nbytes} bytes, more than files can have")
 
     def manifest(self) -> Manifest:
         document = self._document
-        tensors = [self._tensor(*it) for it in document["tensors"]]
-        self._check_bytes(tensors)
+        manifest = Manifest(
+            run=_run(**document["run"]),
+            algorithm=_text(document["algorithm"]),
+            files=self._files,
+            tensors={},
+            objects={},
+        )
+        if document["version"] == 1:
+            manifest, tensors = _converted(manifest, document["tensors"])
+        else:
+            sections, tensors = self._sections(document["sections"])
+            manifest = replace(manifest, sections=sections)
         objects = [
             StoredObject(path=_path(path), item=self._item(*item))
             for path, *item in document["objects"]
         ]
-        entries = [*tensors, *objects]
-        names = [name_of(entry.path) for entry in entries]
+        names = [name_of(entry.path) for entry in (*tensors, *objects)]
         if len(set(names)) != len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
             raise ValueError(f"expected different names, found {twice!r} twice")
-        return Manifest(
-            run=_run(**document["run"]),
-            algorithm=_text(document["algorithm"]),
-            files=self._files,
+        return replace(
+            manifest,
             tensors={tensor.name: tensor for tensor in tensors},
             objects={name_of(it.path): it for it in objects},
         )
 
-    def _tensor(self, path: Any, dtype: Any, shape: Any, pieces: Any) -> StoredTensor:
-        tensor = StoredTensor(
-            path=_path(path),
-            dtype=_dtype(dtype),
-            shape=tuple(map(_count, shape)),
-            pieces=tuple(self._piece(*piece) for piece in pieces),
-        )
-        if len({(piece.item.file, piece.payload) for piece in tensor.pieces}) < len(tensor.pieces):
-            raise ValueError(f"{tensor.name} has two pieces of the same bytes")
-        end = 0
-        for piece in sorted(
-            tensor.pieces, key=lambda piece: interval_of(piece.box, tensor.shape).start
-        ):
-            interval = interval_of(piece.box, tensor.shape)
-            self._check_payload(tensor, piece)
-            if not interval.numel:
-                raise ValueError(f"{tensor.name} has a piece without elements")
-            if interval.start != end:
-                raise ValueError(
-                    f"the pieces of {tensor.name} do not tile it: {interval} comes after element "
-                    f"{end}"
+    def _sections(self, entries: Iterable[Any]) -> tuple[tuple[Section, ...], list[StoredTensor]]:
+        sections, tensors, first = list[Section](), list[StoredTensor](), 0
+        data_nbytes = _data_nbytes(self._files)
+        for paths, dtype, shape, parts, checksum in entries:
+            section = Section(
+                _dtype(dtype), tuple(map(_count, shape)), first, _count(parts), _text(checksum)
+            )
+            _check_section(section, data_nbytes)
+            tensors += [
+                StoredTensor(
+                    path=_path(path),
+                    dtype=section.dtype,
+                    shape=section.shape,
+                    section=len(sections),
                 )
-            end = interval.stop
-        if end != tensor.numel:
-            raise ValueError(f"the pieces of {tensor.name} end at element {end} of {tensor.numel}")
-        return tensor
-
-    def _check_bytes(self, tensors: Iterable[StoredTensor]) -> None:
-        """Bytes belong to one piece, which may be of several tensors (tied parameters).
-
-        Pieces that overlap otherwise could ask for any amount of memory.
-        """
-        places = {
-            (piece.item.file, piece.payload, piece.box.numel * tensor.dtype.itemsize): tensor.name
-            for tensor in tensors
-            for piece in tensor.pieces
-        }
-        last, end = "", 0
-        for (file, start, nbytes), name in sorted(places.items()):
-            if file == last and start < end:
-                raise ValueError(
-                    f"{name} has a piece that overlaps another one at {start} of {file}"
-                )
-            last, end = file, start + nbytes
-
-    def _piece(
-        self, offsets: Any, sizes: Any, file: Any, offset: Any, nbytes: Any, *rest: Any
-    ) -> Piece:
-        payload, checksums = rest
-        return Piece(
-            box=Box(tuple(map(_count, offsets)), tuple(map(_count, sizes))),
-            item=self._item(file, offset, nbytes),
-            payload=_count(payload),
-            checksums=tuple(map(_text, checksums)),
-        )
+                for path in paths
+            ]
+            sections.append(section)
+            first += section.parts
+        placement = self._files[PLACEMENT].nbytes if sections else 0
+        # Whose rows overlap could be read in any amount of time.
+        if first * EXTENT.itemsize != placement:
+            raise ValueError(
+                f"all tensors together have {first} rows of {EXTENT.itemsize} bytes in "
+                f"{PLACEMENT}, which has {placement} bytes"
+            )
+        return tuple(sections), tensors
 
     def _item(self, file: Any, offset: Any, nbytes: Any) -> Item:
         item = Item(file=_text(file), offset=_count(offset), nbytes=_count(nbytes))
@@ -454,18 +509,96 @@ class _Reader:
             )
         return item
 
-    def _check_payload(self, tensor: StoredTensor, piece: Piece) -> None:
-        nbytes = piece.box.numel * tensor.dtype.itemsize
-        item = piece.item
-        if not item.offset <= piece.payload <= piece.payload + nbytes <= item.offset + item.nbytes:
-            raise ValueError(
-                f"{tensor.name} has a payload of {nbytes} bytes at {piece.payload} outside of "
-                f"{item}"
-            )
-        if len(piece.checksums) != -(-nbytes // BLOCK_NBYTES):
-            raise ValueError(
-                f"{tensor.name} has {len(piece.checksums)} checksums for {nbytes} bytes"
-            )
+
+def _data_nbytes(files: Mapping[str, StoredFile]) -> int:
+    return sum(file.nbytes for name, file in files.items() if DATA_FILE.fullmatch(name))
+
+
+def _check_section(section: Section, data_nbytes: int) -> None:
+    # So whoever makes room for a tensor takes no more memory than its files have bytes.
+    if section.numel * section.dtype.itemsize > data_nbytes:
+        raise ValueError(
+            f"a tensor of shape {section.shape} has more than the {data_nbytes} bytes of all data "
+            f"files"
+        )
+    if (section.parts > 0) != (section.numel > 0):
+        raise ValueError(
+            f"a tensor of shape {section.shape} has {section.parts} parts in data files"
+        )
+
+
+def _file(
+    name: str, nbytes: Any, checksum: Any, pieces: Any = 0, blocks: Any = 0, table: Any = ""
+) -> StoredFile:
+    file = StoredFile(
+        nbytes=_count(nbytes),
+        checksum=_text(checksum),
+        pieces=_count(pieces),
+        blocks=_count(blocks),
+        table=_text(table),
+    )
+    if file.table_nbytes > file.nbytes or (file.pieces and not DATA_FILE.fullmatch(name)):
+        raise ValueError(
+            f"{name} of {file.nbytes} bytes cannot have a table of {file.pieces} pieces and "
+            f"{file.blocks} checksums"
+        )
+    return file
+
+
+def _converted(manifest: Manifest, entries: Sequence[Any]) -> tuple[Manifest, list[StoredTensor]]:
+    """A manifest of version 1, which held all pieces itself, with tables like those of today."""
+    if any(file.pieces or file.blocks or file.table for file in manifest.files.values()):
+        raise ValueError("a manifest of version 1 has tables of pieces in its files")
+    numbers = {name: number for number, name in enumerate(manifest.data_files)}
+    data_nbytes = _data_nbytes(manifest.files)
+    rows: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    digests: defaultdict[str, list[bytes]] = defaultdict(list)
+    sections = list[Section]()
+    by_place = dict[Any, int]()
+    extents = list[tuple[int, int]]()
+    tensors = list[StoredTensor]()
+    for path, dtype_name, shape, pieces in entries:
+        dtype, sizes = _dtype(dtype_name), tuple(map(_count, shape))
+        found = sorted(
+            (
+                (interval_of(_box(offsets, boxed), sizes), _text(file), *map(_count, numbers_of))
+                for offsets, boxed, file, *numbers_of, _ in pieces
+            ),
+            key=lambda piece: piece[0].start,
+        )
+        sums = {(_text(piece[2]), piece[5]): piece[6] for piece in pieces}
+        place = dtype, sizes, tuple(found)
+        number = by_place.setdefault(place, len(sections))
+        tensors.append(StoredTensor(path=_path(path), dtype=dtype, shape=sizes, section=number))
+        if number < len(sections):
+            continue
+        first = len(extents)
+        for interval, file, item, nbytes, payload in found:
+            rows[file].append((number, interval.start, interval.stop, item, nbytes, payload))
+            digests[file] += map(bytes.fromhex, sums[file, payload])
+            if len(extents) == first or extents[-1][1] != numbers[file]:
+                extents.append((interval.start, numbers[file]))
+        section = Section(dtype, sizes, first, len(extents) - first, "")
+        _check_section(section, data_nbytes)
+        sections.append(section)
+    if any(len(each) != DIGEST_NBYTES for found in digests.values() for each in found):
+        raise ValueError(f"expected checksums of {DIGEST_NBYTES} bytes")
+    tables = {
+        name: np.array(rows[name], dtype=PIECE).tobytes() + b"".join(digests[name])
+        for name in manifest.data_files
+    }
+    files = {
+        name: replace(file, pieces=len(rows[name]), blocks=len(digests[name]))
+        if name in numbers
+        else file
+        for name, file in manifest.files.items()
+    }
+    inline = {**tables, PLACEMENT: np.array(extents, dtype=EXTENT).tobytes()}
+    return replace(manifest, files=files, sections=tuple(sections), inline=inline), tensors
+
+
+def _box(offsets: Any, sizes: Any) -> Box:
+    return Box(tuple(map(_count, offsets)), tuple(map(_count, sizes)))
 
 
 def _run(*, versions: dict[str, Any], **fields: Any) -> Run:
@@ -485,7 +618,7 @@ def _file_name(name: str) -> str:
 
 
 def _path(value: Any) -> ItemPath:
-    if not value or not all(type(key) in (str, int) for key in value):
+    if type(value) is not list or not value or {*map(type, value)} - {str, int}:
         raise TypeError(f"expected a path of texts and numbers, found {value!r}")
     return tuple(value)
 

@@ -15,11 +15,25 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from shardeddp.comm.agreement import all_gather_bytes
+from shardeddp.checkpoint.read import elements_of
+from shardeddp.comm.agreement import gather_to_first
 from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Interval
+
+STATES = "random_states"
+"""Under which name a checkpoint has them, among what Lightning does not know of."""
 
 RandomState = dict[str, torch.Tensor]
 """Name of a generator -> its state, 1D uint8."""
+
+RandomStates = dict[str, torch.Tensor]
+"""Name of a generator -> its states, uint8 ``(ranks, 4 + bytes)``.
+
+A row begins with the number of bytes of the state, 0 for a rank that has none. So a checkpoint of
+thousands of ranks has a few tensors of them, of which a rank reads its row.
+"""
+
+_COUNT = struct.Struct("<I")
 
 _PYTHON = struct.Struct(
     "<I625I?d"
@@ -79,24 +93,36 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
         torch.get_device_module(device).set_rng_state(state["accelerator"], device)
 
 
-def gather_random_states(state: RandomState, group: dist.ProcessGroup) -> list[RandomState]:
-    """Every rank's state, by rank, on every rank; a collective. About 10 KB per rank travel.
+def gather_random_states(state: RandomState, group: dist.ProcessGroup) -> RandomStates:
+    """Every rank's state on rank 0, nothing on others; a collective. A rank sends about 10 KB.
 
     Args:
         state: This rank's.
         group: The host group of all ranks.
     """
-    header = json.dumps({name: tensor.numel() for name, tensor in state.items()}).encode()
-    payload = (
-        struct.pack("<I", len(header))
-        + header
-        + b"".join(_bytes(tensor) for tensor in state.values())
-    )
-    return [_unpack(each) for each in all_gather_bytes(payload, group)]
+
+    def pack() -> bytes:
+        sizes = json.dumps({name: tensor.numel() for name, tensor in state.items()}).encode()
+        return _COUNT.pack(len(sizes)) + sizes + b"".join(map(_bytes, state.values()))
+
+    states = [_unpack(each) for each in gather_to_first("saving random states", pack, group)]
+    names = dict.fromkeys(name for each in states for name in each)
+    return {name: _stacked([each.get(name, _NONE) for each in states]) for name in names}
+
+
+_NONE = torch.empty(0, dtype=torch.uint8)
+
+
+def _stacked(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    rows = torch.zeros(len(states), _COUNT.size + max(map(len, states)), dtype=torch.uint8)
+    for row, state in zip(rows, states, strict=True):
+        count = _tensor(_COUNT.pack(len(state)))
+        row[: _COUNT.size + len(state)] = torch.cat([count, state])
+    return rows
 
 
 def _unpack(payload: bytes) -> RandomState:
-    (length,) = struct.unpack_from("<I", payload)
+    (length,) = _COUNT.unpack_from(payload)
     sizes: dict[str, int] = json.loads(payload[4 : 4 + length])
     state, at = RandomState(), 4 + length
     for name, size in sizes.items():
@@ -170,11 +196,12 @@ class ResumeRandomness:
             }
         return state
 
-    def hold(self, states: Sequence[RandomState] | None, rank: int, world_size: int) -> None:
+    def hold(self, states: object, rank: int, world_size: int) -> None:
         """Keep the states of a checkpoint until training starts; forget what was held before.
 
         Args:
-            states: By rank, as saved; None: the checkpoint has none, which changes nothing.
+            states: As saved, or by rank, as release 0.1.0 has saved them; None: the checkpoint has
+                none, which changes nothing.
             rank: This rank.
             world_size: Number of ranks now. If there were more or fewer, their states mean nothing
                 now: rank 0 warns.
@@ -185,17 +212,15 @@ class ResumeRandomness:
         self._held = None
         if states is None:
             return
-        _check(states)
-        if len(states) == world_size:
-            self._held = {
-                name: tensor.clone() for name, tensor in states[rank].items()
-            }  # read now, not when restored
+        count = _num_ranks(states)
+        if count == world_size:
+            self._held = _state_of(states, rank)  # read now, not when restored
         elif rank == 0:
             warnings.warn(
-                f"the checkpoint has the random states of {len(states)} ranks and this run has "
+                f"the checkpoint has the random states of {count} ranks and this run has "
                 f"{world_size}: training continues with fresh random numbers (dropout, shuffling), "
                 f"so losses will differ in detail from those of an uninterrupted run. Resume with "
-                f"{len(states)} ranks for the same numbers",
+                f"{count} ranks for the same numbers",
                 stacklevel=2,
             )
 
@@ -315,30 +340,61 @@ class OneBatchAhead:
         return own["_previous"][1] if own["_in_hand"]() and own["_previous"] is not None else {}
 
 
-def _check(states: object) -> None:
+def _num_ranks(states: object) -> int:
+    """Of how many ranks a checkpoint has states."""
+    if isinstance(states, list):
+        return len(cast("list[object]", states))
+    shapes = [
+        tuple(it.shape) if isinstance(it, torch.Tensor) and it.dtype == torch.uint8 else ()
+        for it in cast(
+            "dict[str, object]", states if isinstance(states, dict) else {"": 0}
+        ).values()
+    ]
+    counts = {shape[0] for shape in shapes if len(shape) == 2 and shape[1] >= _COUNT.size}
+    if len(counts) != 1 or not all(len(shape) == 2 for shape in shapes):
+        raise _damaged("one row of bytes for each rank", f"shapes {shapes}")
+    return counts.pop()
+
+
+def _state_of(states: Any, rank: int) -> RandomState:
+    """That of one rank, which is all that is read."""
+    if isinstance(states, list):
+        found: Any = states[rank]
+        state = cast("dict[str, Any]", found if isinstance(found, dict) else {"": found})
+    else:
+        state = dict[str, Any]()
+        for name, rows in cast("RandomStates", states).items():
+            width = rows.shape[1]
+            row = elements_of(rows, Interval(rank * width, (rank + 1) * width))
+            (count,) = _COUNT.unpack(_bytes(row[: _COUNT.size]))
+            if count > width - _COUNT.size:
+                raise _damaged(f"at most {width - _COUNT.size} bytes for {name!r}", f"{count}")
+            if count:
+                state[name] = row[_COUNT.size :][:count]
+    for name, tensor in state.items():
+        known = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8
+        size, number = _size_of(name), tensor.numel() if known else "none"
+        if number != size and (size is not None or not known):
+            raise _damaged(f"{size} bytes for {name!r} of rank {rank}", f"{number}")
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _size_of(name: str) -> int | None:
+    """Bytes of a generator's state; None if they are up to the accelerator, -1 for no generator."""
     sizes = {
         "python": _PYTHON.size,
         "numpy": _NUMPY.size,
         "torch": torch.get_rng_state().numel(),
         "accelerator": None,
     }
-    ranks = cast("list[object]", states) if isinstance(states, list) else [None]
-    for rank, state in enumerate(ranks):
-        for name, tensor in cast(
-            "dict[str, object]", state if isinstance(state, dict) else {"": None}
-        ).items():
-            size = sizes.get(name.removeprefix(_BEFORE_FETCH), -1)
-            found = (
-                tensor.numel()
-                if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8
-                else "none"
-            )
-            if size is not None and found != size:
-                raise CheckpointError(
-                    f"the random states in the checkpoint are damaged: expected {size} bytes for "
-                    f"{name!r} of rank {rank}, found {found}. Load an older checkpoint, or remove "
-                    f"them: del checkpoint['shardeddp']"
-                )
+    return sizes.get(name.removeprefix(_BEFORE_FETCH), -1)
+
+
+def _damaged(expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"the random states in the checkpoint are damaged: expected {expected}, found {found}. "
+        f"Load an older checkpoint, or remove them: del checkpoint['shardeddp']"
+    )
 
 
 def has_length(loader: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.durable import open_regular, read_text
+from shardeddp.checkpoint.durable import disk_errors, open_regular, read_text
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
 from shardeddp.checkpoint.manifest import (
@@ -21,13 +21,13 @@ from shardeddp.checkpoint.manifest import (
     STATE,
     ItemPath,
     Manifest,
-    Piece,
     StoredTensor,
     name_of,
 )
+from shardeddp.checkpoint.pieces import Piece, Pieces
 from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
-from shardeddp.plan.layout import Interval, interval_of
+from shardeddp.plan.layout import Interval
 from shardeddp.tensor.operations import asks_only_about
 from shardeddp.torch_private import make_wrapper_subclass, pytree, without_torch_function
 
@@ -40,14 +40,16 @@ class CheckpointReader:
 
     Args:
         path: Its directory.
+        part: Which part of its files is looked for here, see :func:`read_manifest`.
 
     Raises:
         CheckpointError: It is not a whole checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], part: tuple[int, int] = (0, 1)) -> None:
         self.path = Path(path)
-        self.manifest: Manifest = read_manifest(self.path)
+        self.manifest: Manifest = read_manifest(self.path, part)
+        self._pieces = Pieces(self.path, self.manifest)
         if self.manifest.algorithm == CRC:
             raise CheckpointError(
                 f"{self.path} is one plain file, expected a directory: torch.load() reads it"
@@ -88,21 +90,21 @@ class CheckpointReader:
             1D, on the host, ``interval.numel`` elements.
 
         Raises:
-            CheckpointError: Some block of them is not what was written.
+            CheckpointError: Some block of them is not what was written, or they are nowhere.
         """
         tensor = self.tensors[name]
+        # Found before memory is taken: pieces have bytes of their own, all of which are there.
+        pieces = self._pieces.of(tensor.section, interval)
         elements = torch.empty(interval.numel, dtype=tensor.dtype)
         memory = memory_of(elements)
         itemsize = tensor.dtype.itemsize
-        for piece in tensor.pieces:
-            stored = interval_of(piece.box, tensor.shape)
-            common = stored.intersect(interval)
-            if common.numel:
-                wanted = common.shift(-stored.start)
-                start = (common.start - interval.start) * itemsize
-                out = memory[start : start + common.numel * itemsize]
-                nbytes = Interval(wanted.start * itemsize, wanted.stop * itemsize)
-                self._read_piece(name, piece, stored.numel * itemsize, nbytes, out)
+        for piece in pieces:
+            common = piece.interval.intersect(interval)
+            wanted = common.shift(-piece.interval.start)
+            start = (common.start - interval.start) * itemsize
+            out = memory[start : start + common.numel * itemsize]
+            nbytes = Interval(wanted.start * itemsize, wanted.stop * itemsize)
+            self._read_piece(name, piece, piece.interval.numel * itemsize, nbytes, out)
         return elements
 
     def _read_piece(
@@ -124,7 +126,8 @@ class CheckpointReader:
 
     @contextmanager
     def _opened(self, file: str) -> Generator[int]:
-        descriptor, _ = open_regular(self.path / file)
+        with disk_errors("reading", self.path / file):
+            descriptor, _ = open_regular(self.path / file)
         try:
             yield descriptor
         finally:
@@ -267,6 +270,13 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _on_whole(func, args, kwargs)
+
+
+def elements_of(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
+    """Elements of a flattened tensor, 1D; of a lazy one no others are read."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.elements(interval)
+    return tensor.reshape(-1)[interval.start : interval.stop]
 
 
 def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

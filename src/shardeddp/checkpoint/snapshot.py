@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from shardeddp.checkpoint.interop import lightning_meta
-from shardeddp.checkpoint.items import block_checksums
-from shardeddp.checkpoint.manifest import PLAIN_EXTRA, SHARDED_EXTRA, ItemPath, name_of
+from shardeddp.checkpoint.items import block_digests, digest
+from shardeddp.checkpoint.manifest import (
+    DIGEST_NBYTES,
+    PLAIN_EXTRA,
+    SHARDED_EXTRA,
+    ItemPath,
+    name_of,
+)
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.state_codec import Codec, decode, encode, opaque_paths, sparse_parts
-from shardeddp.comm import Mesh, gather_results
+from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
 from shardeddp.errors import CheckpointError
-from shardeddp.plan.layout import Box, Interval, boxes
+from shardeddp.plan.layout import Interval
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.shard_tensor import ShardTensor
 
@@ -64,58 +71,90 @@ class HostMemory:
 
 # -- Replicas: ranks that hold the same elements have to hold the same bits, or nothing is saved
 
-BoxKey: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Name of a tensor, offsets and sizes of a box of it."""
+_HELD = np.dtype(
+    [
+        ("section", "<u4"),
+        ("start", "<u8"),
+        ("stop", "<u8"),
+        ("written", "?"),
+        ("digest", f"V{DIGEST_NBYTES}"),
+    ]
+)
+"""A share of a rank, as it is told where replicas differ."""
 
-Sums: TypeAlias = Mapping[BoxKey, tuple[str, ...]]
 
+def compare_replicas(
+    shares: Sequence[Share],
+    digests: Callable[[], Sequence[bytes]],
+    part: int,
+    names: Sequence[str],
+    group: dist.ProcessGroup,
+) -> None:
+    """Compare what ranks that hold the same elements hold; a collective of all ranks.
 
-def compare_replicas(written: Sequence[Sums], copies: Sequence[Sums]) -> None:
-    """Hold what replicas have against what is written.
+    A rank tells one checksum. Only where they differ each tells that of every share.
 
     Args:
-        written: By rank, the checksums of the boxes that it writes.
-        copies: By rank, the checksums of the boxes that it has and another rank writes.
+        shares: What this rank holds.
+        digests: Gives the checksum of each; asked once.
+        part: Number of the elements: ranks with the same one hold the same.
+        names: Of sections, for the error.
+        group: Host group of all ranks.
 
     Raises:
         CheckpointError: Two of them differ: names the tensor and the ranks.
     """
-    writers = {key: (rank, sums) for rank, each in enumerate(written) for key, sums in each.items()}
-    for rank, each in enumerate(copies):
-        for key, checksums in each.items():
-            writer, expected = writers[key]
-            if checksums != expected:
-                name, offsets, sizes = key
-                raise CheckpointError(
-                    f"replicas differ: {name}, elements from {offsets} of sizes {sizes}, is not "
-                    f"the same on rank {rank} as on rank {writer}. They have to be equal to the "
-                    f"last bit: one of these ranks has computed or kept something wrong. Nothing "
-                    f"was saved: go on from the last checkpoint, on other machines"
-                )
+    step, own = "comparing replicas", list[bytes]()
+
+    def one() -> bytes:
+        own.extend(digests())
+        return part.to_bytes(8, "little") + digest(b"".join(own))
+
+    told = gather_to_first(step, one, group)
+    if not agree_on_any([len(set(told)) > len({each[:8] for each in told})], group)[0]:
+        return
+
+    def all_of_them() -> bytes:
+        fields = (
+            (share.section, share.interval.start, share.interval.stop, share.written, found)
+            for share, found in zip(shares, own, strict=True)
+        )
+        return np.array(list(fields), dtype=_HELD).tobytes()
+
+    held = [np.frombuffer(each, _HELD) for each in gather_to_first(step, all_of_them, group)]
+    run_on_all_ranks(step, lambda: _refuse(held, names) if held else None, group)
 
 
-def compare_shares(shares: Sequence[Share], mesh: Mesh) -> None:
+def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) -> None:
     """The same of the shares that ranks have of a checkpoint; a collective of all ranks.
 
     Args:
         shares: This rank's, of sharded tensors.
+        names: Of sections, for the error.
         mesh: All ranks.
 
     Raises:
         CheckpointError: Two replicas differ.
     """
-    if mesh.topology.num_slices == mesh.topology.world_size:
-        return  # no two ranks hold the same elements
+    part = part_of(mesh)
+    if part is not None:
 
-    def sums() -> bytes:
-        found = [
-            (*_key(share), share.written, block_checksums(plain_elements(share.elements)))
-            for share in shares
-        ]
-        return json.dumps(found).encode()
+        def digests() -> list[bytes]:
+            return [digest_of(block_digests(plain_elements(it.elements))) for it in shares]
 
-    by_rank = [json.loads(text) for text in gather_results("comparing replicas", sums, mesh.saving)]
-    compare_replicas(*([_of_kind(each, written) for each in by_rank] for written in (True, False)))
+        compare_replicas(shares, digests, part, names, mesh.saving)
+
+
+def part_of(mesh: Ranks) -> int | None:
+    """Which elements of sharded tensors this rank holds; None: no other rank holds the same."""
+    topology = mesh.topology
+    alone = topology.num_slices == topology.world_size
+    return None if alone else topology.slice_rank(mesh.rank)
+
+
+def digest_of(digests: Iterable[bytes]) -> bytes:
+    """The checksum of a share, from those of its blocks."""
+    return digest(b"".join(digests))
 
 
 def plain_elements(elements: torch.Tensor) -> torch.Tensor:
@@ -123,16 +162,20 @@ def plain_elements(elements: torch.Tensor) -> torch.Tensor:
     return elements.as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _key(share: Share) -> BoxKey:
-    return share.name, share.box.offsets, share.box.sizes
-
-
-def _of_kind(entries: Sequence[Sequence[Any]], kind: bool) -> dict[BoxKey, tuple[str, ...]]:
-    return {
-        (name, tuple(offsets), tuple(sizes)): tuple(sums)
-        for name, offsets, sizes, written, sums in entries
-        if written is kind
+def _refuse(held: Sequence[Any], names: Sequence[str]) -> None:
+    writers = {
+        row[:3]: (rank, row[4]) for rank, rows in enumerate(held) for row in rows.tolist() if row[3]
     }
+    for rank, rows in enumerate(held):
+        for section, start, stop, _, found in rows.tolist():
+            writer, expected = writers[section, start, stop]
+            if found != expected:
+                raise CheckpointError(
+                    f"replicas differ: {names[section]}, elements from {start} to {stop}, is not "
+                    f"the same on rank {rank} as on rank {writer}. They have to be equal to the "
+                    f"last bit: one of these ranks has computed or kept something wrong. Nothing "
+                    f"was saved: go on from the last checkpoint, on other machines"
+                )
 
 
 # -- Snapshot: a checkpoint taken apart into named tensors, and what each rank holds and writes of
@@ -158,10 +201,12 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A box of a tensor that lies with this rank."""
+    """An interval of a tensor that lies with this rank."""
 
-    name: str
-    box: Box
+    section: int
+    """Number of the tensor among those that are stored, see :class:`Snapshot`."""
+
+    interval: Interval
     elements: torch.Tensor
     """1D, row-major; what training goes on with, or a copy of it."""
 
@@ -172,20 +217,13 @@ class Share:
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A whole tensor, wherever its elements are."""
-
-    path: ItemPath
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    same_as: str | None = None
-    """The name under which the same memory is stored already (tied parameters)."""
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank has of a checkpoint; tensors and their order are the same on every rank."""
+    """What one rank has of a checkpoint.
+
+    Tensors that are stored once, tied parameters, are one section. Sections of sharded tensors have
+    the first numbers, the same on every rank. The others are rank 0's, and so are names and tree.
+    """
 
     tree: Any
     """The checkpoint as JSON, with names in place of tensors."""
@@ -199,8 +237,33 @@ class Snapshot:
     Only rank 0 has it.
     """
 
-    tensors: list[Described] = field(default_factory=list[Described])
+    sections: list[tuple[torch.dtype, tuple[int, ...]]] = field(
+        default_factory=list[tuple[torch.dtype, tuple[int, ...]]]
+    )
+    """Dtype and shape of each."""
+
+    tensors: list[tuple[ItemPath, int]] = field(default_factory=list[tuple[ItemPath, int]])
+    """Where each tensor lies in the checkpoint, and its section."""
+
     shares: list[Share] = field(default_factory=list[Share])
+    """By section."""
+
+    num_sharded: int = 0
+    """How many of the sections are of sharded tensors."""
+
+    layout: bytes = b""
+    """Checksum of those, which are the same on every rank."""
+
+    part: int | None = None
+    """Which elements of them this rank holds; None: no other rank holds the same."""
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The first name of each section."""
+        found: dict[int, str] = {}
+        for path, section in self.tensors:
+            found.setdefault(section, name_of(path))
+        return [found[section] for section in range(len(self.sections))]
 
     @property
     def nbytes(self) -> int:
@@ -240,6 +303,7 @@ def take_snapshot(
     _refuse_opaque(objects, codecs)
     collector = _Collector(_paths(checkpoint, names), mesh)
     tree = encode(checkpoint, collector.put, codecs)
+    stored = collector.stored()
     rest = {
         key: value
         for key, value in checkpoint.items()
@@ -249,14 +313,18 @@ def take_snapshot(
         tree=tree,
         objects=objects,
         rest=lightning_meta(_without_shards(rest)) if mesh.rank == 0 else b"",
-        tensors=collector.tensors,
-        shares=collector.shares,
+        sections=[(dtype, shape) for _, dtype, shape in stored.sections],
+        tensors=stored.tensors,
+        shares=stored.shares,
+        num_sharded=stored.num_sharded,
+        layout=stored.layout,
+        part=part_of(mesh),
     )
 
 
 def describe(
     checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks
-) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share]]:
+) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share], list[str]]:
     """Content of a plain file, and the shards that replicas have in common; no communication.
 
     Args:
@@ -266,7 +334,7 @@ def describe(
 
     Returns:
         Each tensor with its path; the paths of what is no tensor and belongs to the model or an
-        optimizer; and what this rank has of the sharded tensors.
+        optimizer; and what this rank has of the sharded tensors, with the names of these.
     """
     collector, tensors = (
         _Collector(_paths(checkpoint, names), mesh),
@@ -277,7 +345,8 @@ def describe(
         tensors.append((tensor, path))
         if isinstance(tensor, ShardTensor):
             collector.add(path, tensor)
-    return tensors, [path for path, _ in _objects(checkpoint, names)], collector.shares
+    stored, objects = collector.stored(), [path for path, _ in _objects(checkpoint, names)]
+    return tensors, objects, stored.shares, [name_of(path) for path, _, _ in stored.sections]
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -306,20 +375,33 @@ def nbytes_of(tree: Any) -> int:
     return sum({memory_of_shards(it): it.numel() * it.element_size() for it in parts}.values())
 
 
+class _Stored(NamedTuple):
+    """What a collector has found."""
+
+    sections: list[tuple[ItemPath, torch.dtype, tuple[int, ...]]]
+    tensors: list[tuple[ItemPath, int]]
+    shares: list[Share]
+    num_sharded: int
+    layout: bytes
+
+
 class _Collector:
     def __init__(self, paths: Mapping[int, ItemPath], mesh: Ranks) -> None:
-        self.tensors: list[Described] = []
-        self.shares: list[Share] = []
         self._paths = paths
-        self._mesh = mesh
-        self._stored: dict[tuple[Any, ...], str] = {}  # by memory
+        self._rank = mesh.rank
+        self._tensors: list[tuple[ItemPath, tuple[bool, int]]] = []
+        # By kind, sharded or not, because the numbers of the others begin behind all of these.
+        self._sections: dict[bool, list[tuple[ItemPath, torch.dtype, tuple[int, ...]]]]
+        self._sections = {True: [], False: []}
+        self._shares: dict[bool, list[Share]] = {True: [], False: []}
+        self._stored: dict[tuple[Any, ...], tuple[bool, int]] = {}  # by memory
         self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
-        self._loads = [
-            0
-        ] * mesh.topology.world_size  # bytes of sharded tensors that each rank writes
-        self._holders: defaultdict[int, list[int]] = defaultdict(list)
-        for rank in range(mesh.topology.world_size):
-            self._holders[mesh.topology.slice_rank(rank)].append(rank)
+        topology = mesh.topology
+        own = topology.slice_rank(mesh.rank)
+        # Bytes of sharded tensors that each rank writes which holds the same elements as this one.
+        self._loads = {
+            rank: 0 for rank in range(topology.world_size) if topology.slice_rank(rank) == own
+        }
 
     def put(self, tensor: torch.Tensor) -> str:
         """Name a tensor that has been met; the value that stands for it in the tree."""
@@ -332,13 +414,29 @@ class _Collector:
         return self._paths.get(id(tensor)) or self._extra(tensor)
 
     def add(self, path: ItemPath, tensor: torch.Tensor) -> None:
-        """Cut a tensor, unless its memory is stored already."""
-        name, key = name_of(path), memory_of_shards(tensor)
-        stored = self._stored.get(key)
-        self.tensors.append(Described(path, tensor.dtype, tuple(tensor.shape), stored))
-        if stored is None:
-            self._stored[key] = name
-            self._cut(name, tensor)
+        """Take this rank's share of a tensor, unless its memory is stored already."""
+        key, sharded = memory_of_shards(tensor), isinstance(tensor, ShardTensor)
+        if key not in self._stored:
+            sections = self._sections[sharded]
+            self._stored[key] = sharded, len(sections)
+            sections.append((path, tensor.dtype, tuple(tensor.shape)))
+            self._take(len(sections) - 1, tensor)
+        self._tensors.append((path, self._stored[key]))
+
+    def stored(self) -> _Stored:
+        """All that was met."""
+        sharded, plain = self._sections[True], self._sections[False]
+        first = {True: 0, False: len(sharded)}
+        return _Stored(
+            [*sharded, *plain],
+            [(path, first[kind] + number) for path, (kind, number) in self._tensors],
+            [
+                *self._shares[True],
+                *(replace(it, section=first[False] + it.section) for it in self._shares[False]),
+            ],
+            len(sharded),
+            digest(repr(sharded).encode()),
+        )
 
     def _extra(self, tensor: torch.Tensor) -> ItemPath:
         # Counted apart: the sharded ones have to have the same names on all ranks, the others are
@@ -347,28 +445,19 @@ class _Collector:
         self._extras[kind] += 1
         return (*kind, str(self._extras[kind]))
 
-    def _cut(self, name: str, tensor: torch.Tensor) -> None:
+    def _take(self, number: int, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, ShardTensor):
-            if self._mesh.rank == 0:
-                whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
-                self.shares += [Share(name, whole, tensor.detach().reshape(-1), True)] * (
-                    tensor.numel() > 0
-                )
+            if self._rank == 0 and tensor.numel():
+                whole, elements = Interval(0, tensor.numel()), tensor.detach().reshape(-1)
+                self._shares[False].append(Share(number, whole, elements, True))
             return
-        spec, topology = tensor.spec, self._mesh.topology
-        own = topology.slice_rank(self._mesh.rank)
-        for rank, interval in zip(spec.mesh.owners.ranks, spec.intervals, strict=True):
-            part = topology.slice_rank(rank)
-            writer = min(self._holders[part], key=self._loads.__getitem__)
-            self._loads[writer] += interval.numel * tensor.element_size()
-            if part == own:
-                self._share(name, tensor, interval, writer == self._mesh.rank)
-
-    def _share(self, name: str, tensor: ShardTensor, interval: Interval, written: bool) -> None:
-        position, local = 0, tensor.to_local().detach()
-        for box in boxes(interval, tensor.shape):
-            self.shares.append(Share(name, box, local[position : position + box.numel], written))
-            position += box.numel
+        interval = tensor.spec.interval
+        # Replicas take turns by the bytes that each has been given so far.
+        writer = min(self._loads, key=self._loads.__getitem__)
+        self._loads[writer] += interval.numel * tensor.element_size()
+        if interval.numel:
+            written, local = writer == self._rank, tensor.to_local().detach()
+            self._shares[True].append(Share(number, interval, local, written))
 
 
 def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import stat
+import threading
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,14 +39,18 @@ from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
     MANIFEST,
+    PLACEMENT,
+    PLAIN_EXTRA,
     Item,
     Manifest,
     StoredTensor,
     manifest_from_bytes,
     name_of,
 )
+from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
+from shardeddp.wrap.tree import first_three
 
 # -- Inspection: what is in a checkpoint, from its manifest alone; no byte of a tensor is read
 
@@ -64,13 +71,15 @@ class Row:
     nbytes: int
     """In the checkpoint; what shares the memory of something named before has none of its own."""
 
-    num_pieces: int
+    num_parts: int
+    """In different files."""
+
     same_as: str = ""
     """The name of the tensor whose elements these are, too."""
 
 
 def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
-    """One row for each tensor.
+    """One row for each tensor: those of the model, of each optimizer, and others.
 
     Args:
         manifest: Of the checkpoint.
@@ -78,14 +87,16 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
             pattern without wildcards is a part of the name.
     """
     wanted = pattern if _WILD & set(pattern) else f"*{pattern}*"
-    owners: dict[Any, str] = {}
     rows: list[Row] = []
-    for tensor in manifest.tensors.values():
-        places = tuple((piece.item.file, piece.payload) for piece in tensor.pieces)
-        owner = owners.setdefault(places, tensor.name) if places else tensor.name
+    # In the manifest what is not sharded comes behind everything that is.
+    roots = {root: at for at, root in enumerate(_roots(manifest))}
+    for tensor in sorted(manifest.tensors.values(), key=lambda it: roots[it.path[0]]):
+        owner = manifest.owners[tensor.section] if tensor.numel else tensor.name
         names = tensor.name, name_of(tensor.path[1:])
         if any(fnmatch.fnmatchcase(name, wanted) for name in names):
-            rows.append(_row(tensor, owner))
+            # In a plain file there are no sections: a tensor is one record of it.
+            parts = manifest.sections[tensor.section].parts if manifest.sections else 1
+            rows.append(_row(tensor, owner, parts))
     return rows
 
 
@@ -134,7 +145,7 @@ def as_json(path: Path, manifest: Manifest, rows: Iterable[Row]) -> dict[str, An
             "shape": list(row.shape or ()),
             "dtype": row.dtypes[0],
             "nbytes": manifest.tensors[row.name].nbytes,
-            "pieces": row.num_pieces,
+            "parts": row.num_parts,
             "same_as": row.same_as or None,
         }
         for row in rows
@@ -150,7 +161,13 @@ def as_json(path: Path, manifest: Manifest, rows: Iterable[Row]) -> dict[str, An
     }
 
 
-def _row(tensor: StoredTensor, owner: str) -> Row:
+def _roots(manifest: Manifest) -> list[str | int]:
+    """What names begin with: the model, then the optimizers, then the rest."""
+    found = dict.fromkeys(tensor.path[0] for tensor in manifest.tensors.values())
+    return sorted(found, key=lambda root: root == PLAIN_EXTRA[0])
+
+
+def _row(tensor: StoredTensor, owner: str, parts: int) -> Row:
     shared = owner != tensor.name
     return Row(
         name=tensor.name,
@@ -159,7 +176,7 @@ def _row(tensor: StoredTensor, owner: str) -> Row:
         dtypes=(str(tensor.dtype).removeprefix("torch."),),
         numel=tensor.numel,
         nbytes=0 if shared else tensor.nbytes,
-        num_pieces=len(tensor.pieces),
+        num_parts=parts,
         same_as=owner if shared else "",
     )
 
@@ -174,7 +191,7 @@ def _merged(name: str, rows: list[Row]) -> Row:
         dtypes=tuple(dict.fromkeys(dtype for row in rows for dtype in row.dtypes)),
         numel=sum(row.numel for row in rows),
         nbytes=sum(row.nbytes for row in rows),
-        num_pieces=sum(row.num_pieces for row in rows),
+        num_parts=sum(row.num_parts for row in rows),
     )
 
 
@@ -189,8 +206,8 @@ def _common(words: list[list[str]]) -> int:
 # -- Verification: every byte of a checkpoint compared with its checksum, by one process, at the
 #    speed of the disk
 #
-# It reads each file once from its start to its end, into one buffer. Nothing is unpickled, and no
-# tensor is made.
+# It reads each file once from its start to its end, several files at a time, each into one buffer;
+# before that the table at its end. Nothing is unpickled, and no tensor is made.
 
 Progress = Callable[[int], None]
 """Told how many more bytes have been checked."""
@@ -375,133 +392,212 @@ def _examine_own(path: Path, progress: Progress, started: Progress) -> Verificat
         damage = Damage(file=MANIFEST, expected="a manifest that can be read", found=str(error))
         return Verification(path=path, step=None, nbytes=0, damages=[damage])
     started(manifest.nbytes)
-    blocks = _blocks(manifest)
-    buffer = memoryview(bytearray(BLOCK_NBYTES))
-    damages: list[Damage] = []
-    for name in manifest.files:
-        damages += _FileCheck(path, name, manifest, blocks[name], buffer).run(progress)
-    damages += _extra(path, {MANIFEST, *manifest.files})
-    return Verification(path=path, step=manifest.run.step, nbytes=manifest.nbytes, damages=damages)
+    check = _Check(path, manifest, progress)
+    # Reading and hashing let other threads run.
+    with ThreadPoolExecutor(_THREADS) as threads:
+        try:
+            found = list(threads.map(check.file, manifest.files))
+        except _StoppedError as stopped:
+            raise check.error or stopped from None
+        finally:
+            check.stop(_StoppedError())  # an interrupt of this thread ends the others, too
+    damages = [damage for each in found for damage in each] or check.placement()
+    extra = _extra(path, {MANIFEST, *manifest.files})
+    # The index of torch.distributed.checkpoint may be made later: it is under no checksum then.
+    later = [it for it in extra if it.file == DCP_METADATA and it.found == kind_of(stat.S_IFREG)]
+    damages += [damage for damage in extra if damage not in later]
+    return Verification(
+        path=path,
+        step=manifest.run.step,
+        nbytes=manifest.nbytes,
+        damages=damages,
+        unchecked=[damage.file for damage in later],
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Bytes of a file under one checksum of a tensor."""
-
-    start: int
-    stop: int
-    tensor: str
-    checksum: str
+_THREADS = 8
+"""So many files are read at a time, each by one thread."""
 
 
-def _blocks(manifest: Manifest) -> defaultdict[str, list[_Block]]:
-    """Blocks by file, in byte order; a tensor stored once under several names is there once."""
-    found: defaultdict[str, dict[int, _Block]] = defaultdict(dict)
-    for tensor in manifest.tensors.values():
-        for piece in tensor.pieces:
-            stop = piece.payload + piece.box.numel * tensor.dtype.itemsize
-            for index, expected in enumerate(piece.checksums):
-                start = piece.payload + index * BLOCK_NBYTES
-                block = _Block(start, min(stop, start + BLOCK_NBYTES), tensor.name, expected)
-                found[piece.item.file].setdefault(start, block)
-    sorted_blocks: defaultdict[str, list[_Block]] = defaultdict(list)
-    for name, blocks in found.items():
-        sorted_blocks[name] = [blocks[start] for start in sorted(blocks)]
-    return sorted_blocks
-
-
-class _FileCheck:
-    """One file, read once.
+class _Check:
+    """One checkpoint, each of whose files is read once.
 
     Args:
         path: The checkpoint.
-        name: Of the file.
         manifest: What it should be.
-        blocks: Of tensors in it, in order.
-        buffer: Of ``BLOCK_NBYTES``.
+        progress: Told how many more bytes have been checked, by one thread at a time.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        name: str,
-        manifest: Manifest,
-        blocks: Sequence[_Block],
-        buffer: memoryview,
-    ) -> None:
-        self._path = path
-        self._name = name
-        self._expected = manifest.files[name]
-        self._blocks = blocks
-        self._buffer = buffer
-        self._frames = xxhash.xxh3_128()  # of all that is not in a block
+    def __init__(self, path: Path, manifest: Manifest, progress: Progress) -> None:
+        self.error: BaseException | None = None
+        """Why nobody wants to know any more."""
 
-    def run(self, progress: Progress) -> list[Damage]:
+        self._path = path
+        self._manifest = manifest
+        self._pieces = Pieces(path, manifest)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._buffers = [memoryview(bytearray(BLOCK_NBYTES)) for _ in range(_THREADS)]
+        self._runs: dict[str, Rows] = {}
+
+    def file(self, name: str) -> list[Damage]:
+        """Check a file; called by several threads."""
+        buffer, expected = self._buffers.pop(), self._manifest.files[name].nbytes
         try:
-            with _opened(self._path, self._name) as (descriptor, nbytes):
-                return list(self._check(descriptor, nbytes, progress))
+            with _opened(self._path, name) as (descriptor, nbytes):
+                return list(self._file(name, descriptor, nbytes, buffer))
         except FileNotFoundError:
             found = "no such file"
         except (CheckpointError, OSError) as error:
             found = str(error)
-        return [
-            Damage(
-                file=self._name, expected=f"a file of {self._expected.nbytes:,} bytes", found=found
-            )
-        ]
+        finally:
+            self._buffers.append(buffer)
+        return [Damage(file=name, expected=f"a file of {expected:,} bytes", found=found)]
 
-    def _check(self, descriptor: int, nbytes: int, progress: Progress) -> Iterator[Damage]:
-        size = self._expected.nbytes
-        if nbytes != size:
+    def placement(self) -> list[Damage]:
+        """Compare the placement with the tables of all files."""
+        try:
+            self._pieces.check([self._runs[name] for name in self._manifest.data_files])
+        except CheckpointError as error:
+            expected = "the files that have the elements of each tensor"
+            return [Damage(file=PLACEMENT, expected=expected, found=str(error))]
+        return []
+
+    def _file(
+        self, name: str, descriptor: int, nbytes: int, buffer: memoryview
+    ) -> Iterator[Damage]:
+        expected = self._manifest.files[name].nbytes
+        if nbytes != expected:
             yield Damage(
-                file=self._name, expected=f"a file of {size:,} bytes", found=f"{nbytes:,} bytes"
+                file=name, expected=f"a file of {expected:,} bytes", found=f"{nbytes:,} bytes"
             )
-        end = 0
-        for block in self._blocks:
-            if block.start < end:
-                yield self._damage(
-                    block, "bytes of its own", f"bytes that {MANIFEST} gives to others as well"
+        table = None
+        if name in self._manifest.data_files:
+            try:
+                table = self._pieces.read_table(name)
+            except CheckpointError as error:
+                lost = first_three(self._tensors_in(name))
+                yield Damage(
+                    file=name,
+                    expected=f"a table of its {self._manifest.files[name].pieces:,} pieces",
+                    found=f"{error}. What it has of {lost or 'tensors'} cannot be checked",
                 )
-                continue
-            self._read_frames(descriptor, end, block.start, progress)
-            found = self._digest(descriptor, block)
-            if found != block.checksum:
-                yield self._damage(block, block.checksum, found)
-            progress(block.stop - block.start)
-            end = block.stop
-        self._read_frames(descriptor, end, size, progress)
+                self._advance(expected)
+                return
+            self._runs[name] = table.runs()
+        yield from _FileCheck(
+            name, self._manifest, table, descriptor, buffer, self._advance
+        ).damages(nbytes)
+
+    def _tensors_in(self, name: str) -> list[str]:
+        """Names of tensors that have elements in a file, as far as the placement can be read."""
+        number, found = self._manifest.data_files.index(name), list[str]()
+        with contextlib.suppress(CheckpointError):
+            for section in range(len(self._manifest.sections)):
+                if number in self._pieces.extents(section)[1]:
+                    found.append(self._manifest.owners.get(section, f"section {section}"))
+        return found
+
+    def stop(self, error: BaseException) -> None:
+        """Let all threads end."""
+        self.error = self.error or error
+
+    def _advance(self, nbytes: int) -> None:
+        with self._lock:
+            try:
+                if self.error is None:
+                    self._progress(nbytes)
+            except BaseException as error:  # noqa: BLE001 - raised where the verification was asked for
+                self.stop(error)
+        if self.error is not None:
+            raise _StoppedError
+
+
+class _StoppedError(Exception):
+    """Ends a thread; no damage of a file, which errors of the system are."""
+
+
+class _FileCheck:
+    """One file, read from its start to its end.
+
+    Args:
+        name: Of the file.
+        manifest: What it should be.
+        table: Of its pieces; None for one that has none.
+        descriptor: Of the file.
+        buffer: Of ``BLOCK_NBYTES``.
+        progress: Told how many more bytes have been checked.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        table: PieceTable | None,
+        descriptor: int,
+        buffer: memoryview,
+        progress: Progress,
+    ) -> None:
+        self._name = name
+        self._manifest = manifest
+        self._table = table
+        self._descriptor = descriptor
+        self._buffer = buffer
+        self._progress = progress
+        self._frames = xxhash.xxh3_128()  # of all that is neither in a block nor in the table
+
+    def damages(self, nbytes: int) -> Iterator[Damage]:
+        """What is not as it was written.
+
+        Args:
+            nbytes: That the file has.
+        """
+        expected, end = self._manifest.files[self._name], 0
+        pieces = () if self._table is None else self._table.by_payload()
+        for section, piece in pieces:
+            self._read_frames(end, piece.payload)
+            itemsize = self._manifest.sections[section].dtype.itemsize
+            end = piece.payload + piece.interval.numel * itemsize
+            for index, checksum in enumerate(piece.checksums):
+                start = piece.payload + index * BLOCK_NBYTES
+                block = Interval(start, min(end, start + BLOCK_NBYTES))
+                found = self._digest(block)
+                if found != checksum:
+                    yield Damage(
+                        file=self._name,
+                        tensor=self._manifest.owners.get(section, f"section {section}"),
+                        where=block,
+                        expected=checksum,
+                        found=found,
+                    )
+                self._progress(block.numel)
+        table = self._manifest.table_of(self._name)  # was compared when it was read
+        table = table.intersect(Interval(0, expected.nbytes))
+        self._read_frames(end, table.start)
+        self._progress(table.numel)
         frames = self._frames.hexdigest()
-        if frames != self._expected.checksum and nbytes >= size:
-            of_what = (
-                f"{self._expected.checksum} over the bytes around its tensors"
-                if self._blocks
-                else ""
-            )
-            yield Damage(file=self._name, expected=of_what or self._expected.checksum, found=frames)
+        if frames != expected.checksum and nbytes >= expected.nbytes:
+            of_what = " over the bytes around its tensors" * bool(expected.pieces)
+            yield Damage(file=self._name, expected=f"{expected.checksum}{of_what}", found=frames)
 
-    def _damage(self, block: _Block, expected: str, found: str) -> Damage:
-        where = Interval(block.start, block.stop)
-        return Damage(
-            file=self._name, tensor=block.tensor, where=where, expected=expected, found=found
-        )
-
-    def _read_frames(self, descriptor: int, start: int, stop: int, progress: Progress) -> None:
-        while start < stop and (count := self._read(descriptor, start, stop)):
-            self._frames.update(self._buffer[:count])
+    def _read_frames(self, start: int, stop: int) -> None:
+        while start < stop:
+            view = self._buffer[: min(stop - start, len(self._buffer))]
+            count = os.preadv(self._descriptor, [view], start)
+            if not count:
+                return
+            self._frames.update(view[:count])
             start += count
-            progress(count)
+            self._progress(count)
 
-    def _digest(self, descriptor: int, block: _Block) -> str:
-        nbytes, done = block.stop - block.start, 0
-        while done < nbytes:
-            count = os.preadv(descriptor, [self._buffer[done:nbytes]], block.start + done)
+    def _digest(self, block: Interval) -> str:
+        view, done = self._buffer[: block.numel], 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], block.start + done)
             if count == 0:
                 return f"the end of the file at byte {block.start + done:,}"
             done += count
-        return xxhash.xxh3_128_hexdigest(self._buffer[:nbytes])
-
-    def _read(self, descriptor: int, start: int, stop: int) -> int:
-        return os.preadv(descriptor, [self._buffer[: min(stop - start, len(self._buffer))]], start)
+        return xxhash.xxh3_128_hexdigest(view)
 
 
 def _extra(path: Path, known: set[str]) -> list[Damage]:

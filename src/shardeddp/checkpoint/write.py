@@ -4,48 +4,54 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import struct
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 
 from shardeddp.checkpoint import directory
 from shardeddp.checkpoint.directory import Staging
 from shardeddp.checkpoint.durable import Permissions, disk_errors, make_directories, preflight
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
-from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_checksums, checksum
+from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, checksum
 from shardeddp.checkpoint.manifest import (
     DCP_METADATA,
     LIGHTNING_META,
     MANIFEST,
+    PIECE,
+    PLACEMENT,
     STATE,
     Item,
     Manifest,
-    Piece,
     Run,
+    Section,
     StoredFile,
     StoredObject,
     StoredTensor,
     manifest_to_bytes,
     name_of,
 )
+from shardeddp.checkpoint.pieces import RUN, Pieces, Rows, placement_of, runs_of
 from shardeddp.checkpoint.snapshot import (
-    BoxKey,
-    Described,
     HostMemory,
+    Share,
     Snapshot,
     compare_replicas,
+    digest_of,
     plain_elements,
 )
-from shardeddp.comm import run_on_all_ranks
+from shardeddp.comm import gather_to_first, run_on_all_ranks
 from shardeddp.comm.agreement import gather_results
 from shardeddp.config import CheckpointOptions
-from shardeddp.plan.layout import Box
+from shardeddp.errors import CheckpointError
+from shardeddp.plan.layout import Box, Interval, boxes
+from shardeddp.wrap.tree import first_three
 
 # -- Writing: each rank its shares into a data file of its own, rank 0 the indexes; committed when
 #    all agree
@@ -53,40 +59,151 @@ from shardeddp.plan.layout import Box
 log = logging.getLogger(__name__)
 
 
+DCP_PIECES = 2**16
+"""The most pieces for which ``.metadata`` is written along.
+
+It has an entry for each, which takes rank 0 some 40 us and 3 KB of memory while all ranks wait.
+"""
+
+_LENGTH = struct.Struct("<I")
+
+
 @dataclass(frozen=True)
 class Report:
     """What one rank has written, for the rank that writes the manifest."""
 
     file: StoredFile
-    pieces: dict[BoxKey, tuple[Item, int, tuple[str, ...]]]
-    """Item, start of the payload and checksums of each box that it has written."""
+    layout: str
+    """Checksum of the sharded sections as this rank has them."""
 
-    copies: dict[BoxKey, tuple[str, ...]]
-    """Checksums of each box that a replica has written."""
-
-    objects: list[Item]
+    runs: Rows
+    """What it has written of each section."""
 
     def to_bytes(self) -> bytes:
-        """For the other ranks."""
-        return json.dumps(
-            [
-                vars(self.file),
-                [[*key, asdict(item), *rest] for key, (item, *rest) in self.pieces.items()],
-                [[*key, checksums] for key, checksums in self.copies.items()],
-                [asdict(item) for item in self.objects],
-            ]
-        ).encode()
+        """For the first rank."""
+        header = json.dumps([vars(self.file), self.layout]).encode()
+        return _LENGTH.pack(len(header)) + header + self.runs.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Report:
         """What :meth:`to_bytes` has made of one."""
-        file, pieces, copies, objects = json.loads(data)
-        return cls(
-            StoredFile(**file),
-            {_key(*key): (Item(**item), start, tuple(sums)) for *key, item, start, sums in pieces},
-            {_key(*key): tuple(checksums) for *key, checksums in copies},
-            [Item(**item) for item in objects],
+        start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        file, layout = json.loads(data[_LENGTH.size : start])
+        return cls(StoredFile(**file), layout, np.frombuffer(data, RUN, offset=start))
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written."""
+
+    report: Report
+    held: list[tuple[Share, bytes]]
+    """The shares of sharded tensors that other ranks hold as well, each with its checksum."""
+
+    objects: list[Item]
+
+
+def write_data_file(
+    snapshot: Snapshot, folder: Path, rank: int, options: CheckpointOptions
+) -> Written:
+    """Write what a rank has of a checkpoint.
+
+    Args:
+        snapshot: Of that rank.
+        folder: The staging directory.
+        rank: The rank.
+        options: How safe, and for whom to read.
+
+    Raises:
+        CheckpointError: The file system refuses.
+    """
+    name, permissions = f"__{rank}_0.distcp", options.permissions or "private"
+    rows, blocks, held = list[tuple[int, ...]](), list[bytes](), list[tuple[Share, bytes]]()
+    descriptor = directory.create_file(folder, name, permissions)
+    try:
+        with disk_errors("writing", folder / name, snapshot.nbytes):
+            file = DataFile(descriptor, name, crc=options.zip_crc)
+            for share in snapshot.shares:
+                elements, digests = plain_elements(share.elements), list[bytes]()
+                for box, part in _boxes(share.interval, snapshot.sections[share.section][1]):
+                    own = elements[part.start - share.interval.start :][: part.numel]
+                    if not share.written:
+                        digests += block_digests(own)
+                        continue
+                    item, payload, found = file.put_tensor(own.view(box.sizes))
+                    place = item.offset, item.nbytes, payload
+                    rows.append((share.section, part.start, part.stop, *place))
+                    digests += found
+                blocks += digests if share.written else []
+                if snapshot.part is not None and share.section < snapshot.num_sharded:
+                    held.append((share, digest_of(digests)))
+            values = snapshot.objects if rank == 0 else []
+            objects = [file.put_object(value) for _, value in values]
+            stored = file.close(rows, blocks)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    directory.finish(descriptor, folder / name, options.durability)
+    table = np.array(rows, dtype=PIECE)
+    runs = runs_of(*(table[column] for column in ("section", "start", "stop")))
+    return Written(Report(stored, snapshot.layout.hex(), runs), held, objects)
+
+
+def _boxes(interval: Interval, shape: Sequence[int]) -> Iterator[tuple[Box, Interval]]:
+    """The boxes of an interval, each with the elements that it has."""
+    start = interval.start
+    for box in boxes(interval, shape):
+        yield box, Interval(start, start + box.numel)
+        start += box.numel
+
+
+def index(
+    snapshot: Snapshot, run: Run, reports: Sequence[Report], objects: Sequence[Item]
+) -> tuple[Manifest, memoryview]:
+    """The manifest of the data files of all ranks, and the placement; for rank 0.
+
+    Args:
+        snapshot: Of rank 0.
+        run: The training.
+        reports: What each rank has written.
+        objects: Where rank 0 has written those of the snapshot.
+
+    Raises:
+        CheckpointError: The ranks do not save the same tensors, or not all of their elements once.
+    """
+    layout = snapshot.layout.hex()
+    if odd := [rank for rank, report in enumerate(reports) if report.layout != layout]:
+        raise CheckpointError(
+            f"the ranks do not save the same sharded tensors: others than rank 0 on ranks "
+            f"{first_three(map(str, odd))}. Let every rank keep the same ones, in the same order, "
+            f"in what it saves"
         )
+    numels = [math.prod(shape) for _, shape in snapshot.sections]
+    rows, counts = placement_of([report.runs for report in reports], numels, snapshot.names)
+    sections, first = list[Section](), 0
+    for (dtype, shape), parts in zip(snapshot.sections, counts, strict=True):
+        own = rows[first : first + parts].tobytes()
+        sections.append(Section(dtype, shape, first, parts, checksum(own)))
+        first += parts
+    tensors = [
+        StoredTensor(
+            path=path, dtype=sections[number].dtype, shape=sections[number].shape, section=number
+        )
+        for path, number in snapshot.tensors
+    ]
+    stored = [
+        StoredObject(path=path, item=item)
+        for (path, _), item in zip(snapshot.objects, objects, strict=True)
+    ]
+    manifest = Manifest(
+        run=run,
+        algorithm=ALGORITHM,
+        files={f"__{rank}_0.distcp": report.file for rank, report in enumerate(reports)},
+        tensors={tensor.name: tensor for tensor in tensors},
+        objects={name_of(it.path): it for it in stored},
+        sections=tuple(sections),
+    )
+    return manifest, rows.view(np.uint8).data
 
 
 def write_checkpoint(
@@ -134,15 +251,19 @@ class _Writing:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._staging: Staging | None = None  # rank 0's
         self._folder = target  # of the staging, when rank 0 has said where that is
+        self._own: Written | None = None  # when it is
 
     def run(self) -> None:
         """Do it all; see :func:`write_checkpoint`."""
-        sizes = self._gather("planning the checkpoint", lambda: str(self._snapshot.nbytes).encode())
+        sizes = self._gather_to_first(
+            "planning the checkpoint", lambda: str(self._snapshot.nbytes).encode()
+        )
         try:
             needed = sum(map(int, sizes))
             folders = self._gather("preparing the checkpoint", lambda: self._prepare(needed))
             self._folder = Path(os.fsdecode(folders[0]))
-            reports = self._gather(f"writing {self._target}", self._write)
+            reports = self._gather_to_first(f"writing {self._target}", self._write)
+            self._compare_replicas()
             self._gather(f"committing {self._target}", lambda: self._commit(reports))
         except Exception:
             if self._staging is not None:
@@ -151,6 +272,16 @@ class _Writing:
 
     def _gather(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
         return [action()] if self._group is None else gather_results(step, action, self._group)
+
+    def _gather_to_first(self, step: str, action: Callable[[], bytes]) -> Sequence[bytes]:
+        return [action()] if self._group is None else gather_to_first(step, action, self._group)
+
+    def _compare_replicas(self) -> None:
+        part, own = self._snapshot.part, self._own
+        if self._group is not None and part is not None and own is not None:
+            shares = [share for share, _ in own.held]
+            digests = [found for _, found in own.held]
+            compare_replicas(shares, lambda: digests, part, self._snapshot.names, self._group)
 
     def _prepare(self, needed: int) -> bytes:
         """Rank 0 alone: the directory to write in."""
@@ -163,96 +294,44 @@ class _Writing:
 
     def _write(self) -> bytes:
         """This rank's data file."""
-        name = f"__{self._rank}_0.distcp"
-        pieces: dict[BoxKey, tuple[Item, int, tuple[str, ...]]] = {}
-        copies: dict[BoxKey, tuple[str, ...]] = {}
-        with (
-            self._created(name) as descriptor,
-            disk_errors("writing", self._folder / name, self._snapshot.nbytes),
-        ):
-            file = DataFile(descriptor, name, crc=self._options.zip_crc)
-            for share in self._snapshot.shares:
-                elements = plain_elements(share.elements)
-                key = share.name, share.box.offsets, share.box.sizes
-                if share.written:
-                    pieces[key] = file.put_tensor(elements.view(share.box.sizes))
-                else:
-                    copies[key] = block_checksums(elements)
-            objects = (
-                [file.put_object(value) for _, value in self._snapshot.objects]
-                if self._rank == 0
-                else []
-            )
-            return Report(file.close(), pieces, copies, objects).to_bytes()
+        self._own = write_data_file(self._snapshot, self._folder, self._rank, self._options)
+        return self._own.report.to_bytes()
 
     def _commit(self, reports: Sequence[bytes]) -> bytes:
         """On rank 0: write the indexes, the manifest last, and rename to make it a checkpoint."""
-        if self._staging is None:
+        if self._staging is None or self._own is None:
             return b""
-        merged = [Report.from_bytes(report) for report in reports]
-        written = [{key: sums for key, (_, _, sums) in report.pieces.items()} for report in merged]
-        compare_replicas(written, [report.copies for report in merged])
-        files = {f"__{rank}_0.distcp": report.file for rank, report in enumerate(merged)}
-        manifest = Manifest(
-            run=self._run,
-            algorithm=ALGORITHM,
-            files=files,
-            tensors=_index(self._snapshot.tensors, merged),
-            objects={
-                name_of(path): StoredObject(path=path, item=item)
-                for (path, _), item in zip(self._snapshot.objects, merged[0].objects, strict=True)
-            },
-        )
-        contents = {
+        told = [Report.from_bytes(report) for report in reports]
+        manifest, placement = index(self._snapshot, self._run, told, self._own.objects)
+        contents: dict[str, bytes | memoryview] = {
+            PLACEMENT: placement,
             STATE: json.dumps(self._snapshot.tree, separators=(",", ":")).encode(),
-            DCP_METADATA: to_bytes(dcp_metadata(manifest)),
             LIGHTNING_META: self._snapshot.rest,
         }
+        num_pieces = sum(file.pieces for file in manifest.files.values())
+        if num_pieces > DCP_PIECES:
+            log.warning(
+                f"{self._target} has {num_pieces:,} pieces, too many to write {DCP_METADATA} while "
+                f"all ranks wait. torch.distributed.checkpoint reads the checkpoint after: "
+                f"shardeddp metadata {self._target}"
+            )
+        files = dict(manifest.files)
         for name, content in contents.items():
             self._put(name, content)
             files[name] = StoredFile(nbytes=len(content), checksum=checksum(content))
+        if num_pieces <= DCP_PIECES:
+            content = to_bytes(dcp_metadata(manifest, Pieces(self._folder, manifest)))
+            self._put(DCP_METADATA, content)
+            files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=checksum(content))
         self._put(MANIFEST, manifest_to_bytes(replace(manifest, files=files)))
         for note in directory.commit(self._staging):
             log.warning(note)  # no warning that a filter makes an error of: it is committed
         return b""
 
-    def _put(self, name: str, content: bytes) -> None:
+    def _put(self, name: str, content: bytes | memoryview) -> None:
         directory.write_file(
             self._folder, name, content, self._permissions, self._options.durability
         )
-
-    @contextmanager
-    def _created(self, name: str) -> Generator[int]:
-        """A new file, flushed and closed at the end."""
-        descriptor = directory.create_file(self._folder, name, self._permissions)
-        try:
-            yield descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        directory.finish(descriptor, self._folder / name, self._options.durability)
-
-
-def _index(described: Sequence[Described], reports: Sequence[Report]) -> dict[str, StoredTensor]:
-    pieces: defaultdict[str, list[Piece]] = defaultdict(list)
-    for report in reports:
-        for (name, offsets, sizes), (item, payload, checksums) in report.pieces.items():
-            pieces[name].append(
-                Piece(box=Box(offsets, sizes), item=item, payload=payload, checksums=checksums)
-            )
-    return {
-        name_of(it.path): StoredTensor(
-            path=it.path,
-            dtype=it.dtype,
-            shape=it.shape,
-            pieces=tuple(pieces[it.same_as or name_of(it.path)]),
-        )
-        for it in described
-    }
-
-
-def _key(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> BoxKey:
-    return name, tuple(offsets), tuple(sizes)
 
 
 # -- Saver: saves one checkpoint after the other, in the caller's time or in a thread's, and deletes

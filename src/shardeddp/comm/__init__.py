@@ -7,6 +7,7 @@ from shardeddp.comm.agreement import (
     agree_on_layout,
     all_gather_bytes,
     gather_results,
+    gather_to_first,
     run_on_all_ranks,
 )
 from shardeddp.comm.collectives import CollectiveHandle, Collectives, Traffic
@@ -28,6 +29,7 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "gather_results",
+    "gather_to_first",
     "reduce_tensor",
     "run_on_all_ranks",
 ]

@@ -261,38 +261,81 @@ def run_on_all_ranks(step: str, action: Callable[[], T], group: dist.ProcessGrou
 
 def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGroup) -> list[bytes]:
     """Run a step as :func:`together` does, and give every rank's result to every rank, by rank."""
-    result, failure, cause = b"", None, None
-    try:
-        result = action()
-    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
-        failure, cause = _Failure(type(error).__name__, str(error), traceback.format_exc()), error
-    sent = all_gather_bytes(
-        b"+" + result if failure is None else b"-" + json.dumps(failure).encode(), group
+    result, failure = _attempt(action)
+    sent = all_gather_bytes(b"+" + result if failure is None else b"-" + failure.to_bytes(), group)
+    _raise_failures(step, [text[1:] if text[:1] == b"-" else b"" for text in sent], failure)
+    return [text[1:] for text in sent]
+
+
+def gather_to_first(
+    step: str, action: Callable[[], bytes], group: dist.ProcessGroup
+) -> list[bytes]:
+    """The same for the first rank alone: what the others send takes no memory but there.
+
+    Returns:
+        Every rank's result, by rank; nothing on other ranks than the first.
+    """
+    result, failure = _attempt(action)
+    begin(group, "exchange")
+    size, first = dist.get_world_size(group), dist.get_rank(group) == 0
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(
+        lengths, torch.tensor([-1 if failure else 0 if first else len(result)]), group=group
     )
-    failures = {
-        rank: _Failure(*json.loads(text[1:])) for rank, text in enumerate(sent) if text[:1] == b"-"
-    }
-    if not failures:
-        return [text[1:] for text in sent]
-    if isinstance(cause, ConfigurationError) and len(failures) == len(sent):
-        raise cause
-    first = min(failures)
-    kinds = {failure.kind for failure in failures.values()}
-    if kinds <= _OF_CHECKPOINTS.keys():
-        ranks = ", ".join(map(str, failures))
-        raise _OF_CHECKPOINTS[failures[first].kind](
-            f"{failures[first].text} (found on rank {ranks})"
-        ) from cause
-    raise RankError(step, {rank: failure.trace for rank, failure in failures.items()}) from cause
-
-
-_OF_CHECKPOINTS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointError)}
+    if min(map(int, lengths)) < 0:
+        texts = all_gather_bytes(b"" if failure is None else failure.to_bytes(), group)
+        _raise_failures(step, texts, failure)
+    # The first rank's own result, which may be by far the longest, does not travel.
+    padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+    if not first:
+        padded[: len(result)] = torch.frombuffer(bytearray(result or b"\0"), dtype=torch.uint8)[
+            : len(result)
+        ]
+    arrived = [*torch.empty(size, len(padded), dtype=torch.uint8)] if first else None
+    if len(padded):
+        dist.gather(padded, arrived, dst=dist.get_global_rank(group, 0), group=group)
+    if arrived is None:
+        return []
+    others = [
+        tensor[: int(length)].numpy().tobytes()
+        for tensor, length in zip(arrived[1:], lengths[1:], strict=True)
+    ]
+    return [result, *others]
 
 
 class _Failure(NamedTuple):
-    kind: str
-    text: str
+    error: Exception
     trace: str
+
+    def to_bytes(self) -> bytes:
+        return json.dumps([type(self.error).__name__, str(self.error), self.trace]).encode()
+
+
+def _attempt(action: Callable[[], bytes]) -> tuple[bytes, _Failure | None]:
+    try:
+        return action(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
+        return b"", _Failure(error, traceback.format_exc())
+
+
+def _raise_failures(step: str, texts: Sequence[bytes], own: _Failure | None) -> None:
+    """Raise what has failed on some ranks, by what each of them tells; nothing for those without."""
+    failures: dict[int, tuple[str, str, str]] = {
+        rank: tuple(json.loads(text)) for rank, text in enumerate(texts) if text
+    }
+    if not failures:
+        return
+    cause = None if own is None else own.error
+    if isinstance(cause, ConfigurationError) and len(failures) == len(texts):
+        raise cause
+    kind, text, _ = failures[min(failures)]
+    if {kind for kind, _, _ in failures.values()} <= _OF_CHECKPOINTS.keys():
+        ranks = ", ".join(map(str, failures))
+        raise _OF_CHECKPOINTS[kind](f"{text} (found on rank {ranks})") from cause
+    raise RankError(step, {rank: trace for rank, (_, _, trace) in failures.items()}) from cause
+
+
+_OF_CHECKPOINTS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointError)}
 
 
 def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:

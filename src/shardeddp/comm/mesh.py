@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar, cast
 
 import torch
@@ -267,6 +267,11 @@ class Mesh:
     def slice_rank(self) -> int:
         """Number of the slice of every flat buffer that this rank owns."""
         return self.topology.slice_rank(self.rank)
+
+    @cached_property
+    def owner_slices(self) -> tuple[int, ...]:
+        """The same of each rank among the owners."""
+        return tuple(map(self.topology.slice_rank, self.owners.ranks))
 
     def drain(self) -> None:
         """Block the host until both streams are done, for data that they copied to host memory."""

@@ -13,7 +13,7 @@ import torch
 from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
-from shardeddp.plan.layout import FlatLayout
+from shardeddp.plan.layout import FlatLayout, OwnedIntervals
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.gradient_hooks import take_hooks
@@ -369,10 +369,7 @@ class FlatGroup:
         shard_spec = ShardSpec(
             fqn=spec.fqn,
             shape=parameter.shape,
-            intervals=tuple(
-                self.layout.parameter_interval(slot, self._mesh.topology.slice_rank(rank))
-                for rank in self._mesh.owners.ranks
-            ),
+            intervals=OwnedIntervals(self.layout, slot, self._mesh.owner_slices),
             mesh=self._mesh,
             offloaded=local.device != self._mesh.device,
         )

@@ -111,14 +111,14 @@ class Restore:
                 )  # it may be there under the name of what was being replaced
             self._group.barrier()
             kind = self._kind_of(path)
+        mesh = self._group.current
+        part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
         if kind == "directory":
             foreign, trust = self._options.foreign, self._options.trust_pickle
             reading = partial(
-                open_any, self._path, weights_only, foreign=foreign, trust_pickle=trust
+                open_any, self._path, weights_only, foreign=foreign, trust_pickle=trust, part=part
             )
         elif type(io) is TorchCheckpointIO and kind == "archive":
-            mesh = self._group.current
-            part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
             reading = partial(open_file, path, weights_only, part)
         else:
             torch.cuda.empty_cache()  # as Lightning does here
@@ -273,7 +273,12 @@ class Restore:
 
 
 def open_any(
-    path: Path, weights_only: bool | None, *, foreign: bool, trust_pickle: bool = False
+    path: Path,
+    weights_only: bool | None,
+    *,
+    foreign: bool,
+    trust_pickle: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Read everything of a directory but the tensors, which are read when they are used.
 
@@ -282,12 +287,13 @@ def open_any(
         weights_only: False: unpickle what only pickle could save.
         foreign: Whether it may be of another tool.
         trust_pickle: Unpickle the index of such a one without looking at what is in it.
+        part: Which part of the files of this package is looked for here: ``(rank, ranks)``.
 
     Raises:
         CheckpointError: It is damaged, or not to be read without saying so.
     """
     if carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
-        return open_checkpoint(path, weights_only, CODECS)
+        return open_checkpoint(path, weights_only, CODECS, part)
     if not foreign:
         raise CheckpointError(
             f"{path} was written by another tool, and its index is a pickle. To load it by a "

@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 
 from shardeddp.checkpoint.kept_shards import KEPT, KEY, NAMES, KeptShards, places_of_shards
 from shardeddp.checkpoint.random_state import (
+    STATES,
     ResumeRandomness,
     Stateful,
     gather_random_states,
     has_length,
 )
 from shardeddp.checkpoint.snapshot import ParameterNames
-from shardeddp.comm.agreement import gather_results
+from shardeddp.comm.agreement import gather_to_first
 from shardeddp.errors import CheckpointError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
@@ -40,28 +41,21 @@ _PLACE = "combined_loader"
 """The name that the states of training loaders have among those of Lightning's fit loop."""
 
 
-def gather_loader_states(
-    checkpoint: dict[str, Any], group: dist.ProcessGroup
-) -> tuple[dict[str, Any], list[Any]]:
-    """Every rank's states, by rank, where they are not the same; a collective.
+def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's states on rank 0, by rank, where they are not the same; a collective.
 
     Args:
-        checkpoint: Of this rank, as Lightning has made it; it stays as it is.
+        checkpoint: Of this rank, as Lightning has made it.
         group: The host group of all ranks.
 
     Returns:
-        The checkpoint with rank 0's states in place of its own, and all of them; nothing of the
-        latter if all ranks are in one place, or have no stateful loader.
+        All of them; nothing if all ranks are in one place, or have no stateful loader, and on
+        other ranks.
     """
     # Pickled on the way between ranks of one job only.
     own = _fit_loop(checkpoint).get(_PLACE)
-    sent = gather_results("saving the states of data loaders", lambda: pickle.dumps(own), group)
-    if len(set(sent)) == 1:
-        return checkpoint, []
-    states = [pickle.loads(each) for each in sent]
-    loops, fit_loop = checkpoint["loops"], checkpoint["loops"]["fit_loop"]
-    fit_loop = {**fit_loop, "state_dict": {**fit_loop["state_dict"], _PLACE: states[0]}}
-    return {**checkpoint, "loops": {**loops, "fit_loop": fit_loop}}, states
+    sent = gather_to_first("saving the states of data loaders", lambda: pickle.dumps(own), group)
+    return [pickle.loads(each) for each in sent] if len(set(sent)) > 1 else []
 
 
 def take_loader_state(
@@ -134,16 +128,15 @@ class Resume:
     ) -> dict[str, Any]:
         """A checkpoint with all that Lightning does not know of; user hooks hold the one without.
 
-        A collective of all ranks; where there are none yet, the checkpoint as it is.
+        A collective of all ranks; where there are none yet, the checkpoint as it is. What ranks have
+        of their own, rank 0 gets, whose values count.
         """
         mesh = self._group.current
         if mesh is None:
             return checkpoint
         own: dict[str, Any] = {}
-        own["random_states"] = gather_random_states(
-            self._randomness.capture(mesh.device), mesh.control
-        )
-        checkpoint, loader_states = gather_loader_states(checkpoint, mesh.control)
+        own[STATES] = gather_random_states(self._randomness.capture(mesh.device), mesh.control)
+        loader_states = gather_loader_states(checkpoint, mesh.control)
         if loader_states:  # ranks are in different places of their data
             own["loader_states"] = loader_states
         if module is not None and (places := places_of_shards(checkpoint, module)):
@@ -165,7 +158,7 @@ class Resume:
         if mesh is None or not fitting:
             return
         rank, size = mesh.rank, mesh.topology.world_size
-        self._randomness.hold(own.get("random_states"), rank, size)
+        self._randomness.hold(own.get(STATES), rank, size)
         if self._randomness.holds:
             self._streams.load(checkpoint)
         if "loader_states" in own:

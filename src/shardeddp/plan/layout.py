@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 # -- Half-open intervals of elements, and the boxes that an interval of a tensor is made of
 
@@ -284,6 +285,51 @@ class FlatLayout:
         if owned.numel == 0:
             return owned
         return owned.shift(slot.offset - self.shard_interval(shard_rank).start)
+
+
+class OwnedIntervals(Sequence[Interval]):
+    """What each of several owners has of a parameter, worked out when it is asked for.
+
+    Intervals of thousands of owners for thousands of parameters would take gigabytes. Equal to any
+    sequence of equal intervals.
+
+    Args:
+        layout: Of the flat buffer.
+        slot: Of the parameter.
+        shard_ranks: Which slice each owner has.
+    """
+
+    def __init__(self, layout: FlatLayout, slot: ParameterSlot, shard_ranks: Sequence[int]) -> None:
+        self._layout = layout
+        self._slot = slot
+        self._shard_ranks = shard_ranks
+
+    def __len__(self) -> int:
+        return len(self._shard_ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> Interval: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Interval, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Interval | tuple[Interval, ...]:
+        if isinstance(index, slice):
+            return tuple(
+                self._layout.parameter_interval(self._slot, rank)
+                for rank in self._shard_ranks[index]
+            )
+        return self._layout.parameter_interval(self._slot, self._shard_ranks[index])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return self is other or (
+            len(self) == len(other)
+            and all(own == its for own, its in zip(self, other, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _round_up(value: int, multiple: int) -> int:

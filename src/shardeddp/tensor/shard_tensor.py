@@ -21,7 +21,7 @@ import copy
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from multiprocessing.context import get_spawning_popen
@@ -90,7 +90,7 @@ class ShardSpec:
 
     fqn: str
     shape: torch.Size
-    intervals: tuple[Interval, ...]
+    intervals: Sequence[Interval]
     """Each owner's elements of the flattened parameter, in ``mesh.owners`` order; they cover it."""
 
     mesh: Mesh
@@ -100,7 +100,7 @@ class ShardSpec:
     warned: list[str] = field(default_factory=list)
     """Warnings given for this parameter, so that none is given twice."""
 
-    @property
+    @cached_property
     def interval(self) -> Interval:
         """The elements that this rank owns."""
         return self.intervals[self.mesh.owners.rank]

@@ -1,0 +1,386 @@
+"""Pieces of tensors: in which file which elements lie, from tables that are checked before use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardeddp.checkpoint.durable import StrPath, disk_errors, open_regular, read_dense
+from shardeddp.checkpoint.items import checksum
+from shardeddp.checkpoint.manifest import (
+    BLOCK_NBYTES,
+    DIGEST_NBYTES,
+    EXTENT,
+    MAX_NBYTES,
+    PIECE,
+    PLACEMENT,
+    Item,
+    Manifest,
+    Section,
+)
+from shardeddp.errors import CheckpointError, DamagedCheckpointError
+from shardeddp.plan.layout import Interval
+
+Integers = npt.NDArray[np.int64]
+Rows = npt.NDArray[Any]
+"""Of a structured dtype."""
+
+RUN = np.dtype([("section", "<u4"), ("start", "<u8"), ("stop", "<u8")])
+"""Elements of a section that lie in one file, in as many pieces as it takes."""
+
+_HOLE_NBYTES = 64
+"""Zero bytes that follow each other in no table: every row and every checksum has others."""
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, stored in one go."""
+
+    interval: Interval
+    """Elements of the flattened tensor."""
+
+    item: Item
+    payload: int
+    """Where the elements start in the file; row-major, without gaps."""
+
+    checksums: tuple[str, ...]
+    """Of each ``BLOCK_NBYTES`` of the payload; the last block may be shorter."""
+
+
+# -- A table: the pieces in one data file, in columns; rows of a stranger are checked at once, all
+#    of a column in one go
+
+
+class PieceTable:
+    """The pieces in one data file.
+
+    Args:
+        name: Of the file.
+        data: The table, which has the checksum that the manifest gives.
+        manifest: Of the checkpoint.
+        place: Of the file, for errors.
+
+    Raises:
+        CheckpointError: It contradicts itself, the manifest, or the size of the file.
+    """
+
+    def __init__(self, name: str, data: bytes | bytearray, manifest: Manifest, place: str) -> None:
+        self._name = name
+        self._place = place
+        stored = manifest.files[name]
+        rows = np.frombuffer(data, PIECE, stored.pieces)
+        self._digests = memoryview(data)[rows.nbytes :]
+        columns = [rows[column] for column in PIECE.names or ()]
+        for column in columns[1:]:
+            self._require(column < MAX_NBYTES, "numbers of 62 bits")
+        self.sections, self.starts, self.stops, self._items, self._item_nbytes, self.payloads = (
+            column.astype(np.int64) for column in columns
+        )
+        self._check(manifest.sections, stored.blocks, manifest.table_of(name).start)
+
+    def runs(self) -> Rows:
+        """What of each section lies in the file; pieces that follow each other are one."""
+        return runs_of(self.sections, self.starts, self.stops)
+
+    def of(self, section: int, interval: Interval) -> Iterator[Piece]:
+        """The pieces that have some of these elements, in their order."""
+        first, last = np.searchsorted(self.sections, [section, section + 1]).tolist()
+        first += int(np.searchsorted(self.stops[first:last], interval.start, side="right"))
+        for row in range(first, last):
+            if self.starts[row] >= interval.stop:
+                return
+            yield self[row]
+
+    def by_payload(self) -> Iterator[tuple[int, Piece]]:
+        """The pieces with their sections, in the order in which they lie in the file."""
+        for row in np.argsort(self.payloads, kind="stable").tolist():
+            yield int(self.sections[row]), self[row]
+
+    def __getitem__(self, row: int) -> Piece:
+        """One of them."""
+        blocks = range(self._blocks[row], self._blocks[row + 1])
+        return Piece(
+            Interval(int(self.starts[row]), int(self.stops[row])),
+            Item(
+                file=self._name,
+                offset=int(self._items[row]),
+                nbytes=int(self._item_nbytes[row]),
+            ),
+            int(self.payloads[row]),
+            tuple(
+                self._digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES].hex()
+                for block in blocks
+            ),
+        )
+
+    def _check(self, sections: Sequence[Section], blocks: int, end: int) -> None:
+        """Each check relies on those before it: differences and sums do not overflow."""
+        self._require(self.sections < len(sections), f"one of {len(sections)} sections")
+        wanted, places = np.unique(self.sections, return_inverse=True)
+        found = [sections[number] for number in wanted.tolist()]
+        numels = np.array([section.numel for section in found], dtype=np.int64)[places]
+        itemsizes = np.array([it.dtype.itemsize for it in found], dtype=np.int64)[places]
+        self._require(self.starts < self.stops, "elements")
+        self._require(self.stops <= numels, "elements of its tensor")
+        follows = self.sections[1:] > self.sections[:-1]
+        follows |= (self.sections[1:] == self.sections[:-1]) & (self.starts[1:] >= self.stops[:-1])
+        self._require(np.append(follows, True), "elements before those of the next row")
+        ends = self._items + self._item_nbytes
+        self._require(ends <= end, f"an item inside of the {end:,} bytes before the table")
+        self._nbytes = (self.stops - self.starts) * itemsizes
+        inside = (self._items <= self.payloads) & (self.payloads + self._nbytes <= ends)
+        self._require(inside, "a payload inside of its item")
+        order = np.argsort(self.payloads, kind="stable")
+        alone = (self.payloads + self._nbytes)[order][:-1] <= self.payloads[order][1:]
+        # Pieces that overlap could ask for any amount of memory.
+        self._require(np.append(alone, True), "bytes that no other row has as well", order)
+        counts = -(-self._nbytes // BLOCK_NBYTES)
+        self._blocks: list[int] = [0, *np.cumsum(counts).tolist()]
+        if self._blocks[-1] != blocks:
+            raise CheckpointError(
+                f"{self._place} contradicts itself: its pieces have {self._blocks[-1]} blocks, its "
+                f"table has the checksums of {blocks}"
+            )
+
+    def _require(
+        self, fulfilled: npt.NDArray[np.bool_], what: str, order: Integers | None = None
+    ) -> None:
+        if not fulfilled.all():
+            row = int(np.argmin(fulfilled))
+            row = row if order is None else int(order[row])
+            raise CheckpointError(
+                f"{self._place} contradicts itself: row {row} of its table of pieces was expected "
+                f"to have {what}"
+            )
+
+
+# -- The pieces of a checkpoint: the placement says in which files a tensor lies, their tables where
+
+
+class Pieces:
+    """Finds pieces; reads no more of the placement and no more tables than are asked for.
+
+    Args:
+        path: The checkpoint, or the staging directory of one.
+        manifest: Of the checkpoint.
+    """
+
+    def __init__(self, path: StrPath, manifest: Manifest) -> None:
+        self._path = Path(path)
+        self._manifest = manifest
+        self._tables: dict[str, PieceTable] = {}
+        self._extents: dict[int, tuple[Integers, Integers]] = {}
+
+    def of(self, section: int, interval: Interval) -> list[Piece]:
+        """The pieces that have these elements of a section, in their order.
+
+        Raises:
+            CheckpointError: Some are nowhere, or what says so is not what was written.
+        """
+        numel, found = self._manifest.sections[section].numel, list[Piece]()
+        if interval.stop > numel:
+            raise ValueError(f"expected elements below {numel}, found {interval}")
+        if not interval.numel:
+            return found
+        starts, files = self.extents(section)
+        stops = np.append(starts[1:], numel)
+        first = int(np.searchsorted(stops, interval.start, side="right"))
+        last = int(np.searchsorted(starts, interval.stop))
+        parts = (column[first:last].tolist() for column in (starts, stops, files))
+        for start, stop, file in zip(*parts, strict=True):
+            name = self._manifest.data_files[file]
+            wanted = interval.intersect(Interval(start, stop))
+            end = wanted.start
+            for piece in self.table(name).of(section, wanted):
+                # One that several rows of the placement find could be read any number of times.
+                if not start <= piece.interval.start <= end or piece.interval.stop > stop:
+                    break
+                found.append(piece)
+                end = piece.interval.stop
+            if end < wanted.stop:
+                raise CheckpointError(
+                    f"{self._path / name} has no piece with element {end} of "
+                    f"{_name(self._manifest, section)}, which lies there by {PLACEMENT}"
+                )
+        return found
+
+    def table(self, name: str) -> PieceTable:
+        """The table of a data file, which is kept."""
+        if name not in self._tables:
+            self._tables[name] = self.read_table(name)
+        return self._tables[name]
+
+    def read_table(self, name: str) -> PieceTable:
+        """The table of a data file.
+
+        Raises:
+            CheckpointError: It is not what was written, or contradicts itself.
+        """
+        where, expected = self._manifest.table_of(name), self._manifest.files[name].table
+        data = self._manifest.inline.get(name)
+        if data is None:
+            data = self._read(name, where, expected, "its table of pieces")
+        return PieceTable(name, data, self._manifest, str(self._path / name))
+
+    def extents(self, section: int) -> tuple[Integers, Integers]:
+        """The placement of a section: where parts of it start, and the numbers of their files.
+
+        Raises:
+            CheckpointError: It is not what was written, or contradicts itself.
+        """
+        if section not in self._extents:
+            self._extents[section] = self._read_extents(section)
+        return self._extents[section]
+
+    def check(self, runs: Sequence[Rows]) -> None:
+        """Compare the placement with the tables of all data files.
+
+        Args:
+            runs: Those of each table, in the order of files.
+
+        Raises:
+            CheckpointError: The tables have elements twice or not at all, or the placement is not
+                what was written, or another one.
+        """
+        names = [_name(self._manifest, each) for each in range(len(self._manifest.sections))]
+        numels = [section.numel for section in self._manifest.sections]
+        rows, counts = placement_of(runs, numels, names)
+        first = 0
+        for section, count in enumerate(counts):
+            expected, first = rows[first : first + count], first + count
+            starts, files = self.extents(section)
+            if not (
+                np.array_equal(starts, expected["start"])
+                and np.array_equal(files, expected["file"])
+            ):
+                raise CheckpointError(
+                    f"{self._path / PLACEMENT} has other files for {names[section]} than those "
+                    f"that have its elements"
+                )
+
+    def _read_extents(self, section: int) -> tuple[Integers, Integers]:
+        stored, name = self._manifest.sections[section], _name(self._manifest, section)
+        data = self._manifest.inline.get(PLACEMENT)
+        if data is None:
+            data = self._read(PLACEMENT, stored.rows, stored.checksum, f"the files of {name}")
+        else:
+            data = data[stored.rows.start : stored.rows.stop]
+        rows = np.frombuffer(data, EXTENT)
+        numbers = rows["file"].astype(np.int64)
+        small = rows["start"] < stored.numel
+        starts = np.where(small, rows["start"], 0).astype(np.int64)
+        ordered = small.all() and (np.diff(starts, prepend=-1) > 0).all()
+        if not ordered or starts[:1].any() or (numbers >= len(self._manifest.data_files)).any():
+            raise CheckpointError(
+                f"{self._path / PLACEMENT} contradicts itself: the parts of {name} were expected to "
+                f"start at 0 and behind each other, below {stored.numel}, in one of "
+                f"{len(self._manifest.data_files)} files"
+            )
+        return starts, numbers
+
+    def _read(self, name: str, where: Interval, expected: str, what: str) -> bytearray:
+        path = self._path / name
+        with disk_errors("reading", path):
+            descriptor, _ = open_regular(path)
+            try:
+                data = read_dense(descriptor, where, str(path), _HOLE_NBYTES)
+            finally:
+                os.close(descriptor)
+        if data and checksum(data) != expected:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: bytes {where.start:,} to {where.stop:,}, {what}, have "
+                f"checksum {checksum(data)}, expected {expected}"
+            )
+        return data
+
+
+def _name(manifest: Manifest, section: int) -> str:
+    return manifest.owners.get(section, f"section {section}")
+
+
+# -- Writing: what a rank has of each section, and the placement that follows from all of them
+
+
+def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:
+    """Pieces, sorted, with those that follow each other as one.
+
+    Returns:
+        Rows ``RUN``.
+    """
+    begins = np.ones(len(starts), dtype=bool)
+    begins[1:] = (sections[1:] != sections[:-1]) | (starts[1:] != stops[:-1])
+    ends = np.append(begins[1:], True)[: len(starts)]
+    runs = np.empty(int(begins.sum()), dtype=RUN)
+    runs["section"], runs["start"], runs["stop"] = sections[begins], starts[begins], stops[ends]
+    return runs
+
+
+_AT_A_TIME = 2**17
+"""Runs that are sorted in one go: all of thousands of ranks would take a hundred megabytes."""
+
+
+def placement_of(
+    runs: Sequence[Rows], numels: Sequence[int], names: Sequence[str]
+) -> tuple[Rows, list[int]]:
+    """Which file has which elements, from what each file has.
+
+    Args:
+        runs: Of each file, in the order of their numbers; rows ``RUN``, sorted by section.
+        numels: Elements of each section.
+        names: Of each section, for errors.
+
+    Returns:
+        Rows ``EXTENT`` by section and start, and how many each section has.
+
+    Raises:
+        CheckpointError: Elements of a section are there twice, or not at all.
+    """
+    total = sum(map(len, runs))
+    step = max(1, len(numels) * _AT_A_TIME // max(1, total))
+    rows, counts, end = np.empty(total, dtype=EXTENT), list[int](), 0
+    for first in range(0, len(numels), step):
+        own = [
+            each[slice(*np.searchsorted(each["section"], [first, first + step]))] for each in runs
+        ]
+        some = slice(first, first + step)
+        found, parts = _placement_of(own, first, numels[some], names[some])
+        rows[end : end + len(found)] = found
+        end += len(found)
+        counts += parts
+    return rows[:end], counts
+
+
+def _placement_of(
+    runs: Sequence[Rows], first: int, numels: Sequence[int], names: Sequence[str]
+) -> tuple[Rows, list[int]]:
+    """The same of some sections, from the first of them on."""
+    found = np.concatenate([np.empty(0, dtype=RUN), *runs])
+    files = np.repeat(np.arange(len(runs)), [len(each) for each in runs])
+    order = np.lexsort((found["start"], found["section"]))
+    found, files = found[order], files[order]
+    sections, starts, stops = found["section"] - np.uint32(first), found["start"], found["stop"]
+    begins = np.append(True, sections[1:] != sections[:-1])[: len(found)]
+    ends = np.append(begins[1:], True)[: len(found)]
+    expected = np.append(np.zeros(1, dtype=np.uint64), stops[:-1])[: len(found)]
+    expected[begins] = 0
+    wanted = np.array(numels, dtype=np.uint64)
+    wrong = (starts != expected) | (ends & (stops != wanted[sections]))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise CheckpointError(
+            f"elements of {names[sections[row]]} are stored twice or not at all: those from "
+            f"{starts[row]} to {stops[row]} of {wanted[sections[row]]} follow those up to "
+            f"{expected[row]}"
+        )
+    missing = np.setdiff1d(np.flatnonzero(wanted), sections)
+    if len(missing):
+        raise CheckpointError(f"no element of {names[missing[0]]} is stored")
+    # What follows in the same file needs no row of its own.
+    kept = begins | np.append(True, files[1:] != files[:-1])[: len(found)]
+    rows = np.empty(int(kept.sum()), dtype=EXTENT)
+    rows["start"], rows["file"] = starts[kept], files[kept]
+    return rows, np.bincount(sections[kept], minlength=len(numels)).tolist()
