@@ -32,6 +32,17 @@ from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 
+class Sum(nn.Module):
+    """Adds up its parameters, whose gradients are ones."""
+
+    def __init__(self, parameters: int, numel: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([torch.randn(numel) for _ in range(parameters)])
+
+    def forward(self) -> torch.Tensor:  # noqa: D102
+        return torch.stack([part.sum() for part in self.parts]).sum()
+
+
 VARIANTS = {
     "AdamW foreach": {"foreach": True},
     "AdamW fused": {"fused": True},
@@ -49,7 +60,7 @@ def measure(
     )
     results = {}
     for name, options in VARIANTS.items():
-        model = nn.ParameterList([nn.Parameter(torch.randn(numel)) for _ in range(parameters)])
+        model = Sum(parameters, numel)
         mesh = Mesh(
             Topology(world_size=ranks, shard_size=ranks), torch.device("cpu"), timedelta(minutes=1)
         )
@@ -57,8 +68,9 @@ def measure(
             build_units(model, resolve_policy(None)), mesh, find_sharding("full_shard"), Prefetch()
         )
         sharded = list(model.parameters())
-        for parameter in sharded:
-            parameter.grad = torch.ones_like(parameter)
+        with runtime.step("training_step") as outputs:
+            outputs.append(model())
+        outputs[0].backward()
         plain = [parameter.to_local().clone().requires_grad_() for parameter in sharded]
         for parameter in plain:
             parameter.grad = torch.ones_like(parameter)
