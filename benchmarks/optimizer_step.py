@@ -32,6 +32,7 @@ from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 
+
 class Sum(nn.Module):
     """Adds up its parameters, whose gradients are ones."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -337,6 +338,11 @@ class LocalStates(OutsideStates):
         if isinstance(parameter, ShardTensor):
             return self.run_of(parameter).tensor in self.inside
         return parameter in self.inside
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let a copy or a pickle of the optimizer have states by parameter, as any optimizer."""
+        states = ((parameter, dict(state)) for parameter, state in self.items())
+        return defaultdict, (dict,), None, None, states
 
     # -- runs
 
