@@ -52,7 +52,14 @@ VARIANTS = {
 
 
 def measure(
-    rank: int, ranks: int, parameters: int, numel: int, steps: int, port: int, folder: str
+    rank: int,
+    ranks: int,
+    parameters: int,
+    numel: int,
+    steps: int,
+    offload: bool,
+    port: int,
+    folder: str,
 ) -> None:
     """Time both sides, step by step in turn, on one rank."""
     torch.set_num_threads(1)
@@ -76,7 +83,7 @@ def measure(
         for parameter in plain:
             parameter.grad = torch.ones_like(parameter)
         ours, theirs = (torch.optim.AdamW(side, lr=1e-3, **options) for side in (sharded, plain))
-        attach_optimizer(ours, runtime.parameters_changed)
+        attach_optimizer(ours, runtime.parameters_changed, offload)
         results[name] = _in_turn(ours, theirs, steps)
         if rank == 0:
             torch.testing.assert_close(sharded[0].to_local(), plain[0].detach(), rtol=0, atol=0)
@@ -105,12 +112,13 @@ def main() -> None:
     )
     for name, default in {"ranks": 2, "parameters": 1000, "numel": 2048, "steps": 30}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--offload", action="store_true", help="step on copies in host memory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         port = 20000 + os.getpid() % 20000
         mp.spawn(
             measure,
-            (options.ranks, options.parameters, options.numel, options.steps, port, folder),
+            (*vars(options).values(), port, folder),
             nprocs=options.ranks,
         )
         results = json.loads(Path(folder, "results.json").read_text())

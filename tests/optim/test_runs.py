@@ -1,7 +1,7 @@
 """Steps on runs of neighbours: to the bit those on single parameters, whatever happens between the steps."""
 
+import collections
 import copy
-import gc
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,8 +14,8 @@ from torch import nn, optim
 
 from shardeddp.comm import Mesh
 from shardeddp.optim import elementwise
-from shardeddp.optim.scope import ELEMENTWISE
 from shardeddp.optim.attach import attach_optimizer
+from shardeddp.optim.scope import ELEMENTWISE
 from shardeddp.tensor.shard_tensor import ShardTensor
 from support.optimizers import Lion, stepped_on
 from training import Sharding
@@ -143,8 +143,7 @@ def compare(
 ) -> int:
     """Train with runs and without; how many parameters were joined in the last step.
 
-    Args:
-        looks: At all states after every step, not only after the last.
+    With ``looks``, states are looked at after every step, else only after the last.
     """
     both = [Training(sharding, make, joins, **how) for joins in (True, False)]
     for step in range(steps):
@@ -372,6 +371,48 @@ def turns_differentiable(training: Training, step: int) -> None:
     training.optimizer.param_groups[0]["differentiable"] = step in (2, 3)
 
 
+def shares_states(training: Training, step: int) -> None:
+    """One step count for two parameters; averages in one buffer of the user's, with more in it."""
+    state = training.optimizer.state
+    if step == 2:
+        count = torch.tensor(4.0)
+        for parameter in training.parameters[1:3]:
+            state[parameter]["step"] = count
+        one, other = training.parameters[7:9]
+        sizes = [one.to_local().numel(), other.to_local().numel()]
+        start = -(-sizes[0] // 4) * 4
+        buffer = torch.ones(start + sizes[1])
+        for parameter, offset, size in zip((one, other), (0, start), sizes, strict=True):
+            part = buffer[offset : offset + size]
+            state[parameter]["exp_avg"] = ShardTensor(part, parameter.spec)
+        training.kept = [buffer[sizes[0] : start]]
+    if step == 5:
+        assert bool((training.kept[0] == 1).all())
+
+
+def exchanges_mappings(training: Training, step: int) -> None:
+    """States are put away for a step, and put back."""
+    if step == 2:
+        training.kept = [training.optimizer.state]
+        training.optimizer.state = collections.defaultdict(dict)
+    if step == 4:
+        training.optimizer.state = training.kept.pop()
+
+
+def is_interrupted(training: Training, step: int) -> None:
+    """After a step is over for the optimizer, and before hooks are called."""
+    if step == 3:
+        kept = training.optimizer._optimizer_step_code
+        training.optimizer._optimizer_step_code = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        training.optimizer._optimizer_step_code = kept
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 PROGRAMS: list[tuple[Program, MakeOptimizer, int]] = [
     (leaves_some_unused, adamw, 0),
     (freezes, adamw, 0),
@@ -392,6 +433,9 @@ PROGRAMS: list[tuple[Program, MakeOptimizer, int]] = [
     (attaches_again, adamw, 12),
     (writes_to_parameters, adamw, 12),
     (turns_differentiable, adamw, 0),
+    (shares_states, adamw, 5),
+    (exchanges_mappings, adamw, 12),
+    (is_interrupted, adamw, 12),
 ]
 
 
@@ -403,6 +447,20 @@ def test_whatever_user_code_does_between_steps_runs_step_as_single_parameters() 
             case = f"{program.__name__} with {make.__name__}"
             found = compare(sharding(), make, program, case, looks=looks)
             assert found >= joined, f"{case}: {found} were joined"
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_under_other_strategies_too() -> None:
+    for sharding in (
+        Sharding(units=("units.*",), strategy="shard_grad_op"),
+        Sharding(units=("units.*",), strategy="no_shard"),
+        Sharding(units=("units.*",), strategy="hybrid_shard", shard_size=2),
+        Sharding(units=("units.*",), strategy="hybrid_shard", shard_size=2, split=True),
+    ):
+        for program in (nothing, does_a_bit_of_everything):
+            found = compare(sharding, adamw, program, f"{sharding} {program.__name__}")
+            assert found > 12 or program is not nothing
 
 
 @on_ranks(2)
@@ -501,7 +559,6 @@ def test_states_and_parameters_are_in_memory_once() -> None:
         assert nbytes_of_states(training) <= 2 * 4 * (elements + 3 * len(training.parameters))
         if step == 1:
             training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-    gc.collect()
 
 
 @on_ranks(2)

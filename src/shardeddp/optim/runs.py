@@ -292,11 +292,20 @@ def _whole_of(run: Run, name: str, value: torch.Tensor) -> tuple[torch.Tensor, i
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether other tensors have the memory of one, or something in C++ refers to it."""
-    return (
-        storage_use_count(tensor.untyped_storage()._cdata) > _OWN_STORAGE or tensor._use_count() > 1  # type: ignore[attr-defined]
+    """Whether anything but its one holder can reach the memory of a tensor."""
+    return _uses(tensor) not in _UNSHARED
+
+
+def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
+    """References of C++ to a tensor and its storage; of all to the tensor that it is a view of."""
+    base: Any = tensor._base
+    uses = (
+        tensor._use_count(),  # type: ignore[attr-defined]
+        storage_use_count(tensor.untyped_storage()._cdata),
     )
+    return uses if base is None else (*uses, base._use_count(), sys.getrefcount(base))
 
 
-_OWN_STORAGE = storage_use_count(_PROBE[0]["alone"].untyped_storage()._cdata)
-"""References to the storage of a tensor, while it is asked for, if nothing else has it."""
+_VIEW = torch.zeros(1).view(())
+_UNSHARED = {_uses(_PROBE[0]["alone"]), _uses(_VIEW)}
+"""Of a tensor by itself, and of a view of a tensor that nobody holds."""
