@@ -26,7 +26,22 @@ pytestmark = pytest.mark.timeout(90)
 Options = dict[str, Any]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
-SHAPES = [(1,), (3, 5), (), (7,), (4, 4), (17,), (0, 3), (33,), (2, 2, 3), (65,), (9, 11), (128,)]
+SHAPES = [
+    (1,),
+    (3, 5),
+    (),
+    (7,),
+    (4, 4),
+    (17,),
+    (0, 3),
+    (33,),
+    (2, 2, 3),
+    (65,),
+    (9, 11),
+    (128,),
+    (6,),
+    (6,),
+]
 STEPS = 8
 
 
@@ -390,6 +405,19 @@ def shares_states(training: Training, step: int) -> None:
         assert bool((training.kept[0] == 1).all())
 
 
+def exchanges_states(training: Training, step: int) -> None:
+    """Of neighbours and of parameters of two units that have one shape."""
+    state, half = training.optimizer.state, len(SHAPES)
+    if step in (2, 4):
+        for one, other in ((half - 2, half - 1), (4, half + 4)):
+            pair = [state[training.parameters[index]] for index in (one, other)]
+            for name in ("exp_avg", "exp_avg_sq"):
+                pair[0][name], pair[1][name] = pair[1][name], pair[0][name]
+    if step == 6:
+        one, other = training.parameters[half - 2 : half]
+        state[one]["exp_avg"] = state[other]["exp_avg"]  # which both of them write to from here
+
+
 def exchanges_mappings(training: Training, step: int) -> None:
     """States are put away for a step, and put back."""
     if step == 2:
@@ -434,6 +462,7 @@ PROGRAMS: list[tuple[Program, MakeOptimizer, int]] = [
     (writes_to_parameters, adamw, 12),
     (turns_differentiable, adamw, 0),
     (shares_states, adamw, 5),
+    (exchanges_states, adamw, 5),
     (exchanges_mappings, adamw, 12),
     (is_interrupted, adamw, 12),
 ]

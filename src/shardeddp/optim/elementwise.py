@@ -14,7 +14,16 @@ import torch
 from torch import optim
 
 from shardeddp.engine.storage import empty_on_host
-from shardeddp.optim.runs import Run, chains, gradient_of, join, references, signature, split
+from shardeddp.optim.runs import (
+    Run,
+    Slices,
+    chains,
+    gradient_of,
+    join,
+    references,
+    signature,
+    split,
+)
 from shardeddp.optim.scope import SCALAR_STATES, scope_of
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -152,6 +161,7 @@ class LocalStep(SwappedStep):
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, offload: bool = False) -> None:
         self._offload = offload
         self._memory = HostCopies() if offload else DeviceShards()
+        self._slices = Slices()
         self._seen: list[Sequence[object]] = []  # what the tensors below were made from
         self._tensors: list[list[torch.Tensor]] = []  # by group, what the step is made on
         self._marked: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their parameters
@@ -187,7 +197,7 @@ class LocalStep(SwappedStep):
             tensor.requires_grad_(False)
 
     def _outside(self, optimizer: optim.Optimizer) -> LocalStates:
-        return LocalStates(optimizer, self._memory)
+        return LocalStates(optimizer, self._memory, self._slices)
 
     # -- what the step is made on
     #
@@ -291,10 +301,12 @@ class LocalStates(OutsideStates):
     Args:
         optimizer: Whose parameters they belong to.
         memory: That it steps in.
+        slices: Of all of its states.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, memory: StepMemory) -> None:
+    def __init__(self, optimizer: optim.Optimizer, memory: StepMemory, slices: Slices) -> None:
         super().__init__()
+        self._slices = slices
         self._optimizer = optimizer
         self._memory = memory
         self._runs: dict[torch.Tensor, Run] = {}  # by local parameter
@@ -399,7 +411,7 @@ class LocalStates(OutsideStates):
         if not cuts:
             return
         self.changed = True
-        for part, state in split(run, self.inside.pop(run.tensor, None), cuts):
+        for part, state in split(run, self.inside.pop(run.tensor, None), cuts, self._slices):
             self._add(part, state)
 
     def _join(self, runs: Sequence[Run]) -> None:
@@ -407,12 +419,13 @@ class LocalStates(OutsideStates):
         for run in runs:
             known = run.tensor in self.inside
             held = references(self.inside[run.tensor]) if known else []
-            signatures.append(signature(run, self.inside.get(run.tensor), held))
+            state = self.inside.get(run.tensor)
+            signatures.append(signature(run, state, held, self._slices))
         self.refused |= None in signatures
         for common, pairs in groupby(zip(signatures, runs, strict=True), key=itemgetter(0)):
             parts = [(run, self.inside.get(run.tensor)) for _, run in pairs]
             if common is not None and len(parts) > 1:
-                joined = join(parts)
+                joined = join(parts, self._slices)
                 for run, _ in parts:
                     self.inside.pop(run.tensor, None)
                 self._add(*joined)
