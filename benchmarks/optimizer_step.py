@@ -40,7 +40,7 @@ class Sum(nn.Module):
         super().__init__()
         self.parts = nn.ParameterList([torch.randn(numel) for _ in range(parameters)])
 
-    def forward(self) -> torch.Tensor:  # noqa: D102
+    def forward(self) -> torch.Tensor:
         return torch.stack([part.sum() for part in self.parts]).sum()
 
 

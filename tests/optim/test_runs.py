@@ -158,7 +158,7 @@ def compare(
 ) -> int:
     """Train with runs and without; how many parameters were joined in the last step.
 
-    With ``looks``, states are looked at after every step, else only after the last.
+    With ``looks``, states are looked at after every third step, else only after the last.
     """
     both = [Training(sharding, make, joins, **how) for joins in (True, False)]
     for step in range(steps):
@@ -168,7 +168,7 @@ def compare(
             program(each, step)
             each.step()
         assert both[1].joined == 0
-        check(both, f"{case}, step {step}", looks or step == steps - 1)
+        check(both, f"{case}, step {step}", (looks and step % 3 == 2) or step == steps - 1)
     return both[0].joined
 
 
@@ -564,6 +564,23 @@ def test_runs_come_back_after_their_states_were_looked_at_and_loaded() -> None:
         if step == 2:
             training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
     assert joined == [len(training.parameters) - 3] * 4  # the first one, and one run per unit
+
+
+@on_ranks(2)
+def test_runs_that_are_looked_at_in_every_step_are_joined_ever_less_often() -> None:
+    both = [Training(Sharding(units=("units.*",)), adamw, joins) for joins in (True, False)]
+    joined: list[bool] = []
+    for step in range(22):
+        for each in both:
+            each.model.zero_grad()
+            each.backward(step)
+            each.step()
+        joined.append(both[0].joined > 0)
+        if step < 16:
+            check(both, f"step {step}")
+    # Looked at at once after each of these, and not any more after the last.
+    assert [step for step, known in enumerate(joined) if known] == [0, 2, 6, 14, *range(30, 31)][:4]
+    check(both, "the last step")
 
 
 @on_ranks(2)

@@ -165,7 +165,8 @@ class LocalStep(SwappedStep):
         self._seen: list[Sequence[object]] = []  # what the tensors below were made from
         self._tensors: list[list[torch.Tensor]] = []  # by group, what the step is made on
         self._marked: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their parameters
-        self._patience = 1  # steps from one attempt to join what was refused to the next
+        self._joins = True  # whether neighbours were joined when that was found
+        self._patience = 1  # steps from one attempt to join what was left apart to the next
         self._waited = 0  # steps since the last
         # Steps of torch's own are known: a state is a tensor with one element per element, or one
         # number per parameter. Others may keep anything, and leave out what requires no gradient.
@@ -216,12 +217,21 @@ class LocalStep(SwappedStep):
         return [*shards, *parts, [self._states, *options]]
 
     def _is_to_be_arranged(self, seen: list[Sequence[object]]) -> bool:
-        same = len(seen) == len(self._seen) and all(map(_same_objects, seen, self._seen))
-        if not same or self._states.changed:
-            self._patience, self._waited = 1, 0
+        """Whether tensors are to be found anew, and whether neighbours are joined then.
+
+        A run that is looked at as soon as it has been joined (by a callback that logs states, in
+        every step) waits for twice as many steps each time, as does what was refused.
+        """
+        self._waited += 1
+        if not (len(seen) == len(self._seen) and all(map(_same_objects, seen, self._seen))):
+            self._joins, self._patience = True, 1
             return True
-        self._waited += self._states.refused
-        return self._waited >= self._patience
+        if self._states.changed:
+            self._joins = self._waited > self._patience
+            self._patience = 1 if self._joins else min(2 * self._patience, _MOST_PATIENCE)
+            return True
+        self._joins = self._states.refused and self._waited >= self._patience
+        return self._joins
 
     def _arrange(self, groups: list[list[torch.Tensor]], parts: list[Gradients]) -> None:
         """Find the runs that the step is made on, and give them their gradients."""
@@ -231,14 +241,19 @@ class LocalStep(SwappedStep):
         ]
         found = [
             chains(parameters, known)
-            if self._is_known and not group.get("differentiable")
+            if self._joins and self._is_known and not group.get("differentiable")
             else [[index] for index in range(len(parameters))]
             for group, parameters, known in zip(
                 self._optimizer.param_groups, groups, parts, strict=True
             )
         ]
         self._states.arrange(groups, found)
-        self._patience, self._waited = min(2 * self._patience, _MOST_PATIENCE), 0
+        if not self._joins:
+            self._states.refused = self._is_known
+        else:
+            self._waited = 0
+            if self._states.refused:
+                self._patience = min(2 * self._patience, _MOST_PATIENCE)
         self._tensors, self._marked = [], []
         stepped: list[tuple[Run, torch.Tensor]] = []
         for parameters, known, each in zip(groups, parts, found, strict=True):

@@ -19,7 +19,7 @@ WINDOW = 1 << 18
 """Elements of a main shard whose parameters are stepped together, by where each begins.
 
 A step's temporary tensors are as long as its runs, and stay in a core's cache if those are short:
-AdamW with `foreach=False` on a CPU steps 4 Mi elements in 22 ms in runs of this length, and in 51 ms
+AdamW with `foreach=False` on a CPU steps 4 Mi elements in 8 ms in runs of this length, and in 19 ms
 in one run.
 """
 
@@ -197,7 +197,9 @@ def split(
                 copies = first > 0 and isinstance(value, torch.Tensor)
                 taken[name] = value.clone() if copies else value
                 continue
-            whole, offset = slices[value] if value in slices else (value, 0)
+            whole, offset = value, 0
+            if value in slices:
+                whole, offset = slices[value]
             taken[name] = value[start:end]
             slices[taken[name]] = whole, offset + start
         parts.append((part, taken))
