@@ -32,6 +32,18 @@ from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 
+
+class Sum(nn.Module):
+    """Adds up its parameters, whose gradients are ones."""
+
+    def __init__(self, parameters: int, numel: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([torch.randn(numel) for _ in range(parameters)])
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([part.sum() for part in self.parts]).sum()
+
+
 VARIANTS = {
     "AdamW foreach": {"foreach": True},
     "AdamW fused": {"fused": True},
@@ -40,7 +52,14 @@ VARIANTS = {
 
 
 def measure(
-    rank: int, ranks: int, parameters: int, numel: int, steps: int, port: int, folder: str
+    rank: int,
+    ranks: int,
+    parameters: int,
+    numel: int,
+    steps: int,
+    offload: bool,
+    port: int,
+    folder: str,
 ) -> None:
     """Time both sides, step by step in turn, on one rank."""
     torch.set_num_threads(1)
@@ -49,7 +68,7 @@ def measure(
     )
     results = {}
     for name, options in VARIANTS.items():
-        model = nn.ParameterList([nn.Parameter(torch.randn(numel)) for _ in range(parameters)])
+        model = Sum(parameters, numel)
         mesh = Mesh(
             Topology(world_size=ranks, shard_size=ranks), torch.device("cpu"), timedelta(minutes=1)
         )
@@ -57,13 +76,14 @@ def measure(
             build_units(model, resolve_policy(None)), mesh, find_sharding("full_shard"), Prefetch()
         )
         sharded = list(model.parameters())
-        for parameter in sharded:
-            parameter.grad = torch.ones_like(parameter)
+        with runtime.step("training_step") as outputs:
+            outputs.append(model())
+        outputs[0].backward()
         plain = [parameter.to_local().clone().requires_grad_() for parameter in sharded]
         for parameter in plain:
             parameter.grad = torch.ones_like(parameter)
         ours, theirs = (torch.optim.AdamW(side, lr=1e-3, **options) for side in (sharded, plain))
-        attach_optimizer(ours, runtime.parameters_changed)
+        attach_optimizer(ours, runtime.parameters_changed, offload)
         results[name] = _in_turn(ours, theirs, steps)
         if rank == 0:
             torch.testing.assert_close(sharded[0].to_local(), plain[0].detach(), rtol=0, atol=0)
@@ -92,12 +112,13 @@ def main() -> None:
     )
     for name, default in {"ranks": 2, "parameters": 1000, "numel": 2048, "steps": 30}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--offload", action="store_true", help="step on copies in host memory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         port = 20000 + os.getpid() % 20000
         mp.spawn(
             measure,
-            (options.ranks, options.parameters, options.numel, options.steps, port, folder),
+            (*vars(options).values(), port, folder),
             nprocs=options.ranks,
         )
         results = json.loads(Path(folder, "results.json").read_text())

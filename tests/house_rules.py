@@ -44,6 +44,7 @@ TORCH_PRIVATES = frozenset(
     (
         "_backward_cls",
         "_backward_hooks",
+        "_base",
         "_buffers",
         "_cdata",
         "_check_input_dim",

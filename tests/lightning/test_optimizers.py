@@ -1,19 +1,33 @@
 """Optimizers as Lightning modules use them: unfrozen mid-training, refused at setup, with a stated scope."""
 
 import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shardeddp import ShardedDP
 from shardeddp.errors import ConfigurationError
+from shardeddp.optim import elementwise
+from support.optimizers import stepped_on
 from support.parity import Run, assert_same_training
-from support.tasks import VOCABULARY, Block, HasAnOptimizerOfItsOwn, Recorded, TinyGpt, token_loader
-from support.trainers import assert_same_weights, make_trainer
+from support.tasks import (
+    VOCABULARY,
+    Block,
+    EvaluatedGpt,
+    HasAnOptimizerOfItsOwn,
+    Recorded,
+    TinyGpt,
+    token_loader,
+)
+from support.trainers import assert_same_weights, full_weights, make_trainer
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,3 +127,61 @@ def test_a_stated_scope_reaches_the_optimizer(world: Worlds) -> None:
     )
     with pytest.raises(ConfigurationError, match="expected one of element, parameter, model"):
         ShardedDP(optimizer_scope={"Lion": "elementwise"})  # type: ignore[dict-item]
+
+
+class HandsOutOneOptimizer(EvaluatedGpt):
+    """The same optimizer for every fit, with counts of the tensors that its steps are made on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: Any = None
+        self.counts: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        if self.made is None:
+            self.made = torch.optim.AdamW(self.parameters(), lr=0.01)
+            self.stepped = stepped_on(self.made)
+        return self.made
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.stepped:
+            self.counts.append(len(self.stepped))
+        self.stepped.clear()
+
+
+def fit_twice_and_resume(folder: Path, joins: bool) -> tuple[dict[str, Tensor], list[int]]:
+    def trainer_for(epochs: int) -> Trainer:
+        return make_trainer(
+            ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded"),
+            max_epochs=epochs,
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)],
+            enable_checkpointing=True,
+        )
+
+    apart = {} if joins else {"side_effect": _singles}
+    with mock.patch.object(elementwise, "chains", wraps=elementwise.chains, **apart):
+        torch.manual_seed(1)
+        model, resumed = HandsOutOneOptimizer(), HandsOutOneOptimizer()
+        for epochs in (1, 2):
+            trainer = trainer_for(epochs)
+            trainer.fit(model, token_loader(32))
+        trainer.save_checkpoint(folder / "between")
+        trainer_for(3).fit(resumed, token_loader(32), ckpt_path=folder / "between")
+    return full_weights(resumed), [*model.counts, *resumed.counts]
+
+
+def _singles(parameters: Any, parts: Any) -> list[list[int]]:
+    return [[index] for index, part in enumerate(parts) if part is not None]
+
+
+def test_runs_of_neighbours_go_on_over_checkpoints_fits_and_resumes(
+    world: Worlds, tmp_path: Path
+) -> None:
+    both = [
+        world(2).run(fit_twice_and_resume, tmp_path / str(joins), joins) for joins in (True, False)
+    ]
+    for (found, counts), (expected, all_counts) in zip(*both, strict=True):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert len(set(all_counts)) == 1
+        assert len(counts) == len(all_counts) > 0
+        assert max(counts) < all_counts[0], str(counts)

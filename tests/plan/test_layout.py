@@ -148,12 +148,26 @@ def test_local_and_parameter_intervals_are_the_same_elements_from_two_origins(
 ) -> None:
     for rank, slot in itertools.product(range(layout.shard_size), layout.slots):
         owned, local = layout.parameter_interval(slot, rank), layout.local_interval(slot, rank)
+        part = layout.shard_interval(rank)
         assert local.numel == owned.numel
         assert local.stop <= layout.shard_numel
         if owned.numel:
             assert layout.shard_interval(rank).start + local.start == slot.offset + owned.start
         else:
-            assert local == owned == Interval(0, 0)
+            assert owned == Interval(0, 0)
+            assert 0 <= local.start == local.stop <= part.numel
+
+
+@bounded
+@given(some_layout())
+def test_parameters_follow_each_other_in_every_slice_also_those_without_elements_there(
+    layout: FlatLayout,
+) -> None:
+    alignment = max(1, 16 // layout.itemsize)
+    for rank in range(layout.shard_size):
+        found = [layout.local_interval(slot, rank) for slot in layout.slots]
+        for one, other in itertools.pairwise(found):
+            assert 0 <= other.start - one.stop < alignment
 
 
 @bounded

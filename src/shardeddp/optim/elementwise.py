@@ -4,34 +4,48 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import optim
 
 from shardeddp.engine.storage import empty_on_host
-from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
+from shardeddp.optim.runs import (
+    Run,
+    Slices,
+    chains,
+    gradient_of,
+    join,
+    references,
+    signature,
+    split,
+)
+from shardeddp.optim.scope import SCALAR_STATES, scope_of
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
 from shardeddp.tensor.shard_tensor import ShardTensor, gather
 from shardeddp.tensor.unsharded import outside_of
 
-# -- Local parameters: tensors that an element-wise optimizer steps on, on the device or in host
-#    memory
+# -- Where the tensors lie that an element-wise optimizer steps on
 
 
-class LocalParameters(ABC):
-    """Tensors that an optimizer steps on instead of sharded parameters: this rank's elements."""
-
-    @abstractmethod
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The local parameter; always the same object for a parameter."""
+class StepMemory(ABC):
+    """Memory that an optimizer steps in: that of the main shards, or the host's."""
 
     @abstractmethod
-    def gradient_of(
-        self, local: torch.Tensor, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """The gradient of a local parameter, from this rank's part of the sharded one's."""
+    def device_of(self, shard: torch.Tensor) -> torch.device:
+        """Where a local parameter is stepped on, and has its states."""
+
+    @abstractmethod
+    def tensor_for(self, run: Run) -> torch.Tensor:
+        """What is stepped on in the place of a run; the same until the run is another."""
+
+    @abstractmethod
+    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
+        """Give the tensors of these runs, and of no others, these gradients."""
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -42,16 +56,18 @@ class LocalParameters(ABC):
         """Bring the new values to the shards."""
 
 
-class DeviceShards(LocalParameters):
+class DeviceShards(StepMemory):
     """The main shards themselves."""
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        return parameter.raw_local if isinstance(parameter, ShardTensor) else parameter
+    def device_of(self, shard: torch.Tensor) -> torch.device:  # noqa: D102
+        return shard.device
 
-    def gradient_of(  # noqa: D102
-        self, local: torch.Tensor, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        return gradient
+    def tensor_for(self, run: Run) -> torch.Tensor:  # noqa: D102
+        return run.shard
+
+    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:  # noqa: D102
+        for run, gradient in runs:
+            run.tensor.grad = gradient
 
     def begin_step(self) -> None:  # noqa: D102
         return
@@ -60,7 +76,7 @@ class DeviceShards(LocalParameters):
         return
 
 
-class HostCopies(LocalParameters):
+class HostCopies(StepMemory):
     """Copies in host memory: gradients are copied there before a step, parameters back after it.
 
     DeepSpeed's ZeRO-Offload (https://arxiv.org/abs/2101.06840) keeps the states there in the same
@@ -69,68 +85,69 @@ class HostCopies(LocalParameters):
     """
 
     def __init__(self) -> None:
-        self._copies: dict[
-            torch.Tensor, tuple[torch.Tensor, int]
-        ] = {}  # by local parameter; with its version
-        self._gradients: dict[
-            torch.Tensor, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # by copy: (there, here)
+        self._runs: list[tuple[Run, torch.Tensor]] = []  # with their gradients on the device
+        self._versions: dict[
+            torch.Tensor, list[int]
+        ] = {}  # by copy, of the local parameters when it was brought up to date
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        if not isinstance(parameter, ShardTensor):
-            return parameter
-        local = parameter.raw_local
-        if local not in self._copies:
-            self._copies[local] = (empty_on_host(local, local.device), -1)
-        return self._copies[local][0]
+    def device_of(self, shard: torch.Tensor) -> torch.device:  # noqa: D102
+        return torch.device("cpu")
 
-    def gradient_of(  # noqa: D102
-        self, local: torch.Tensor, gradient: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        if gradient is None:
-            self._gradients.pop(local, None)
-            return None
-        known = self._gradients.get(local)
-        host = empty_on_host(gradient, gradient.device) if known is None else known[1]
-        self._gradients[local] = (gradient, host)
-        return host
+    def tensor_for(self, run: Run) -> torch.Tensor:  # noqa: D102
+        if run.tensor is run.shard:
+            return empty_on_host(run.shard, run.shard.device)
+        return run.tensor
+
+    def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:  # noqa: D102
+        self._runs = list(runs)
+        copies = {run.tensor for run, _ in runs}
+        self._versions = {
+            copy: versions for copy, versions in self._versions.items() if copy in copies
+        }
+        for run, gradient in runs:
+            if run.tensor.grad is None:
+                run.tensor.grad = empty_on_host(gradient, gradient.device)
 
     @torch.no_grad()
     def begin_step(self) -> None:  # noqa: D102
-        for device, host in self._gradients.values():
-            host.copy_(device, non_blocking=True)
-        for local, (copy, version) in self._copies.items():
-            if version != local._version:  # changed by something else than a step
-                copy.copy_(local, non_blocking=True)
-        self._wait()
+        for run, gradient in self._runs:
+            copy = run.tensor
+            if copy.grad is not None:
+                copy.grad.copy_(gradient, non_blocking=True)
+            versions = _versions(run)
+            if self._versions.get(copy) != versions:  # changed by something else than a step
+                copy.copy_(run.shard, non_blocking=True)
+                self._versions[copy] = versions
+        if any(run.shard.is_cuda for run, _ in self._runs):
+            torch.cuda.current_stream().synchronize()
 
     @torch.no_grad()
     def end_step(self) -> None:  # noqa: D102
-        for local, (copy, _) in self._copies.items():
-            if copy in self._gradients:
-                local.copy_(copy, non_blocking=True)
-                self._copies[local] = (
-                    copy,
-                    local._version + 1,
-                )  # `parameters_changed` counts one more version
+        for run, _ in self._runs:
+            run.shard.copy_(run.tensor, non_blocking=True)
+            # `parameters_changed` counts one more version.
+            self._versions[run.tensor] = [version + 1 for version in _versions(run)]
 
-    def _wait(self) -> None:
-        if any(local.is_cuda for local in self._copies):
-            torch.cuda.current_stream().synchronize()
+
+def _versions(run: Run) -> list[int]:
+    return [shard._version for shard in run.shards]
 
 
 # -- LocalStep: an element-wise optimizer steps on this rank's elements, in plain 1D tensors
 #
 # It does the same to every element whatever surrounds it, so all ranks' steps together are the step
-# on the parameters. It steps on the *local parameter* of a sharded one: a 1D view of the main
-# shard, or a copy of that in host memory.
+# on the parameters. It steps on the *local parameter* of a sharded one, a 1D view of the main
+# shard, or on a *run* of neighbours (`runs.py`), there or in a copy in host memory. A step on a
+# thousand small tensors costs what its calls cost, and a run is one call.
+
+_MOST_PATIENCE = 256
 
 # Those with a fused kernel for the CPU, several times as fast as the others there.
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
 
 
 class LocalStep(SwappedStep):
-    """Lets an element-wise optimizer step on local parameters.
+    """Lets an element-wise optimizer step on local parameters and runs of them.
 
     Args:
         optimizer: An element-wise optimizer over (some) sharded parameters.
@@ -143,11 +160,17 @@ class LocalStep(SwappedStep):
 
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, offload: bool = False) -> None:
         self._offload = offload
-        self._local_parameters = HostCopies() if offload else DeviceShards()
-        self._groups: list[_GroupLocalParameters] = []
-        # torch's own do not ask whether a parameter requires a gradient; others may leave out one
-        # that does not.
-        self._marks_trained = type(optimizer) not in ELEMENTWISE
+        self._memory = HostCopies() if offload else DeviceShards()
+        self._slices = Slices()
+        self._seen: list[Sequence[object]] = []  # what the tensors below were made from
+        self._tensors: list[list[torch.Tensor]] = []  # by group, what the step is made on
+        self._marked: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their parameters
+        self._joins = True  # whether neighbours were joined when that was found
+        self._patience = 1  # steps from one attempt to join what was left apart to the next
+        self._waited = 0  # steps since the last
+        # Steps of torch's own are known: a state is a tensor with one element per element, or one
+        # number per parameter. Others may keep anything, and leave out what requires no gradient.
+        self._is_known = scope_of(type(optimizer)) == "element"
         super().__init__(optimizer, on_step)
 
     def _forget(self) -> None:
@@ -157,34 +180,100 @@ class LocalStep(SwappedStep):
     def _swap_in(
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
     ) -> list[list[torch.Tensor]]:
-        if len(self._groups) != len(groups):
-            self._groups = [_GroupLocalParameters(self._local_parameters) for _ in groups]
+        if len(self._tensors) != len(groups):
             self._prefer_fused()
-        found = [
-            each.follow(its, known)
-            for each, its, known in zip(self._groups, groups, gradients, strict=True)
-        ]
-        self._local_parameters.begin_step()
-        if self._marks_trained:
-            self._require_grad(groups, True)
-        return found
+        parts = [[_local_or_whole(gradient) for gradient in each] for each in gradients]
+        seen = self._made_from(groups, parts)
+        if self._is_to_be_arranged(seen):
+            self._seen = []  # until it has succeeded
+            self._arrange(groups, parts)
+            self._seen = seen
+        self._memory.begin_step()
+        if not self._is_known:
+            for tensor, parameter in self._marked:
+                tensor.requires_grad_(parameter.requires_grad)
+        return [list(each) for each in self._tensors]
 
     def _bring_back(self) -> None:
-        self._local_parameters.end_step()
+        self._memory.end_step()
 
     def _let_go(self) -> None:
-        if self._marks_trained:
-            self._require_grad([group["params"] for group in self._optimizer.param_groups], False)
+        for tensor, _ in self._marked:
+            tensor.requires_grad_(False)
 
     def _outside(self, optimizer: optim.Optimizer) -> LocalStates:
-        return LocalStates(optimizer, self._local_parameters)
+        return LocalStates(optimizer, self._memory, self._slices)
 
-    def _require_grad(self, groups: list[list[torch.Tensor]], required: bool) -> None:
-        for parameter in (it for group in groups for it in group):
-            if isinstance(parameter, ShardTensor):
-                self._local_parameters.of(parameter).requires_grad_(
-                    required and parameter.requires_grad
-                )
+    # -- what the step is made on
+    #
+    # In the steady state every parameter, gradient and run is the object that it was in the step
+    # before, and following a thousand parameters costs a few thousand comparisons.
+
+    def _made_from(
+        self, groups: list[list[torch.Tensor]], parts: list[Gradients]
+    ) -> list[Sequence[object]]:
+        """All that decides which tensors the step is made on, but for states."""
+        shards = [
+            [it.raw_local if isinstance(it, ShardTensor) else it for it in each] for each in groups
+        ]
+        options = [group.get("differentiable") for group in self._optimizer.param_groups]
+        # Parts of gradients, and not those themselves: see `GroupGradients`.
+        return [*shards, *parts, [self._states, *options]]
+
+    def _is_to_be_arranged(self, seen: list[Sequence[object]]) -> bool:
+        """Whether tensors are to be found anew, and whether neighbours are joined then.
+
+        A run that is looked at as soon as it has been joined (by a callback that logs states, in
+        every step) waits for twice as many steps each time, as does what was refused.
+        """
+        self._waited += 1
+        if not (len(seen) == len(self._seen) and all(map(_same_objects, seen, self._seen))):
+            self._joins, self._patience = True, 1
+            return True
+        if self._states.changed:
+            self._joins = self._waited > self._patience
+            self._patience = 1 if self._joins else min(2 * self._patience, _MOST_PATIENCE)
+            return True
+        self._joins = self._states.refused and self._waited >= self._patience
+        return self._joins
+
+    def _arrange(self, groups: list[list[torch.Tensor]], parts: list[Gradients]) -> None:
+        """Find the runs that the step is made on, and give them their gradients."""
+        parts = [
+            [_localized(*pair) for pair in zip(*each, strict=True)]
+            for each in zip(groups, parts, strict=True)
+        ]
+        found = [
+            chains(parameters, known)
+            if self._joins and self._is_known and not group.get("differentiable")
+            else [[index] for index in range(len(parameters))]
+            for group, parameters, known in zip(
+                self._optimizer.param_groups, groups, parts, strict=True
+            )
+        ]
+        self._states.arrange(groups, found)
+        if not self._joins:
+            self._states.refused = self._is_known
+        else:
+            self._waited = 0
+            if self._states.refused:
+                self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        self._tensors, self._marked = [], []
+        stepped: list[tuple[Run, torch.Tensor]] = []
+        for parameters, known, each in zip(groups, parts, found, strict=True):
+            tensors: list[torch.Tensor] = []
+            for members in (run for it in each for run in self._states.runs(parameters, it)):
+                parameter, gradients = parameters[members[0]], [known[it] for it in members]
+                if not isinstance(parameter, ShardTensor):
+                    tensors.append(parameter)
+                    continue
+                run = self._states.run_of(parameter)
+                tensors.append(run.tensor)
+                self._marked += [] if self._is_known else [(run.tensor, parameter)]
+                if (gradient := gradient_of(gradients)) is not None:
+                    stepped.append((run, gradient))
+            self._tensors.append(tensors)
+        self._memory.follow(stepped)
 
     def _prefer_fused(self) -> None:
         """Use torch's fused host kernel for an optimizer taken off the device, unless told."""
@@ -195,39 +284,74 @@ class LocalStep(SwappedStep):
                 and not group.get("differentiable")
             )
             taken_off = any(
-                parameter.device != self._local_parameters.of(parameter).device
+                parameter.device != self._memory.device_of(parameter.raw_local)
                 for parameter in group["params"]
+                if isinstance(parameter, ShardTensor)
             )
             if type(self._optimizer) in _FUSED_ON_HOST and untold and (self._offload or taken_off):
                 group["fused"] = True
 
 
+def _local_or_whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
+
+
+def _localized(parameter: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's part of a gradient that a user has assigned whole."""
+    if not isinstance(parameter, ShardTensor) or part is None or part.shape != parameter.shape:
+        return part
+    return part if part.shape == parameter.raw_local.shape else parameter.spec.localize(part)
+
+
+def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))
+
+
+# -- LocalStates: what the optimizer keeps of local parameters and runs, seen by sharded parameter
+
+
 class LocalStates(OutsideStates):
-    """The states of an optimizer by sharded parameter, held by local parameter.
+    """The states of an optimizer by sharded parameter, held by run.
+
+    Whoever asks for the state of a parameter finds one of its own: its run is divided into
+    parameters then, and joined again before the next step, unless what was asked for differs from
+    the neighbours' by then, or is still held.
 
     Args:
         optimizer: Whose parameters they belong to.
-        local_parameters: Of those parameters.
+        memory: That it steps in.
+        slices: Of all of its states.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, local_parameters: LocalParameters) -> None:
+    def __init__(self, optimizer: optim.Optimizer, memory: StepMemory, slices: Slices) -> None:
         super().__init__()
-        self._local_parameters = local_parameters
+        self._slices = slices
         self._optimizer = optimizer
+        self._memory = memory
+        self._runs: dict[torch.Tensor, Run] = {}  # by local parameter
+        self.changed = False
+        """Whether runs have been divided since they were arranged."""
+
+        self.refused = False
+        """Whether neighbours were left apart when runs were arranged, because of their states."""
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
         parameter = outside_of(parameter)
-        return _StateView(self.inside[self._local_parameters.of(parameter)], parameter)
+        return _StateView(self.inside[self._alone(parameter)], parameter)
 
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         parameter = outside_of(parameter)
-        local = self._local_parameters.of(parameter)
-        self.inside[local] = {
-            name: _as_local(name, value, parameter, local.device) for name, value in state.items()
+        device = (
+            self._memory.device_of(parameter.raw_local)
+            if isinstance(parameter, ShardTensor)
+            else parameter.device
+        )
+        self.inside[self._alone(parameter)] = {
+            name: _as_local(name, value, parameter, device) for name, value in state.items()
         }
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self.inside[self._local_parameters.of(outside_of(parameter))]
+        del self.inside[self._alone(outside_of(parameter))]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         parameters = [
@@ -236,13 +360,105 @@ class LocalStates(OutsideStates):
         return (parameter for parameter in parameters if parameter in self)
 
     def __len__(self) -> int:
-        return len(self.inside)
+        return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
-        return (
-            isinstance(parameter, torch.Tensor)
-            and self._local_parameters.of(outside_of(parameter)) in self.inside
-        )
+        if not isinstance(parameter, torch.Tensor):
+            return False
+        parameter = outside_of(parameter)
+        if isinstance(parameter, ShardTensor):
+            return self.run_of(parameter).tensor in self.inside
+        return parameter in self.inside
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let a copy or a pickle of the optimizer have states by parameter, as any optimizer."""
+        states = ((parameter, dict(state)) for parameter, state in self.items())
+        return defaultdict, (dict,), None, None, states
+
+    # -- runs
+
+    def run_of(self, parameter: ShardTensor) -> Run:
+        """The run that a parameter is in now."""
+        shard = parameter.raw_local
+        if shard not in self._runs:
+            self._runs[shard] = Run([shard])
+        return self._runs[shard]
+
+    def runs(self, parameters: Sequence[torch.Tensor], chain: Sequence[int]) -> list[list[int]]:
+        """Divide a chain of parameters into those of one run each."""
+        if len(chain) == 1:
+            return [list(chain)]
+        runs = [self.run_of(parameters[index]) for index in chain]  # type: ignore[arg-type]
+        grouped = groupby(zip(runs, chain, strict=True), key=lambda pair: id(pair[0]))
+        return [[index for _, index in group] for _, group in grouped]
+
+    def arrange(
+        self, groups: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
+        """Divide runs that are in no chain, and join neighbours in chains whose states are alike.
+
+        Args:
+            groups: The parameters of each group.
+            found: The chains of each group.
+        """
+        self.changed = self.refused = False
+        together = [
+            [it for index in indices if isinstance(it := parameters[index], ShardTensor)]
+            for parameters, each in zip(groups, found, strict=True)
+            for indices in each
+        ]
+        numbers = {it.raw_local: number for number, each in enumerate(together) for it in each}
+        for run in set(self._runs.values()):
+            run.tensor.grad = None
+            pairs = pairwise(map(numbers.get, run.shards))
+            self._divide(run, [place for place, (a, b) in enumerate(pairs, 1) if a != b])
+        for each in together:
+            if len(runs := list(dict.fromkeys(map(self.run_of, each)))) > 1:
+                self._join(runs)
+        for run in {self.run_of(it) for each in together for it in each}:
+            self._give(run, self._memory.tensor_for(run))
+
+    def _alone(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What a parameter is stepped on if no other is stepped with it, which is so from here."""
+        if not isinstance(parameter, ShardTensor):
+            return parameter
+        run = self.run_of(parameter)
+        self._divide(run, range(1, len(run.shards)))
+        return self.run_of(parameter).tensor
+
+    def _divide(self, run: Run, cuts: Sequence[int]) -> None:
+        if not cuts:
+            return
+        self.changed = True
+        for part, state in split(run, self.inside.pop(run.tensor, None), cuts, self._slices):
+            self._add(part, state)
+
+    def _join(self, runs: Sequence[Run]) -> None:
+        signatures: list[Any] = []
+        for run in runs:
+            known = run.tensor in self.inside
+            held = references(self.inside[run.tensor]) if known else []
+            state = self.inside.get(run.tensor)
+            signatures.append(signature(run, state, held, self._slices))
+        self.refused |= None in signatures
+        for common, pairs in groupby(zip(signatures, runs, strict=True), key=itemgetter(0)):
+            parts = [(run, self.inside.get(run.tensor)) for _, run in pairs]
+            if common is not None and len(parts) > 1:
+                joined = join(parts, self._slices)
+                for run, _ in parts:
+                    self.inside.pop(run.tensor, None)
+                self._add(*joined)
+
+    def _add(self, run: Run, state: State | None) -> None:
+        self._runs.update(dict.fromkeys(run.shards, run))
+        if state is not None:
+            self.inside[run.tensor] = state
+
+    def _give(self, run: Run, tensor: torch.Tensor) -> None:
+        if tensor is not run.tensor:
+            state = self.inside.pop(run.tensor, None)
+            run.tensor = tensor
+            self._add(run, state)
 
 
 class _StateView(dict[str, Any]):
@@ -310,48 +526,3 @@ def _as_local(
     if value.shape == parameter.shape:
         return parameter.spec.localize(value).to(device, copy=True)
     return value
-
-
-class _GroupLocalParameters:
-    """The local parameters of a parameter group, with the gradients of its sharded parameters.
-
-    What they were made from is remembered: in the steady state every gradient is the object that it
-    was in the step before, and following a thousand parameters costs a thousand comparisons.
-    """
-
-    def __init__(self, local_parameters: LocalParameters) -> None:
-        self._local_parameters = local_parameters
-        self._parameters: list[torch.Tensor] = []
-        self._parts: list[
-            torch.Tensor | None
-        ] = []  # of their gradients; not those themselves, see GroupGradients
-        self._local: list[torch.Tensor] = []
-
-    def follow(self, parameters: list[torch.Tensor], gradients: Gradients) -> list[torch.Tensor]:
-        """The local parameters of the group's parameters, in order, in a list of their own."""
-        parts = [_local_or_whole(gradient) for gradient in gradients]
-        if not _same_objects(parameters, self._parameters):
-            self._parameters, self._parts = list(parameters), [None] * len(parameters)
-            self._local = [self._local_parameters.of(parameter) for parameter in parameters]
-            for local, parameter in zip(self._local, parameters, strict=True):
-                if local is not parameter:
-                    local.grad = None
-        if not _same_objects(parts, self._parts):
-            self._copy_gradients(parts)
-        return list(self._local)
-
-    def _copy_gradients(self, parts: list[torch.Tensor | None]) -> None:
-        for parameter, local, part in zip(self._parameters, self._local, parts, strict=True):
-            if isinstance(parameter, ShardTensor):
-                if part is not None and part.shape == parameter.shape and part.shape != local.shape:
-                    part = parameter.spec.localize(part)
-                local.grad = self._local_parameters.gradient_of(local, part)
-        self._parts = parts
-
-
-def _local_or_whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
-
-
-def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
-    return len(first) == len(second) and all(map(operator.is_, first, second))

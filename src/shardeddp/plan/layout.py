@@ -280,11 +280,13 @@ class FlatLayout:
         return owned.shift(-slot.offset)
 
     def local_interval(self, slot: ParameterSlot, shard_rank: int) -> Interval:
-        """Elements of :meth:`parameter_interval`, counted from the start of the rank's slice."""
-        owned = self.parameter_interval(slot, shard_rank)
-        if owned.numel == 0:
-            return owned
-        return owned.shift(slot.offset - self.shard_interval(shard_rank).start)
+        """Elements of :meth:`parameter_interval`, counted from the start of the rank's slice.
+
+        Empty at the nearer end of the slice when there are none, so that neighbours in the flat
+        buffer are neighbours in every slice.
+        """
+        owned = self.shard_interval(shard_rank)
+        return owned.intersect(slot.interval).shift(-owned.start)
 
 
 class OwnedIntervals(Sequence[Interval]):

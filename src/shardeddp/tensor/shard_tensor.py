@@ -527,6 +527,16 @@ class ShardTensor(Memoryless, torch.Tensor):
         return self._local
 
     @property
+    def home(self) -> KeepsWrites | None:
+        """Of a parameter, what its shard is in one buffer with; None where it is in none."""
+        return None if self._writes is None else self._writes()
+
+    @property
+    def place(self) -> int:
+        """Of a parameter, its number there."""
+        return self._place
+
+    @property
     def raw_local(self) -> torch.Tensor:
         """This rank's elements as they lie.
 

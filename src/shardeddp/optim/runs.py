@@ -1,0 +1,317 @@
+"""Runs: neighbours in a main shard that an element-wise optimizer steps on as one 1D tensor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardeddp.optim.scope import SCALAR_STATES
+from shardeddp.optim.swap import State
+from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import storage_use_count
+
+WINDOW = 1 << 18
+"""Elements of a main shard whose parameters are stepped together, by where each begins.
+
+A step's temporary tensors are as long as its runs, and stay in a core's cache if those are short:
+AdamW with `foreach=False` on a CPU steps 4 Mi elements in 8 ms in runs of this length, and in 19 ms
+in one run.
+"""
+
+
+class Run:
+    """Neighbouring local parameters, and the 1D tensor that is stepped on in their place.
+
+    Three parameters of 6, 5 and 4 elements, each on a multiple of 4::
+
+        main shard   . . a a a a a a - - b b b b b - - - c c c c . .
+        run              a a a a a a - - b b b b b - - - c c c c        starts = [0, 8, 16]
+
+    Padding between them is stepped on as well: its gradient is zero, and nobody reads it.
+
+    Args:
+        shards: Local parameters, 1D, in the order of memory; :func:`chains` finds them.
+    """
+
+    def __init__(self, shards: Sequence[torch.Tensor]) -> None:
+        self.shards = list(shards)
+        first = int(shards[0].storage_offset())
+        self.starts = [int(each.storage_offset()) - first for each in shards]
+        self.shard = shards[0] if len(shards) == 1 else _span(shards)
+        """1D; all of them in the main shard."""
+
+        self.tensor = self.shard
+        """1D; what the optimizer steps on: that, or a copy of it in host memory."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, with the padding between parameters."""
+        return self.shard.numel()
+
+    def stop(self, place: int) -> int:
+        """Where a parameter ends in the run."""
+        return self.starts[place] + self.shards[place].numel()
+
+
+def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Neighbours in one storage as one 1D tensor; its versions are counted apart from theirs."""
+    first, last = tensors[0], tensors[-1]
+    numel = last.storage_offset() + last.numel() - first.storage_offset()
+    return first.data.as_strided((numel,), (1,), first.storage_offset())
+
+
+def gradient_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The gradient of a run, 1D, from its parameters' local gradients: all of them, or none."""
+    known = [part for part in parts if part is not None]
+    return _span(known) if len(known) > 1 else next(iter(known), None)
+
+
+# -- Chains: parameters of one group that may be a run, by where they and their gradients lie
+
+
+def chains(
+    parameters: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
+) -> list[list[int]]:
+    """Divide those parameters of a group that have a gradient into neighbours.
+
+    Args:
+        parameters: Of the group.
+        parts: Their local gradients.
+
+    Returns:
+        Indices of parameters, in the order of memory; the chains in the order of the group. The
+        first parameter is a chain of its own: options that make a step fail make it fail there,
+        on all ranks and before anything else has changed, as in a step on single parameters.
+    """
+    found = [index for index, part in enumerate(parts) if part is not None]
+    placed: dict[Any, list[tuple[int, int]]] = {}
+    result = [[index] for index in found[:1]]
+    for index in found[1:]:
+        parameter = parameters[index]
+        if isinstance(parameter, ShardTensor) and parameter.home is not None:
+            placed.setdefault(parameter.home, []).append((parameter.place, index))
+        else:
+            result.append([index])
+    for neighbours in placed.values():
+        chain: list[int] = []
+        for place, index in sorted(neighbours):
+            before = chain[-1] if chain else None
+            if before is not None and _are_neighbours(parameters, parts, before, index, place):
+                chain.append(index)
+            else:
+                chain = [index]
+                result.append(chain)
+    return sorted(result, key=min)
+
+
+def _are_neighbours(
+    parameters: Sequence[Any],
+    parts: Sequence[torch.Tensor | None],
+    before: int,
+    index: int,
+    place: int,
+) -> bool:
+    """Whether nothing but padding lies between two parameters, and between their gradients."""
+    if parameters[before].place + 1 != place:
+        return False
+    one, other = parameters[before].raw_local, parameters[index].raw_local
+    part, other_part = parts[before], parts[index]
+    distance = other.storage_offset() - one.storage_offset()
+    return (
+        part is not None
+        and other_part is not None
+        and _is_exact(one)
+        and distance >= one.numel()
+        and one.storage_offset() // WINDOW == other.storage_offset() // WINDOW
+        and _is_in_one_memory(one, other)
+        and _lies_like(part, one)
+        and _lies_like(other_part, other)
+        and other_part.storage_offset() - part.storage_offset() == distance
+        and _is_in_one_memory(part, other_part)
+    )
+
+
+def _is_exact(shard: torch.Tensor) -> bool:
+    """Whether an element's new value depends neither on its place nor on how many there are.
+
+    On CPUs, operations on half precision round once in whole vectors and twice in what is left at
+    the end of a tensor.
+    """
+    return shard.device.type != "cpu" or shard.dtype in (torch.float32, torch.float64)
+
+
+def _lies_like(part: torch.Tensor, shard: torch.Tensor) -> bool:
+    return (
+        type(part) is torch.Tensor
+        and not part.requires_grad
+        and part.shape == shard.shape
+        and (part.is_contiguous() or part.numel() < 2)
+    )
+
+
+def _is_in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.dtype is other.dtype and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    )
+
+
+# -- Splitting a run, and joining runs whose states are alike
+
+Slices = WeakTensorKeyDictionary
+"""By state of a part of a run: the tensor that it is a slice of, and where it begins there.
+
+They lie there as the parameters do in their main shard, so neighbours are joined without a copy.
+"""
+
+
+def split(
+    run: Run, state: State | None, cuts: Iterable[int], slices: Slices
+) -> list[tuple[Run, State | None]]:
+    """Divide a run before some of its parameters.
+
+    Args:
+        run: Of several parameters.
+        state: Its state, which the first part takes over; None: it has none.
+        cuts: Indices of the first parameter of each part but the first.
+        slices: Where new ones are noted.
+
+    Returns:
+        The parts with their states: slices of tensors with one element per element, copies of
+        others.
+    """
+    parts: list[tuple[Run, State | None]] = []
+    for first, stop in pairwise([0, *cuts, len(run.shards)]):
+        part = Run(run.shards[first:stop])
+        if state is None:
+            parts.append((part, None))
+            continue
+        start, end = run.starts[first], run.stop(stop - 1)
+        taken: State = {}
+        for name, value in state.items():
+            if not _is_by_element(name, value, run):
+                copies = first > 0 and isinstance(value, torch.Tensor)
+                taken[name] = value.clone() if copies else value
+                continue
+            whole, offset = value, 0
+            if value in slices:
+                whole, offset = slices[value]
+            taken[name] = value[start:end]
+            slices[taken[name]] = whole, offset + start
+        parts.append((part, taken))
+    return parts
+
+
+def references(state: State) -> list[int]:
+    """References to a state and to its values, as Python counts them when it is called."""
+    return [sys.getrefcount(state), *map(sys.getrefcount, state.values())]
+
+
+_PROBE: dict[int, State] = {0: {"alone": torch.zeros(())}}
+_ALONE = references(_PROBE[0])
+"""Of a state, and of a value, that nobody but the optimizer refers to."""
+
+
+def signature(run: Run, state: State | None, held: Sequence[int], slices: Slices) -> Any:
+    """What the states of neighbours have in common if they can be joined; None: they cannot.
+
+    A number per parameter, as a tensor or not, has to be equal in all of them. What somebody else
+    refers to stays as it is: a step count that was taken from ``optimizer.state`` goes on counting
+    for its own parameter, and writes to it reach that one.
+
+    Args:
+        run: Of one or several parameters.
+        state: Its state; None: it has none.
+        held: :func:`references` to that state.
+        slices: Of states of this optimizer.
+    """
+    if state is None:
+        return ()
+    if held[0] > _ALONE[0]:
+        return None
+    found: list[Any] = []
+    for (name, value), count in zip(state.items(), held[1:], strict=True):
+        own = _signature_of_value(run, name, value, count > _ALONE[1], slices)
+        if own is None:
+            return None
+        found.append((name, own))
+    return tuple(found)
+
+
+def _signature_of_value(run: Run, name: str, value: Any, held: bool, slices: Slices) -> Any:
+    if value is None or isinstance(value, (int, float, complex)):
+        return type(value), value
+    if type(value) is not torch.Tensor or value.requires_grad or not value.is_contiguous():
+        return None
+    kind = (value.dtype, value.device)
+    if _is_by_element(name, value, run):
+        if value in slices:
+            whole, start = slices[value]
+            return *kind, id(whole), start - int(run.shard.storage_offset())
+        # To be moved to a longer tensor: nobody else may refer to the memory that it leaves.
+        return None if held or _is_shared(value) else (*kind, "apart")
+    return None if value.dim() or held or _is_shared(value) else (*kind, value.item())
+
+
+def join(pairs: Sequence[tuple[Run, State | None]], slices: Slices) -> tuple[Run, State | None]:
+    """Make one run of neighbours whose states have the same signature.
+
+    Args:
+        pairs: The neighbours, in the order of memory, and their states.
+        slices: Of states of this optimizer, where new ones are noted.
+    """
+    run = Run([shard for part, _ in pairs for shard in part.shards])
+    origin = int(run.shard.storage_offset())
+    first, state = pairs[0]
+    if state is None:
+        return run, None
+    joined: State = {}
+    for name, value in state.items():
+        if _is_by_element(name, value, first):
+            if value not in slices:
+                whole = value.new_zeros(run.numel)
+                for part, own in pairs:
+                    start = int(part.shard.storage_offset()) - origin
+                    if own is not None:  # which takes the memory over, and gives its own back
+                        own[name] = whole[start : start + part.numel].copy_(own[name])
+                        slices[own[name]] = whole, start
+            whole, start = slices[state[name]]
+            joined[name] = whole[start : start + run.numel]
+            slices[joined[name]] = whole, start
+        else:
+            joined[name] = value
+    return run, joined
+
+
+def _is_by_element(name: str, value: Any, run: Run) -> bool:
+    """Whether a state has one element per element of the run, and not one per parameter."""
+    return (
+        isinstance(value, torch.Tensor)
+        and name not in SCALAR_STATES
+        and value.dim() == 1
+        and value.numel() == run.numel
+    )
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anything but its one holder can reach the memory of a tensor."""
+    return _uses(tensor) not in _UNSHARED
+
+
+def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
+    """References of C++ to a tensor and its storage; of all to the tensor that it is a view of."""
+    base: Any = tensor._base
+    uses = (
+        tensor._use_count(),  # type: ignore[attr-defined]
+        storage_use_count(tensor.untyped_storage()._cdata),
+    )
+    return uses if base is None else (*uses, base._use_count(), sys.getrefcount(base))
+
+
+_VIEW = torch.zeros(1).view(())
+_UNSHARED = {_uses(_PROBE[0]["alone"]), _uses(_VIEW)}
+"""Of a tensor by itself, and of a view of a tensor that nobody holds."""
