@@ -102,6 +102,9 @@ torch_function_modes: Callable[[], Sequence[Any]] = _private(
 """The modes that are active, the innermost last."""
 
 TensorBase: Any = _private("torch._C:TensorBase")
+skip_frames: Any = _private("torch._dynamo.decorators:skip", "fn")
+"""Decorator: a function runs as it is where compiled code calls it, with nothing in between."""
+
 get_gradient: Any = TensorBase.grad.__get__
 set_gradient: Any = TensorBase.grad.__set__
 set_data: Any = TensorBase.data.__set__

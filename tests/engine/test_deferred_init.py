@@ -1,11 +1,16 @@
 """Models on the meta device get, when they are sharded, the values that their constructors would have given them."""
 
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardeddp.engine.deferred_init import allocate_on_host
+from shardeddp.engine.recording import Recording
 from shardeddp.tensor.shard_tensor import ShardTensor
 from support.deferred import (
     MODELS,
@@ -67,6 +72,68 @@ def test_they_are_in_other_worlds(world: Worlds, size: int) -> None:
 @pytest.mark.slow
 def test_values_are_those_of_rank_zero_where_ranks_are_seeded_apart(world: Worlds) -> None:
     world(4).run(check_as_eager, Sharding(strategy="hybrid_shard", shard_size=2), True)
+
+
+# -- who sends what
+
+
+@on_ranks(2)
+def test_nothing_is_sent_where_ranks_construct_alike() -> None:
+    for strategy in ("full_shard", "no_shard"):
+        torch.manual_seed(5)
+        model, recording = recorded(layers)
+        runtime = Sharding(strategy=strategy).apply(model, recording=recording)
+        assert runtime.mesh.traffic.total_nbytes == 0
+
+
+def constant_of(rank: int) -> nn.Module:
+    model = layers()
+    with torch.no_grad():
+        next(model.parameters()).copy_(torch.full((), float(rank)))
+    return model
+
+
+def draws_before(rank: int) -> nn.Module:
+    torch.rand(1 + rank, device="cpu")
+    return layers()
+
+
+def scaled_by(rank: int) -> nn.Module:
+    model = layers()
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.0 + rank)
+    return model
+
+
+@pytest.mark.parametrize("build", [constant_of, draws_before, scaled_by])
+@on_ranks(2)
+def test_rank_zero_sends_its_values_where_ranks_construct_differently(build: Any) -> None:
+    torch.manual_seed(5)
+    expected = values(build(0))
+    torch.manual_seed(5)
+    model, recording = recorded(lambda: build(dist.get_rank()))
+    runtime = Sharding().apply(model, recording=recording)
+    assert runtime.mesh.traffic.total_nbytes > 0
+    check_equal(values(model), expected)
+
+
+@on_ranks(4)
+def test_replicas_whose_processors_round_differently_take_the_values_of_the_first() -> None:
+    torch.manual_seed(5)
+    expected = values(layers())
+
+    def rounds(self: Recording, *args: Any, **kwargs: Any) -> Any:
+        for storage, held in repeat(self, *args, **kwargs):
+            torch.empty(0, dtype=torch.uint8).set_(held)[:1].bitwise_xor_(1)
+            yield storage, held
+
+    repeat = Recording.repeat
+    torch.manual_seed(5)
+    model, recording = recorded(layers)
+    odd = mock.patch.object(Recording, "repeat", rounds)
+    with odd if dist.get_rank() in (1, 3) else nullcontext():
+        Sharding(strategy="no_shard").apply(model, recording=recording)
+    check_equal(values(model), expected)
 
 
 @on_ranks(2)

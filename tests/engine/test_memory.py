@@ -2,8 +2,8 @@
 
 Neither is taken from the engine's own accounting. At rest every living tensor's memory is added up; during a step the
 profiler's record of each allocation and release of the CPU allocator is. The models have so few rows that activations
-do not count. Adam steps one parameter at a time (``foreach=False``): stepping all at once takes temporaries of the size
-of the shards, which are the optimizer's and not the engine's.
+do not count. Adam steps in one kernel per tensor (``fused=True``): otherwise it takes temporaries of the size of what
+it steps on together, which are the optimizer's and not the engine's.
 """
 
 import gc
@@ -88,7 +88,7 @@ class Training:
             self.model.get_submodule(name).requires_grad_(False)
         self.runtime: Runtime = sharding.apply(self.model, autocast)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = optim.AdamW(trained, lr=1e-3, foreach=False)
+        self.optimizer = optim.AdamW(trained, lr=1e-3, fused=True)
         attach_optimizer(self.optimizer, self.runtime.parameters_changed)
         self.sharding, self.autocast = sharding, autocast
 
@@ -129,16 +129,16 @@ def added_at_worst(training: Training, micro_batches: int = 1) -> int:
     raise AssertionError(f"every step keeps memory: {sum(sizes):,} bytes")
 
 
-def check_held(before: int, expected: int) -> None:
-    """What has been taken since is as expected."""
+def check_held(before: int, expected: int, more: int = 0) -> None:
+    """What has been taken since is as expected, or up to some bytes more."""
 
     def found() -> int:
         return living_nbytes() - before
 
     # The transport's threads may still have to let go of the last agreement; a single number may be anywhere.
-    assert until(lambda: abs(found() - expected) <= A_NUMBER_NBYTES), (
-        f"found {found():,} bytes, expected {expected:,}"
-    )
+    assert until(
+        lambda: expected - A_NUMBER_NBYTES <= found() <= expected + more + A_NUMBER_NBYTES
+    ), f"found {found():,} bytes, expected {expected:,} and up to {more:,} more"
 
 
 def settled_nbytes() -> int:
@@ -269,15 +269,15 @@ def check_rest(sharding: Sharding, frozen: Sequence[str]) -> None:
     training.step(2)
     training.step()
     plan, trained = training.plan(), training.optimizer.param_groups[0]["params"]
-    # Adam's states are as long as this rank's elements, without the padding; and it counts its steps per parameter.
+    # Adam's states are as long as this rank's elements. Neighbours that are stepped on together count their steps once
+    # for all of them, and have states for the padding between them.
     states = sum(
         2 * (it.to_local() if isinstance(it, ShardTensor) else it).nbytes for it in trained
     )
-    check_held(
-        before, plan.main_shard_nbytes + plan.gradient_shard_nbytes + states + 4 * len(trained)
-    )
     groups = [group for progress in training.runtime.progresses for group in progress.unit.groups]
     padding = sum(2 * 4 * group.layout.padding_numel for group in groups)
+    shards = plan.main_shard_nbytes + plan.gradient_shard_nbytes
+    check_held(before, shards + states, padding + 4 * len(trained))
     assert 0 <= plan.optimizer_nbytes - states <= padding
 
 
@@ -301,7 +301,7 @@ def check_split_rest() -> None:
     # A quarter of each, and the half of the parameters that the shard group gathers from.
     assert plan.retained_nbytes == 2 * plan.main_shard_nbytes == 2 * plan.gradient_shard_nbytes
     shards = plan.main_shard_nbytes + plan.gradient_shard_nbytes + plan.retained_nbytes
-    check_held(before, shards + states + 4 * len(trained))
+    check_held(before, shards + states, 4 * len(trained))
 
 
 @pytest.mark.slow

@@ -184,10 +184,10 @@ def test_one_rank_is_a_world(strategy: str) -> None:
 @on_ranks(1)
 def test_verbs_of_a_unit_are_refused_in_the_wrong_state(verb: str) -> None:
     unit = unit_of(Sharding().apply(model_of()), "")
-    sources, _ = TRANSITIONS[verb]
+    source, _ = TRANSITIONS[verb]
     for state in UnitState:
         unit.state = state
-        if state not in sources:
+        if state is not source:
             with pytest.raises(
                 RuntimeError,
                 match=rf"{verb}\(\) of unit \(root\): expected it .*, found it {state.value}",

@@ -386,19 +386,23 @@ def agree_on_highest(
 
 
 def agree_on_highest_alike(
-    levels: Sequence[int], checksum: int, group: dist.ProcessGroup, operation: str
+    levels: Sequence[int], digest: bytes, group: dist.ProcessGroup, operation: str
 ) -> tuple[list[int], bool]:
-    """The highest of each level (up to 255) on any rank, and whether all 32-bit checksums agree."""
+    """The highest of each level (up to 255) on any rank, and whether all say the same digest.
+
+    Digests have one length on all ranks.
+    """
     if dist.get_world_size(group) == 1:
         return list(levels), True
-    said = checksum.to_bytes(4, "big")
     # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte
     # are equal.
-    message = torch.tensor([*said, *(255 - octet for octet in said), *levels], dtype=torch.uint8)
+    message = torch.tensor(
+        [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8
+    )
     agree_on_highest(message, group, operation)
-    numbers = message.tolist()
-    same = all(high + low == 255 for high, low in zip(numbers[:4], numbers[4:8], strict=True))
-    return numbers[8:], same
+    numbers, size = message.tolist(), len(digest)
+    pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
+    return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
 
 
 def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:

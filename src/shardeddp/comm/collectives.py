@@ -140,12 +140,10 @@ class Collectives(ABC):
     def __init__(self, ranks: Sequence[int], rank: int, traffic: Traffic) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
-        self.traffic = traffic
-
-    @property
-    def size(self) -> int:
+        self.size = len(self.ranks)
         """Number of ranks in the group."""
-        return len(self.ranks)
+
+        self.traffic = traffic
 
     @abstractmethod
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:

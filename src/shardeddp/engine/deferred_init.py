@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
-from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
+from shardeddp.comm import (
+    Mesh,
+    agree_on_highest_alike,
+    agree_on_layout,
+    all_gather_bytes,
+    run_on_all_ranks,
+)
 from shardeddp.engine.recording import HOST, MetaView, Plan, Recording, storage_of
 from shardeddp.engine.takeover import await_values, is_taken_over
 from shardeddp.errors import ConfigurationError
@@ -110,9 +117,12 @@ class Materializer:
         if not missing:
             self._recording.rewind()
             return
-        plan = run_on_all_ranks(
-            "initialising parameters", lambda: _plan(missing, self._recording), mesh.control
-        )
+
+        def make_plan() -> tuple[Plan, bytes]:
+            plan = _plan(missing, self._recording)
+            return plan, plan.digest()
+
+        plan, digest = run_on_all_ranks("initialising parameters", make_plan, mesh.control)
         if mesh.rank == 0:
             _warn_of_resets(missing, self._recording)
         parts: dict[int, list[Deferred]] = {}
@@ -122,21 +132,34 @@ class Materializer:
             [f"initialises {parts[storage][0].fqn}" for storage in plan.completed], mesh.control
         )
 
+        _, alike = agree_on_highest_alike(
+            [], digest, mesh.control, "agreement on how parameters are initialised"
+        )
+        source = None if alike else mesh
+
         def take(storage: int, values: torch.UntypedStorage) -> None:
             if storage in memory:
-                _take(_as_bytes(memory[storage]), _as_bytes(values), mesh)
+                _take(_as_bytes(memory[storage]), _as_bytes(values), source)
             for item in parts[storage]:
                 if item.is_parameter:
-                    _take(item.current, item.place.over(values), mesh)
+                    _take(item.current, item.place.over(values), source)
 
-        run_on_all_ranks("initialising parameters", lambda: self._repeat(plan, take), mesh.control)
+        run_on_all_ranks(
+            "initialising parameters", lambda: self._repeat(plan, take, alike), mesh.control
+        )
+        if alike and mesh.world.size > 1:
+            whole = [_as_bytes(memory[it]) for it in dict.fromkeys(parts) if it in memory]
+            _make_equal([it.current for it in missing if it.is_parameter], whole, mesh)
 
-    def _repeat(self, plan: Plan, take: Callable[[int, torch.UntypedStorage], None]) -> None:
-        awaited = dict.fromkeys(plan.completed)
+    def _repeat(
+        self, plan: Plan, take: Callable[[int, torch.UntypedStorage], None], alike: bool
+    ) -> None:
+        awaited = dict.fromkeys(() if alike else plan.completed)
         try:
             for storage, values in self._recording.repeat(plan, move_generators=True):
                 take(storage, values)
-                del awaited[storage], values
+                awaited.pop(storage, None)
+                del values
         except Exception:
             # The others send and receive what this rank does not have any more, before all hear of
             # it.
@@ -167,12 +190,44 @@ def _plan(missing: Sequence[Deferred], recording: Recording) -> Plan:
     return plan
 
 
-def _take(target: torch.Tensor, values: torch.Tensor, mesh: Mesh) -> None:
-    """Copy rank 0's values into a tensor; of a sharded one, into this rank's part."""
-    values = values.resolve_conj().resolve_neg().to(mesh.device).contiguous()
-    if mesh.world.size > 1:
-        mesh.world.broadcast_(values, 0).wait()
+def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> None:
+    """Copy values into a tensor; of a sharded one, into this rank's part.
+
+    Args:
+        target: The tensor.
+        values: All of them, on the host.
+        source: Ranks that have other values than rank 0, and get its. None: they have the same.
+    """
+    values = values.resolve_conj().resolve_neg()
+    if source is not None:
+        values = values.to(source.device).contiguous()
+        source.world.broadcast_(values, 0).wait()
     target.copy_(values)
+
+
+def _make_equal(parameters: Sequence[Any], whole: Sequence[torch.Tensor], mesh: Mesh) -> None:
+    """Give ranks the values of the first of those that have the same elements, where they differ.
+
+    They have repeated the same, on processors that may round it in other ways.
+
+    Args:
+        parameters: Sharded ones.
+        whole: Bytes that all ranks have.
+        mesh: The ranks.
+    """
+    replicas = None if mesh.topology.split_replicas else mesh.replicate
+    parts = [it.raw_local for it in parameters] if replicas and replicas.size > 1 else []
+    own = [xxhash.xxh3_128(), xxhash.xxh3_128()]
+    for found, tensors in zip(own, (parts, whole), strict=True):
+        for tensor in tensors:
+            found.update(tensor.to(HOST).view(torch.uint8).numpy())
+    said = all_gather_bytes(b"".join(found.digest() for found in own), mesh.control)
+    if replicas and len({said[rank][:16] for rank in replicas.ranks}) > 1:
+        for part in parts:
+            replicas.broadcast_(part, 0).wait()
+    if len({each[16:] for each in said}) > 1:
+        for tensor in whole:
+            _take(tensor, tensor, mesh)
 
 
 def _as_bytes(memory: torch.UntypedStorage) -> torch.Tensor:
@@ -282,9 +337,14 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if name not in ("_parameters", "_modules", "_buffers")
     }
     for name, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
+        if isinstance(value, _PLAIN):  # most are: looking into them would take longest
+            continue
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
                 yield name, leaf
+
+
+_PLAIN = (type(None), bool, int, float, str, torch.Size)
 
 
 # -- Models that were built while nothing was recorded: what is left of their construction are their

@@ -13,7 +13,12 @@ from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.engine.storage import allocate, empty_on_host, local_view, release
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.tensor.memoryless import store_gradient, stored_gradient, stored_gradients
+from shardeddp.tensor.memoryless import (
+    store_gradient,
+    store_gradients,
+    stored_gradient,
+    stored_gradients,
+)
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import foreach_copy_, without_torch_function
@@ -436,8 +441,10 @@ class GroupGradients:
         It waits, was packed in this backward, or is in partial sums.
         """
         return [
-            any(flags)
-            for flags in zip(self._packed, self._partly_used, self._waiting(), strict=True)
+            packed or partly or waits
+            for packed, partly, waits in zip(
+                self._packed, self._partly_used, self._waiting(), strict=True
+            )
         ]
 
     @property
@@ -457,8 +464,7 @@ class GroupGradients:
 
     def drop_waiting(self) -> None:
         """Forget gradients that have not been reduced."""
-        for unsharded in self._unsharded:
-            store_gradient(unsharded, None)
+        store_gradients(self._unsharded, [None] * len(self._unsharded))
         self._outside = {}
         self._forget_partial()
 
@@ -524,7 +530,9 @@ class GroupGradients:
         """Whether somebody holds a former gradient that is about to be overwritten."""
         if self._reduced:
             return False
-        references = map(sys.getrefcount, self._views)
+        references = list(map(sys.getrefcount, self._views))
+        if max(references) == _IN_A_LIST:
+            return self.kept_by_others
         return self.kept_by_others or any(
             count > _IN_A_LIST and not keep for count, keep in zip(references, kept, strict=True)
         )
@@ -554,31 +562,31 @@ class GroupGradients:
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used; the others keep what they had."""
+        if not any(used):
+            return
+        gradients = stored_gradients(self._sharded)
         with without_torch_function():
-            for i, sharded in enumerate(self._sharded):
-                if not used[i]:
+            for i, (sharded, view) in enumerate(zip(self._sharded, self._views, strict=True)):
+                found = gradients[i]
+                if not used[i] or found is view:
                     continue
-                found, view = stored_gradient(sharded), self._views[i]
-                if (
-                    isinstance(found, ShardTensor)
-                    and found.spec is sharded.spec
-                    and found is not view
-                ):
+                if isinstance(found, ShardTensor) and found.spec is sharded.spec:
                     # One that lies apart, or that the user has assigned. Whoever holds it sees the
                     # sum, as in DDP.
                     found.to_local().add_(view.to_local())
-                elif found is not view:
-                    if found is not None:
-                        mine = view.to_local()
-                        mine.add_(sharded.spec.localize(found).to(mine.device))
-                    store_gradient(sharded, view)
+                    continue
+                if found is not None:
+                    mine = view.to_local()
+                    mine.add_(sharded.spec.localize(found).to(mine.device))
+                gradients[i] = view
+        store_gradients(self._sharded, gradients)
 
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         outside, self._outside = self._outside, {}
-        for i, (slot, unsharded) in enumerate(zip(slots, self._unsharded, strict=False)):
-            gradient = stored_gradient(unsharded)
+        left = stored_gradients(self._unsharded)
+        for i, (slot, gradient) in enumerate(zip(slots, left, strict=False)):
             if gradient is None:
                 gradient = outside.pop(i, None)
             if gradient is None:
@@ -587,7 +595,7 @@ class GroupGradients:
             self._packed[i] = True
             targets.append(slot)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
-            store_gradient(unsharded, None)
+        store_gradients(self._unsharded, [None] * len(left))
         for padding in slots[len(self._unsharded) :]:
             padding.zero_()
         if scale is not None:

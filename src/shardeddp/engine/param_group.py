@@ -64,9 +64,7 @@ class FlatGroup:
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = self._resident or sharding.reshard is Reshard.NEVER
 
-        self.main_shard = (
-            lender.main_shard if lender else _zeros(layout.shard_numel, dtype, mesh.device, on_host)
-        )
+        self.main_shard = lender.main_shard if lender else _make_shard(layout, dtype, mesh, on_host)
         """1D, shard_numel; lives as long as the model."""
         memory = self.main_shard if self._resident else None
         self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory)
@@ -406,7 +404,15 @@ class FlatGroup:
         return sharded  # type: ignore[return-value]  # its body is a ShardTensor now
 
 
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> torch.Tensor:
-    if not on_host:
-        return torch.zeros(numel, dtype=dtype, device=device)
-    return empty_on_host(torch.empty(numel, dtype=dtype, device="meta"), device).zero_()
+def _make_shard(layout: FlatLayout, dtype: torch.dtype, mesh: Mesh, on_host: bool) -> torch.Tensor:
+    """Memory of a main shard; zero where no parameter lies, not touched where values will come."""
+    if on_host:
+        like = torch.empty(layout.shard_numel, dtype=dtype, device="meta")
+        shard = empty_on_host(like, mesh.device)
+    else:
+        shard = torch.empty(layout.shard_numel, dtype=dtype, device=mesh.device)
+    own = layout.shard_interval(mesh.slice_rank)
+    for gap in layout.padding_intervals:
+        padding = own.intersect(gap).shift(-own.start)
+        shard[padding.start : padding.stop].zero_()
+    return shard

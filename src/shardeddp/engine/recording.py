@@ -20,11 +20,12 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
+import xxhash
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardeddp.tensor.operations import is_random, tells_what_it_writes, written
-from shardeddp.torch_private import TorchDispatchMode, neg_view, pytree
+from shardeddp.torch_private import OpOverload, TorchDispatchMode, neg_view, pytree
 
 HOST = torch.device("cpu")
 
@@ -618,6 +619,44 @@ class Plan:
     def completed(self) -> list[int]:
         """The wanted storages that get values, in the order in which they do."""
         return [storage for step in self.steps for storage in step.ends if storage in self.wanted]
+
+    def digest(self) -> bytes:
+        """What decides on the values: operations, arguments, states of generators; 16 bytes.
+
+        Ranks with equal ones get the same values. What cannot be compared makes them differ.
+        """
+        found = xxhash.xxh3_128()
+        for step in self.steps:
+            operation = step.operation
+            leaves, structure = pytree.tree_flatten((operation.args, operation.kwargs))
+            for each in (
+                _name_of(operation.function),
+                structure,
+                [(draw.before, draw.after) for draw in operation.draws],
+                operation.outputs,
+                operation.default_dtype,
+                step.is_wanted,
+                step.ends,
+                *leaves,
+            ):
+                _update(found, each)
+        return found.digest()
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    is_operation = isinstance(function, OpOverload)
+    return str(function) if is_operation else getattr(function, "__qualname__", repr(function))
+
+
+def _update(found: xxhash.xxh3_128, each: Any) -> None:
+    if isinstance(each, torch.Generator):
+        each = each.device  # its states are among the draws
+    if isinstance(each, torch.Tensor) and each.layout is torch.strided:
+        plain = each.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        found.update(repr((each.dtype, each.shape)).encode())
+        found.update(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
+    else:
+        found.update(repr(each).encode())
 
 
 def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[Step]:

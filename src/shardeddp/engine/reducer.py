@@ -7,7 +7,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import torch
 
@@ -228,7 +228,7 @@ class Reducer:
         entered = [progress.entered for progress in progresses]
         viewed = [progress.unit.is_viewed for progress in progresses]
         gradients = [progress.gradients() for progress in progresses]
-        flags = [*left, *entered, *viewed, *(level for each in gradients for level in each)]
+        flags = [*left, *entered, *viewed, *chain.from_iterable(gradients)]
         for progress in progresses:
             progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
         written, options = self._mesh.written.take(), self._mesh.written.take_changed_options()
@@ -238,7 +238,9 @@ class Reducer:
             else 0
         )
         operation = f"agreement on {len(flags)} flags"
-        highest, same = agree_on_highest_alike(flags, checksum, self._mesh.control, operation)
+        highest, same = agree_on_highest_alike(
+            flags, checksum.to_bytes(4, "big"), self._mesh.control, operation
+        )
         if not same:
             self._tell_of_differences(written)
         agreed = iter(highest)
@@ -259,7 +261,7 @@ class Reducer:
             if not self._keeps_partial():
                 progress.unit.install_gradients(used)
             progress.unit.tell_of_gradients(
-                index for index, level in enumerate(each) if level == GradientLevel.NOW
+                [index for index, level in enumerate(each) if level == GradientLevel.NOW]
             )
             progress.learn(by_any, used)
         if not self._order_is_agreed:

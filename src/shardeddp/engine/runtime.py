@@ -889,11 +889,14 @@ class Runtime:
 
     def gradient_ready(self, progress: UnitProgress, index: int) -> None:
         """Autograd has left a gradient on a parameter of the unit."""
-        self._begin_backward()
-        self._reducer.note_gradient()
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
+        if not self._reducer.leaves_gradients:
+            self._reducer.note_gradient()
         progress.missing.discard(index)
         progress.arrived.add(index)
-        self._reshard_after_backward(progress)
+        if not progress.missing:
+            self._reshard_after_backward(progress)
 
     def _use_finished(self, progress: UnitProgress) -> None:
         progress.open_uses -= 1

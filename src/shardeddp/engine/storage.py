@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -116,7 +117,6 @@ class GatheredBuffer:
         self._device = device
         self._resident = memory is not None
         self._offsets = [slot.offset for slot in layout.slots]
-        self._sizes, self._pieces = _cuts(layout)
         self._classes = [
             (unsharded_class(type(spec.parameter)), released_class(type(spec.parameter)))
             for spec in specs
@@ -125,6 +125,12 @@ class GatheredBuffer:
         self.parameters = [self._make(spec, i) for i, spec in enumerate(specs)]
         """The unsharded parameters, in layout order."""
 
+        self._bindings = [
+            (parameter, usable, (slot.shape, _strides(slot.shape), slot.offset))
+            for parameter, (usable, _), slot in zip(
+                self.parameters, self._classes, layout.slots, strict=True
+            )
+        ]
         self._is_bound = False
         self._references: list[
             int
@@ -146,9 +152,7 @@ class GatheredBuffer:
         Called on the stream that fills it.
         """
         if self.flat is None:
-            with torch.inference_mode(
-                False
-            ):  # a tensor of inference mode could not be used in training
+            with _outside_inference():
                 self.flat = torch.empty(
                     self.layout.padded_numel, dtype=self.dtype, device=self._device
                 )
@@ -163,13 +167,11 @@ class GatheredBuffer:
         """Let the parameters be views of the buffer, and usable."""
         if self.flat is None:
             raise RuntimeError(f"nothing was gathered for {self.layout.slots[0].fqn}")
-        with torch.inference_mode(False), torch.no_grad():
-            pieces = self.flat.split_with_sizes(self._sizes)
-            for parameter, piece, slot, (usable, _) in zip(
-                self.parameters, self._pieces, self.layout.slots, self._classes, strict=True
-            ):
+        with _outside_inference():
+            for parameter, usable, place in self._bindings:
                 _set_attribute(parameter, "__class__", usable)
-                set_data(parameter, pieces[piece].view(slot.shape))
+                # In one call: a step does this twice for each parameter.
+                set_data(parameter, self.flat.as_strided(*place))
         self._is_bound = True
         if self.watched is not None:
             self.watched[self.flat.untyped_storage()._cdata] = self
@@ -268,16 +270,13 @@ class GatheredBuffer:
         return parameter
 
 
-def _cuts(layout: FlatLayout) -> tuple[list[int], list[int]]:
-    """Sizes of slots and padding, in order, and each parameter's index among these pieces."""
-    slots = [
-        (slot.interval.start, slot.interval.stop, index) for index, slot in enumerate(layout.slots)
-    ]
-    pieces = sorted([*slots, *((gap.start, gap.stop, -1) for gap in layout.padding_intervals)])
-    numbers = {index: number for number, (_, _, index) in enumerate(pieces)}
-    return [stop - start for start, stop, _ in pieces], [
-        numbers[index] for index in range(len(slots))
-    ]
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _outside_inference() -> AbstractContextManager[object]:
+    """Where tensors can be used in training; free of cost unless inference mode is on."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @cache

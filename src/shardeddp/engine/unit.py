@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,12 +62,12 @@ class _Slot:
     """
 
 
-# verb -> (states it may be called in, state it leads to)
+# verb -> (state it may be called in, state it leads to)
 TRANSITIONS = {
-    "unshard": ({UnitState.SHARDED}, UnitState.UNSHARDING),
-    "refresh": ({UnitState.UNSHARDED}, UnitState.UNSHARDED),
-    "wait": ({UnitState.UNSHARDING}, UnitState.UNSHARDED),
-    "reshard": ({UnitState.UNSHARDED}, UnitState.SHARDED),
+    "unshard": (UnitState.SHARDED, UnitState.UNSHARDING),
+    "refresh": (UnitState.UNSHARDED, UnitState.UNSHARDED),
+    "wait": (UnitState.UNSHARDING, UnitState.UNSHARDED),
+    "reshard": (UnitState.UNSHARDED, UnitState.SHARDED),
 }
 
 
@@ -382,11 +383,10 @@ class Unit:
         self._handle = []
 
     def _move(self, verb: str) -> None:
-        sources, target = TRANSITIONS[verb]
-        if self.state not in sources:
-            expected = " or ".join(sorted(state.value for state in sources))
+        source, target = TRANSITIONS[verb]
+        if self.state is not source:
             raise RuntimeError(
-                f"{verb}() of unit {self.label}: expected it {expected}, found it "
+                f"{verb}() of unit {self.label}: expected it {source.value}, found it "
                 f"{self.state.value}"
             )
         self.state = target
@@ -463,15 +463,14 @@ def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
 
 def register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.Tensor) -> None:
     """Make ``owner.attribute`` this parameter."""
-    if _setattr_of(owner) is nn.Module.__setattr__:
+    if type(owner).__setattr__ is _MODULE_SETATTR:
         owner._parameters[attribute] = parameter  # type: ignore[assignment]
     else:
         # Modules that keep lists of their own weights update them in __setattr__ (nn.LSTM).
         setattr(owner, attribute, parameter)
 
 
-def _setattr_of(owner: nn.Module) -> Callable[..., None]:
-    return type(owner).__setattr__
+_MODULE_SETATTR: Any = nn.Module.__setattr__
 
 
 # -- UnitProgress: what the runtime counts about one unit between two steps

@@ -401,7 +401,7 @@ class LocalStates(OutsideStates):
             groups: The parameters of each group.
             found: The chains of each group.
         """
-        self.changed = self.refused = False
+        self.refused = False
         together = [
             [it for index in indices if isinstance(it := parameters[index], ShardTensor)]
             for parameters, each in zip(groups, found, strict=True)
@@ -417,6 +417,7 @@ class LocalStates(OutsideStates):
                 self._join(runs)
         for run in {self.run_of(it) for each in together for it in each}:
             self._give(run, self._memory.tensor_for(run))
+        self.changed = False
 
     def _alone(self, parameter: torch.Tensor) -> torch.Tensor:
         """What a parameter is stepped on if no other is stepped with it, which is so from here."""

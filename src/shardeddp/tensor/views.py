@@ -98,7 +98,7 @@ class Gathered:
         self._assemble(func)
         operation = f"{func.overloadpacket.__name__} of {spec.fqn}"
         (written,), same = agree_on_highest_alike(
-            [changed], self.digest(), spec.mesh.control, operation
+            [changed], self.digest().to_bytes(4, "big"), spec.mesh.control, operation
         )
         if written and not same:
             raise RuntimeError(
