@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -220,7 +220,7 @@ def _make_equal(parameters: Sequence[Any], whole: Sequence[torch.Tensor], mesh: 
     own = [xxhash.xxh3_128(), xxhash.xxh3_128()]
     for found, tensors in zip(own, (parts, whole), strict=True):
         for tensor in tensors:
-            found.update(tensor.to(HOST).view(torch.uint8).numpy())
+            found.update(cast(Any, tensor.to(HOST).view(torch.uint8).numpy()))
     said = all_gather_bytes(b"".join(found.digest() for found in own), mesh.control)
     if replicas and len({said[rank][:16] for rank in replicas.ranks}) > 1:
         for part in parts:
