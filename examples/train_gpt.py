@@ -17,15 +17,15 @@ from typing import Any
 
 import lightning as L
 import rich
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
 import shardeddp  # noqa: F401  (its strategies become known to the Trainer by name)
 from gpt.data import PydocText
 from gpt.model import GPTModule
-from gpt.report import Figures, StepMeter, print_closing_table
+from gpt.report import Figures, StepMeter, middle, print_closing_table
 from gpt.sampling import TextSampler
 
 
@@ -76,16 +76,27 @@ class TrainGPT(LightningCLI):
             return
         # A single rank draws its batches in another order than DDP's sampler would, and has nobody to talk to.
         compares = self.config.fit.report.ddp and self.trainer.world_size > 1
-        print_closing_table(self.meter.figures, self.fit_under_ddp() if compares else None)
+        print_closing_table(*self.compare_with_ddp() if compares else (self.meter.figures, None))
 
-    def fit_under_ddp(self) -> Figures | None:
-        """Train the same model from the same weights on the same batches under DDP, until all steps are measured."""
+    def compare_with_ddp(self) -> tuple[Figures | None, Figures | None]:
+        """Measure the same steps under both in turn, so that a drift of the machine meets both."""
+        strategy = self.config.fit.trainer.strategy
+        steps = self.config.fit.report.steps
+        say(
+            f"[dim]Measuring the same {steps} steps under DDP and here, {ROUNDS} times in turn ...[/]"
+        )
+        ours, ddp = [self.meter.figures], [self.fit_again("DDP", DDP)]
+        for _ in range(ROUNDS - 1):
+            ours.append(self.fit_again(self.meter.label, strategy))
+            ddp.append(self.fit_again("DDP", DDP))
+        return middle(ours), middle(ddp)
+
+    def fit_again(self, label: str, strategy: str | Namespace) -> Figures | None:
+        """Train the same model from the same weights on the same batches, until all steps are measured."""
         config = self.config.fit
-        meter = StepMeter("DDP", config.report.steps, stop=True)
+        meter = StepMeter(label, config.report.steps, stop=True)
         changed: dict[str, Any] = {
-            "strategy": DDPStrategy(
-                gradient_as_bucket_view=True
-            ),  # the gradients once in memory, not twice
+            "strategy": strategy if isinstance(strategy, str) else instantiate(strategy),
             "callbacks": [meter],
             "logger": False,
             "limit_val_batches": 0,
@@ -93,11 +104,24 @@ class TrainGPT(LightningCLI):
             "enable_model_summary": False,
             "enable_progress_bar": False,
         }
-        say(f"[dim]Measuring {config.report.steps} steps of the same model under DDP ...[/]")
         trainer = L.Trainer(**{**self.config_init.fit.trainer, **changed})
         L.seed_everything(config.seed_everything, workers=True, verbose=False)
         trainer.fit(type(self.model)(**config.model), PydocText(**config.data))
         return meter.figures
+
+
+ROUNDS = 3
+DDP = Namespace(
+    class_path="lightning.pytorch.strategies.DDPStrategy",
+    init_args=Namespace(gradient_as_bucket_view=True),  # the gradients once in memory, not twice
+)
+
+
+def instantiate(strategy: Namespace) -> Strategy:
+    """A new strategy: each belongs to one Trainer."""
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Strategy, "strategy")
+    return parser.instantiate_classes(Namespace(strategy=strategy)).strategy
 
 
 def strategy_label(strategy: str | Namespace) -> str:

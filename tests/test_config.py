@@ -1,10 +1,11 @@
-"""The timeout is taken as seconds or as a duration, and reaches the process groups."""
+"""Options of the strategy are taken in every way that is said to work, and refused by name in any other."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from shardeddp import ConfigurationError
+from shardeddp import CheckpointOptions, ConfigurationError, ShardedDP
 from shardeddp.config import resolve_timeout
 
 pytestmark = pytest.mark.timeout(30)
@@ -30,3 +31,31 @@ def test_anything_else_is_refused_with_what_to_write(value: object) -> None:
         ConfigurationError, match=r"expected a positive number of seconds or a datetime.timedelta"
     ):
         resolve_timeout(value)
+
+
+def test_checkpoint_options_may_be_a_mapping_of_their_fields() -> None:
+    strategy = ShardedDP(checkpoint_options={"asynchronous": True, "timeout": 5})  # type: ignore[arg-type]
+    assert strategy.checkpoint_options == CheckpointOptions(asynchronous=True, timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"checkpoint_options": {"nope": 3}}, "checkpoint_options=.*some of max_file_gb, async"),
+        ({"checkpoint_options": "disk"}, "checkpoint_options='disk': expected CheckpointOptions"),
+        ({"checkpoint_options": {"cast": "yes"}}, "cast='yes': expected True or False"),
+        ({"checkpoint_options": {"timeout": "1"}}, "timeout='1': expected a positive number"),
+        ({"checkpoint_options": {"max_file_gb": "4"}}, "max_file_gb='4': expected a number"),
+        ({"debug": "no"}, "debug='no': expected True or False"),
+        ({"uneven_units": 3}, "uneven_units=3: expected True or False"),
+        ({"reduce_every_backward": "x"}, "reduce_every_backward='x': expected True, False or None"),
+        ({"reshard_after_forward": "x"}, "reshard_after_forward='x': expected True, False, or a"),
+        ({"start_method": "x"}, "start_method='x': expected one of popen, spawn, fork"),
+        ({"forward_prefetch": "1"}, "forward_prefetch='1': expected 0"),
+        ({"backward_prefetch": True}, "backward_prefetch=True: expected 0"),
+        ({"backward_prefetch": 1.5}, "backward_prefetch=1.5: expected 0"),
+    ],
+)
+def test_options_of_other_types_are_refused_by_name(options: Any, expected: str) -> None:
+    with pytest.raises((ConfigurationError, ValueError), match=expected):
+        ShardedDP(**options)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import lightning as L
 import rich
@@ -203,11 +203,22 @@ ROWS: dict[str, Callable[[Figures], float]] = {
 }
 
 NOTES = (
-    "Step time: median, on the slowest rank. State: parameters, gradients and optimizer states, counted tensor by "
-    "tensor. Peak memory: the state plus the most that a step takes on top of it and gives back, which is activations, "
-    "gathered parameters and buffers (on a CPU the growth of the process as the kernel sees it, on a GPU of allocated "
-    "memory). Sent: as a ring would send it, counted by ShardedDP; for DDP one all-reduce of all gradients."
+    "Step time: median, on the slowest rank; with DDP beside it, of three rounds in turn. State: parameters, gradients "
+    "and optimizer states, counted tensor by tensor. Peak memory: the state plus the most that a step takes on top of "
+    "it and gives back, which is activations, gathered parameters and buffers (on a CPU the growth of the process as "
+    "the kernel sees it, on a GPU of allocated memory). Sent: as a ring would send it, counted by ShardedDP; for DDP "
+    "one all-reduce of all gradients."
 )
+
+
+def middle(fits: Sequence[Figures | None]) -> Figures | None:
+    """The first of several fits, with the median of their step times; None if one measured nothing."""
+    found = [fit for fit in fits if fit is not None]
+    if len(found) < len(fits):
+        return None
+    first, step_time_s = found[0], statistics.median(fit.step_time_s for fit in found)
+    tokens = first.tokens_per_s * first.step_time_s  # of all ranks in a step
+    return replace(first, step_time_s=step_time_s, tokens_per_s=tokens / step_time_s)
 
 
 @rank_zero_only

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from math import inf
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -182,11 +182,18 @@ class CheckpointOptions:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        if self.timeout is not None and not 0 < self.timeout < inf:
+        check_flags(
+            asynchronous=self.asynchronous,
+            zip_crc=self.zip_crc,
+            cast=self.cast,
+            foreign=self.foreign,
+            trust_pickle=self.trust_pickle,
+        )
+        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < inf):
             raise ConfigurationError(
                 f"timeout={self.timeout!r}: expected a positive number of seconds, or None"
             )
-        if not self.max_file_gb >= 0:
+        if not _is_number(self.max_file_gb) or not self.max_file_gb >= 0:
             raise ConfigurationError(
                 f"max_file_gb={self.max_file_gb!r}: expected a number of GB, 0 for no single files"
             )
@@ -209,6 +216,39 @@ def check_choice(option: str, value: T, choices: Sequence[object], advice: str =
             f"{option}={value!r}: expected one of {', '.join(map(str, choices))}{advice}"
         )
     return value
+
+
+def check_flags(**options: object) -> None:
+    """Check options that are on or off.
+
+    Raises:
+        ConfigurationError: One is neither True nor False.
+    """
+    for option, value in options.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{option}={value!r}: expected True or False")
+
+
+def check_start_method(value: StartMethod) -> StartMethod:
+    """The value of ``start_method``."""
+    return check_choice("start_method", value, get_args(StartMethod))
+
+
+def resolve_checkpoint_options(value: object) -> CheckpointOptions:
+    """The options of a ``checkpoint_options``: the options, or their fields.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if isinstance(value, CheckpointOptions):
+        return value
+    known = [each.name for each in fields(CheckpointOptions)]
+    if isinstance(value, Mapping) and set(value) <= set(known):
+        return CheckpointOptions(**value)
+    raise ConfigurationError(
+        f"checkpoint_options={value!r}: expected CheckpointOptions(...), or a mapping with some of "
+        f"{', '.join(known)}"
+    )
 
 
 def check_state_dict_type(value: StateDictType) -> StateDictType:
@@ -241,13 +281,17 @@ def check_backend(name: str | None) -> str | None:
     return name
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def resolve_timeout(value: object) -> timedelta:
     """The duration of a ``timeout``: a number of seconds or a duration.
 
     Raises:
         ConfigurationError: It is neither, or not positive.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf:
+    if _is_number(value) and 0 < value < inf:
         return timedelta(seconds=value)
     if isinstance(value, timedelta) and value > timedelta(0):
         return value

@@ -485,9 +485,10 @@ class Prefetch:
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
-            if getattr(self, name) < 0:
+            depth = getattr(self, name)
+            if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
                 raise ValueError(
-                    f"{name}_prefetch={getattr(self, name)}: expected 0 (none) or a number of units"
+                    f"{name}_prefetch={depth!r}: expected 0 (none) or a number of units"
                 )
 
 

@@ -26,6 +26,9 @@ from shardeddp.config import (
     StartMethod,
     StateDictType,
     UnevenBatches,
+    check_flags,
+    check_start_method,
+    resolve_checkpoint_options,
     resolve_mixed_precision,
     resolve_offload,
     resolve_optimizer_scope,
@@ -178,6 +181,8 @@ class ShardedDP(ParallelStrategy):
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
+        check_flags(uneven_units=uneven_units, debug=debug)
+        checkpoint_options = resolve_checkpoint_options(checkpoint_options)
         offload = self.offload = resolve_offload(cpu_offload)
         self.sharding = choose_sharding(
             sharding_strategy,
@@ -199,7 +204,7 @@ class ShardedDP(ParallelStrategy):
         self.num_nodes = 1  # set by the Trainer
         self._alone: ClusterEnvironment | None = None  # of one rank that the cluster's cannot tell
         self._sharding_strategy = sharding_strategy.lower()
-        self._start_method: StartMethod = start_method
+        self._start_method: StartMethod = check_start_method(start_method)
         self._group = ProcessGroup(
             self.sharding,
             process_group_backend,

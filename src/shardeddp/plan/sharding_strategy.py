@@ -186,6 +186,10 @@ def choose_sharding(
                 f"'hybrid_shard'"
             )
         changes["shard_size"] = shard_size
+    if reduce_every_backward not in (None, True, False):
+        raise ConfigurationError(
+            f"reduce_every_backward={reduce_every_backward!r}: expected True, False or None"
+        )
     if reduce_every_backward is not None:
         changes["reduce_every_backward"] = reduce_every_backward
     if reshard_after_forward is not None:
@@ -204,7 +208,7 @@ def choose_sharding(
 
 
 def _resharding(
-    sharding_strategy: str, sharding: ShardingStrategy, after_forward: bool | int
+    sharding_strategy: str, sharding: ShardingStrategy, after_forward: object
 ) -> dict[str, Any]:
     if sharding.reshard is Reshard.NEVER:
         raise ConfigurationError(
@@ -214,9 +218,9 @@ def _resharding(
         )
     if isinstance(after_forward, bool):
         return {"reshard": Reshard.AFTER_FORWARD if after_forward else Reshard.AFTER_BACKWARD}
-    if after_forward < 2:
+    if not isinstance(after_forward, int) or after_forward < 2:
         raise ConfigurationError(
-            f"reshard_after_forward={after_forward}: expected True, False, or a number of ranks of "
+            f"reshard_after_forward={after_forward!r}: expected True, False, or a number of ranks of "
             f"at least 2 that divides the shard size"
         )
     return {"reshard": Reshard.AFTER_FORWARD, "regather_size": after_forward}
