@@ -183,6 +183,9 @@ node_of_tensor = Replaceable("torch.autograd.graph:_get_grad_fn_or_grad_acc", "t
 will_execute = Replaceable("torch._C:_will_engine_execute_node")
 """Whether the backward that is running will come to a node."""
 
+described_gradient = Replaceable("torch._subclasses.meta_utils:safe_grad", "t")
+"""The ``grad`` of a tensor that a compiler describes for itself."""
+
 # -- the stack of saved-tensor hooks
 
 are_hooks_enabled: Callable[[], bool] = _private(

@@ -10,7 +10,7 @@ LOOKS_S = 3.0
 
 LOOKS = """
     import gc, sys, threading, time
-    from shardeddp.comm.liveness import (innermost_frame)
+    from shardeddp.comm.liveness import no_collection
 
     class Garbage:
         def __init__(self):
@@ -37,9 +37,51 @@ LOOKS = """
     gc.set_threshold(3)
     while time.monotonic() < deadline:
         Garbage()
-        assert innermost_frame(threads[2].ident) is not None or time.monotonic() > deadline - 0.1
+        with no_collection():
+            found = sys._current_frames().get(threads[2].ident)
+        assert found is not None or time.monotonic() > deadline - 0.1
     assert gc.isenabled()
 """
+
+WALKS = """
+    import copy, gc, threading, time
+    from unittest import mock
+    from shardeddp.comm.liveness import LivenessProbe, place_of
+
+    class Garbage:
+        def __init__(self):
+            self.circle = self
+
+        def __del__(self):
+            time.sleep(0.00001)
+
+    failures, places, main = [], set(), threading.get_ident()
+    threading.excepthook = failures.append
+    deadline = time.monotonic() + {seconds}
+
+    def look():
+        probe = mock.Mock(_trains=main)
+        while time.monotonic() < deadline:
+            Garbage(), Garbage()
+            places.add(LivenessProbe._see(probe, [place_of]))
+
+    gc.set_threshold(30, 5, 5)
+    thread = threading.Thread(target=look)
+    thread.start()
+    tree = 0
+    for _ in range(60):
+        tree = [tree, {{1: 2}}]
+    while thread.is_alive():
+        copy.deepcopy(tree)  # calls and returns all the time
+    assert places and not failures, failures
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_walking_over_the_frames_of_a_thread_reads_no_memory_that_it_has_freed() -> None:
+    script = textwrap.dedent(WALKS.format(seconds=2 * LOOKS_S))
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LOOKS_S + 40)
 
 
 @pytest.mark.slow

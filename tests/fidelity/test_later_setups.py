@@ -394,6 +394,54 @@ def classes_of_parameters(fit: Fits, folder: str) -> list[Net]:
     return [net]
 
 
+class Anchored(Net):
+    """Is drawn to former values, by an importance of each (EWC, L2-SP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchors: dict[str, Tensor] = {}
+        self.view: Tensor | None = None
+        self.importance: Tensor | None = None
+        self.teacher: Tensor | None = None
+
+    def loss(self, batch: Tensor) -> Tensor:
+        total = super().loss(batch)
+        weight = self.head.weight
+        if isinstance(getattr(self, "anchor", None), Tensor):
+            total = total + (self.importance * (weight - self.anchor) ** 2).sum()
+        if self.view is not None:
+            total = total + 0.1 * (self.view * weight).sum()
+        if self.teacher is not None:
+            total = total + 0.1 * (self.teacher - weight).square().sum()
+        for name, value in self.anchors.items():
+            total = total + 0.1 * (self.get_parameter(name) - value).square().sum()
+        return total
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if (gradient := self.head.weight.grad) is not None:
+            self.importance = gradient.detach() ** 2
+
+
+def computed_from_parameters(fit: Fits, folder: str) -> list[Net]:
+    """Buffers and attributes that were computed from sharded parameters are values; views follow theirs."""
+    net = Anchored()
+    fit(net)
+    net.register_buffer("anchor", net.head.weight.detach().clone())
+    net.importance = net.head.weight.detach() ** 2 + 1
+    fit(net)
+    net.view = net.head.weight.detach()
+    net.body.append(as_on_this_rank(Layer))
+    fit(net)
+    net.anchors = {name: it.detach().clone() for name, it in net.named_parameters()}
+    net.body.append(as_on_this_rank(Layer))
+    fit(net)
+    student = Anchored()
+    student.teacher = net.head.weight.detach().clone()
+    student.register_buffer("copied", net.head.weight.detach() * 2)
+    fit(student)
+    return [net, student]
+
+
 PROGRAMS: list[Program] = [
     head_replaced,
     layers_appended_inserted_and_unpickled,
@@ -416,6 +464,7 @@ PROGRAMS: list[Program] = [
     shared_memory,
     scripted_layers_and_penalties,
     classes_of_parameters,
+    computed_from_parameters,
 ]
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
@@ -150,26 +150,29 @@ class LivenessProbe:
 
     def _see(self, looks: Iterable[Look]) -> str:
         # A frame keeps all that its function works with; it must not wait here for the store.
-        frame = innermost_frame(self._trains)
-        for look in looks:
-            look(frame)
-        return place_of(frame)
+        with no_collection():
+            frame = sys._current_frames().get(self._trains)
+            for look in looks:
+                look(frame)
+            return place_of(frame)
 
     def _write_answer(self, answer: dict[str, Any]) -> None:
         self._client.write(f"answer/{self._rank}", json.dumps(answer))
 
 
-def innermost_frame(thread: int) -> FrameType | None:
-    """Where a thread of this process is; None: it has ended.
+@contextlib.contextmanager
+def no_collection() -> Generator[None]:
+    """Look at the frames of another thread: no garbage is collected meanwhile.
 
-    No garbage is collected meanwhile: Python before 3.11.9 and 3.12.3 waits for itself for ever if
-    a finalizer lets other threads run then, as that of a process group does
+    To find them and to walk over them (``f_back``) makes objects. Python before 3.11.9 and 3.12.3
+    waits for itself for ever, or reads memory that the other thread has freed, if that starts a
+    collection and a finalizer lets other threads run, as that of a process group does
     (https://github.com/python/cpython/issues/106883).
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames().get(thread)
+        yield
     finally:
         if collects:
             gc.enable()

@@ -82,7 +82,9 @@ class Materializer:
             if spec.parameter.is_meta and not is_taken_over(spec.parameter)
         ]
         parameters = [_parameter(spec, recording.place_of(spec.parameter)) for spec in specs]
+        former = [it for it in root.parameters() if it.is_meta and is_taken_over(it)]
         storages = {item.place.storage for item in parameters}
+        storages.update(recording.place_of(it).storage for it in former)
         # What has memory of a parameter follows it (shard_model).
         others = [
             it

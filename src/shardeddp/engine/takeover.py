@@ -9,11 +9,13 @@ gathered then, one parameter at a time. Shards are in memory twice until all hav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardeddp.engine.recording import storage_of
 from shardeddp.engine.runtime import drop_forward_hooks, is_unit_hook, runtimes_around
 from shardeddp.engine.unit import Unit, register
 from shardeddp.errors import ConfigurationError
@@ -66,6 +68,7 @@ class Takeover:
             for progress in runtime.progresses
             for spec in progress.unit.spec.parameters
         }
+        held = list(_held_shards(root))
         for runtime in runtimes:
             runtime.let_go()
         for module in (each for it in self.roots for each in it.modules()):
@@ -84,6 +87,9 @@ class Takeover:
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             self._stand_in(parameter, places.setdefault(key, meta))
         self._tell_scripted()
+        for owner, name, value in held:
+            # A view of a parameter follows it, as in a module that was not sharded before.
+            owner[name] = value.detach() if isinstance(value, nn.Parameter) else value
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -145,3 +151,24 @@ class Takeover:
         with without_torch_function():
             take_hooks(parameter)  # type: ignore[arg-type]
             swap_bodies(parameter, body)
+
+
+def _held_shards(root: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The sharded tensors among a module's buffers and attributes; a collective of all ranks.
+
+    Yields:
+        The dictionary that has it, its name, and the parameter that it is a view of, or all of its
+        values: what was computed from a parameter (an anchor, a Fisher information) is no part of
+        what is sharded.
+    """
+    by_name = {it.spec.fqn: it for it in root.parameters() if isinstance(it, ShardTensor)}
+    for module in root.modules():
+        for owner in (vars(module), module._buffers):
+            for name, value in list(owner.items()):
+                if not isinstance(value, ShardTensor) or isinstance(value, nn.Parameter):
+                    continue
+                seen = by_name.get(value.spec.fqn)
+                if seen is not None and storage_of(value.raw_local) == storage_of(seen.raw_local):
+                    yield owner, name, seen
+                else:
+                    yield owner, name, value.full_tensor()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -174,8 +174,8 @@ class LocalStep(SwappedStep):
         super().__init__(optimizer, on_step)
 
     def _forget(self) -> None:
-        self._local_parameters = HostCopies() if self._offload else DeviceShards()
-        self._groups = []
+        self._memory = HostCopies() if self._offload else DeviceShards()
+        self._seen, self._tensors, self._marked = [], [], []
 
     def _swap_in(
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
@@ -463,26 +463,74 @@ class LocalStates(OutsideStates):
 
 
 class _StateView(dict[str, Any]):
-    """One parameter's states as sharded tensors; assignments and removals reach the optimizer."""
+    """One parameter's states as sharded tensors, as they are whenever they are asked for.
+
+    Assignments and removals reach the optimizer. It is a dict because users ask for one
+    (``isinstance``, a copy, a pickle).
+
+    Args:
+        state: Of the local parameter, or the mapping of a user's own.
+        parameter: The sharded one; None: the mapping belongs to no parameter.
+    """
 
     def __init__(self, state: Mapping[str, Any], parameter: torch.Tensor | None = None) -> None:
+        super().__init__()
         self._state = state
         self._parameter = parameter
-        super().__init__({name: _as_sharded(value, parameter) for name, value in state.items()})
+        self._seen: dict[str, Any] = {}  # what the present content was made from
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take over what the optimizer has set or removed since."""
+        seen, self._seen = self._seen, dict(self._state)
+        for name in [name for name in super().__iter__() if name not in self._seen]:
+            super().__delitem__(name)
+        for name, value in self._seen.items():
+            if name not in seen or seen[name] is not value:
+                super().__setitem__(name, _as_sharded(value, self._parameter))
+
+    def __getitem__(self, name: str) -> Any:
+        self._follow()
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._follow()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._follow()
+        return super().__len__()
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     def __setitem__(self, name: str, value: Any) -> None:
+        self._follow()
         super().__setitem__(name, value)
         if isinstance(self._state, dict):
             former = self._state.get(name)
             device = former.device if isinstance(former, torch.Tensor) else None
             self._state[name] = _as_local(name, value, self._parameter, device)
+            self._seen[name] = self._state[name]
 
     def __delitem__(self, name: str) -> None:
+        self._follow()
         super().__delitem__(name)
         if isinstance(self._state, dict):
             del self._state[name]
+            del self._seen[name]
 
-    # A dict's own versions of these go past the two above.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What `torch.load(weights_only=True)` takes for a dict.
+        return OrderedDict, (), None, None, iter(self.items())
+
+    # A dict's own versions of these go past those above.
+    get = MutableMapping.get  # type: ignore[assignment]
+    keys = MutableMapping.keys  # type: ignore[assignment]
+    values = MutableMapping.values  # type: ignore[assignment]
+    items = MutableMapping.items  # type: ignore[assignment]
+    __contains__ = MutableMapping.__contains__
+    __eq__ = MutableMapping.__eq__  # type: ignore[assignment]
     clear = MutableMapping.clear
     pop = MutableMapping.pop  # type: ignore[assignment]
     popitem = MutableMapping.popitem

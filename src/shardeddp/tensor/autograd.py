@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from shardeddp.tensor.backward import asking, retaining
+from shardeddp.tensor.memoryless import stored_gradient
 from shardeddp.tensor.operations import asks_only_about
 from shardeddp.tensor.shard_tensor import (
     ShardTensor,
@@ -30,6 +31,7 @@ from shardeddp.tensor.unsharded import (
 )
 from shardeddp.tensor.views import Gathered, GatheredView
 from shardeddp.torch_private import (
+    described_gradient,
     engine_run,
     function_arguments,
     node_of_tensor,
@@ -139,8 +141,15 @@ _AT_VERSION = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+)")  # as autogra
 
 def extend_functions() -> None:
     """Let every ``autograd.Function`` see full tensors from now on."""
-    unwrap, run, found_node, executes = (
-        each.current for each in (function_arguments, engine_run, node_of_tensor, will_execute)
+    unwrap, run, found_node, executes, gradient = (
+        each.current
+        for each in (
+            function_arguments,
+            engine_run,
+            node_of_tensor,
+            will_execute,
+            described_gradient,
+        )
     )
     if unwrap.__module__ == __name__:
         return
@@ -205,6 +214,11 @@ def extend_functions() -> None:
         successor = successor_of(node)
         return executes(node if successor is None else node_of(successor))
 
+    def safe_grad(t: torch.Tensor) -> torch.Tensor | None:
+        # That of the sharded parameter, of an earlier step, is no part of what a unit computes.
+        return stored_gradient(t) if isinstance(t, OfSharded) else gradient(t)
+
+    described_gradient.replace(safe_grad)
     function_arguments.replace(unwrap_dead_wrappers)
     will_execute.replace(
         executes_node
@@ -288,6 +302,10 @@ class _View(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+        return tangent
 
 
 def _needs_gradient(arguments: Any) -> bool:

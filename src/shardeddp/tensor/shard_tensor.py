@@ -777,6 +777,10 @@ class _FullTensor(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         return gradient, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+        return gather(tangent) if isinstance(tangent, ShardTensor) else tangent
+
 
 def origin_of(tensor: Any) -> ShardTensor | None:
     """The sharded parameter that autograd knows a plain tensor to be the whole of, or None."""
