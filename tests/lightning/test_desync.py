@@ -1,6 +1,7 @@
 """Where one rank enters a collective and the others another one or none, all end soon and are told of both."""
 
 import inspect
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from shardeddp import ShardedDP
 from shardeddp.errors import DesyncError
 from support.tasks import Block, EvaluatedGpt, token_loader
 from support.trainers import make_trainer
-from world import Worlds
+from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -443,3 +444,47 @@ def test_a_rank_that_has_failed_and_lives_on_keeps_nobody_waiting(world: Worlds)
     survivor, _ = world(2).run(fail_and_live, 6.0)
     assert survivor.kind == "RankError" and survivor.seconds < 5.0
     assert survivor.said.startswith("rank 1 failed: LookupError: no such token\n")
+
+
+class ReadsOnAThread(EvaluatedGpt):
+    """A logger of the user's own that looks at a weight every now and then."""
+
+    def on_train_start(self) -> None:
+        self.said: list[str] = []
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.read, name="my logger")
+        self.thread.start()
+
+    def read(self) -> None:
+        while not self.over.wait(0.01):
+            try:
+                self.blocks[0].up.weight.detach().norm()
+            except DesyncError as error:
+                self.said.append(str(error))
+
+    def on_train_end(self) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@on_ranks(2)
+def test_a_read_on_another_thread_is_refused_there_and_training_goes_on(strategy: str) -> None:
+    weights: list[Tensor] = []
+    for model in (EvaluatedGpt, ReadsOnAThread):
+        torch.manual_seed(0)
+        module = model()
+        make_trainer(ShardedDP(strategy), max_steps=10).fit(module, token_loader(32))
+        weights.append(module.blocks[0].up.weight.full_tensor())
+    assert torch.equal(*weights)
+    for each in module.said:  # type: ignore[union-attr]
+        assert "of blocks.0.up.weight at" in each
+        assert "on thread 'my logger' while another thread trains" in each
+    assert module.said  # type: ignore[union-attr]
+    found: list[Tensor] = []
+    later = threading.Thread(
+        target=lambda: found.append(module.blocks[0].up.weight.full_tensor())
+    )  # between runs one thread may do it as well as another
+    later.start()
+    later.join()
+    assert torch.equal(found[0], weights[1])

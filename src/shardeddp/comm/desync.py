@@ -20,7 +20,12 @@ from shardeddp.comm.collectives import in_forked_process
 from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation
 from shardeddp.errors import DesyncError
-from shardeddp.torch_private import COLLECTIVES_FILE, backend_config, process_groups
+from shardeddp.torch_private import (
+    COLLECTIVES_FILE,
+    backend_config,
+    current_backward,
+    process_groups,
+)
 
 # -- CallFingerprints: before an operation that needs all ranks, and that a user may call anywhere,
 #    see that all come
@@ -74,6 +79,8 @@ class CallFingerprints:
         self._error_propagation, self._kind = error_propagation, f"desync check of {name}"
         self._failure = ""  # what a former call has ended with; the ranks are not together any more
         self._is_inherited = False
+        self.thread: int | None = None
+        """The thread that trains, which alone may come here meanwhile; None: any may."""
 
     def leave_to_parent(self) -> None:
         """Refuse all calls from now on: this process was forked from the rank."""
@@ -95,6 +102,12 @@ class CallFingerprints:
         if self._is_inherited:
             ranks = sorted([self._rank, *self._others])
             raise in_forked_process(f"{operation} at {place_of(sys._getframe())}", ranks)
+        if self.thread not in (None, threading.get_ident()) and current_backward() == -1:
+            raise DesyncError(
+                f"{self._describe(operation)}, on thread {threading.current_thread().name!r} while "
+                f"another thread trains: ranks would be asked in another order by each of them. "
+                f"Take the values in the training thread (full_tensor()) and hand them over"
+            )
         advice = advice or self.advice
         decorated = _decorated_caller()
         if decorated:

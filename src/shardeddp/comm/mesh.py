@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -287,6 +288,14 @@ class Mesh:
         refuse_inherited(self.control, "a run of a Trainer")
         self.liveness_probe.begin_run()
         self.error_propagation.begin_run()
+        self._let_read(threading.get_ident())
+
+    def end_run(self) -> None:
+        """It has ended; other threads may read parameters, too."""
+        self._let_read(None)
+
+    def _let_read(self, thread: int | None) -> None:
+        self.fingerprints.thread = self.world_fingerprints.thread = thread
 
     def leave_to_parent(self) -> None:
         """This process was forked from the rank: refuse what the rank does with others."""

@@ -743,6 +743,8 @@ class ShardedDP(ParallelStrategy):
 
         Shards and process group stay, so that saving and another run still work.
         """
+        if self._group.current is not None:
+            self._group.current.end_run()
         self._guards.end_run(self.trainer)
         self._resume.end_run()
         if self.trainer is not None:
