@@ -167,15 +167,23 @@ def no_collection() -> Generator[None]:
     To find them and to walk over them (``f_back``) makes objects. Python before 3.11.9 and 3.12.3
     waits for itself for ever, or reads memory that the other thread has freed, if that starts a
     collection and a finalizer lets other threads run, as that of a process group does
-    (https://github.com/python/cpython/issues/106883).
+    (https://github.com/python/cpython/issues/106883). Who forks waits until it is over: the other
+    process would never collect again.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    with _LOOKS:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
+_LOOKS = threading.Lock()
+os.register_at_fork(
+    before=_LOOKS.acquire, after_in_parent=_LOOKS.release, after_in_child=_LOOKS.release
+)
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -377,6 +378,10 @@ _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
+    if dist.is_initialized():
+        # A process group that was garbage in the parent would wait, where this process frees it,
+        # for threads that only the parent has.
+        gc.freeze()
     for mesh in list(_MESHES):
         mesh.leave_to_parent()
 
