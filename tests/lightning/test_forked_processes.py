@@ -248,20 +248,26 @@ def test_what_needs_other_ranks_is_refused_at_once(world: Worlds, name: str, tmp
     assert not list(tmp_path.iterdir())
 
 
-@on_ranks(2)
-def test_a_forked_process_leaves_the_garbage_of_its_rank_alone() -> None:
-    """A process group that was garbage waits, where it is freed, for threads that only the rank has."""
+def fitted() -> Trained:
+    """A model after a run, in a process that may be forked without a warning."""
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     model = Trained()
     make_trainer(ShardedDP(), max_steps=1).fit(model, token_loader(8))
+    return model
+
+
+@on_ranks(2)
+def test_a_forked_process_leaves_the_garbage_of_its_rank_alone() -> None:
+    """A process group that was garbage waits, where it is freed, for threads that only the rank has."""
+    fitted()
     gc.disable()
-    group = dist.new_group([0, 1])
-    dist.all_reduce(torch.ones(2), group=group)
-    dist.destroy_process_group(group)
-    circle: list[Any] = [group]
-    circle.append(circle)
-    del group, circle
     try:
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(2), group=group)
+        dist.destroy_process_group(group)
+        circle: list[Any] = [group]
+        circle.append(circle)
+        del group, circle
         assert in_fork(gc.collect) == ""
     finally:
         gc.enable()
@@ -269,9 +275,7 @@ def test_a_forked_process_leaves_the_garbage_of_its_rank_alone() -> None:
 
 @on_ranks(2)
 def test_a_process_that_is_forked_during_a_look_at_frames_collects_its_own_garbage() -> None:
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    model = Trained()
-    make_trainer(ShardedDP(), max_steps=1).fit(model, token_loader(8))
+    fitted()
     looking, over = threading.Event(), threading.Event()
 
     def look() -> None:
@@ -293,8 +297,6 @@ def test_a_process_that_is_forked_during_a_look_at_frames_collects_its_own_garba
 
 @on_ranks(1)
 def test_a_process_that_is_forked_from_a_single_rank_may_compute() -> None:
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    model = Trained()
-    make_trainer(ShardedDP(), max_steps=1).fit(model, token_loader(8))
+    model = fitted()
     assert in_fork(lambda: model.loss(TOKENS).backward()) == ""
     assert dist.is_initialized()
