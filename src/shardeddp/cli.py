@@ -262,7 +262,7 @@ def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:
     }
 
 
-# -- the command line
+# -- Command line
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:

@@ -20,8 +20,7 @@ from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import printable
 
-# -- The table of units that a run prints before training: what is gathered together, and what each
-#    rank stores of it
+# -- Table of units
 
 # One unit of this size or less costs nobody memory worth a warning: 4 MB in fp32.
 SMALL_MODEL_NUMEL = 1_000_000
@@ -213,8 +212,7 @@ def _run_name(run: Sequence[UnitRow]) -> Text:
     return Text(f"{run[0].name} ... {run[-1].name} ({len(run)}x)")
 
 
-# -- What people are told of a sharded model: one line when it has been sharded, a warning, and a
-#    table if they ask
+# -- Messages about a sharded model
 
 
 def describe_units(sharding_strategy: str, runtime: Runtime) -> str:
@@ -287,8 +285,7 @@ def unit_row(unit: Unit) -> UnitRow:
     )
 
 
-# -- Tables and sentences about checkpoints, for a terminal: what is in one, and whether it is as it
-#    was written
+# -- Tables and sentences about checkpoints
 
 MAX_DAMAGES = 20
 """Of one checkpoint that are shown."""

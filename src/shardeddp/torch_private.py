@@ -88,7 +88,7 @@ else:
     DeviceContext = _private("torch.utils._device:DeviceContext")
     TorchDispatchMode = _private("torch.utils._python_dispatch:TorchDispatchMode")
 
-# -- tensors
+# -- Tensors
 
 without_torch_function: Any = _private("torch._C:DisableTorchFunctionSubclass")
 """Context manager in which functions of torch work on subclasses as on plain tensors."""
@@ -139,7 +139,7 @@ rebuild_tensor: Any = _private(
     "storage storage_offset size stride requires_grad backward_hooks dtype metadata",
 )
 
-# -- autograd
+# -- Autograd
 
 current_backward: Callable[[], int] = _private("torch._C:_current_graph_task_id")
 """Number of the backward that runs on this thread, or -1."""
@@ -186,7 +186,7 @@ will_execute = Replaceable("torch._C:_will_engine_execute_node")
 described_gradient = Replaceable("torch._subclasses.meta_utils:safe_grad", "t")
 """The ``grad`` of a tensor that a compiler describes for itself."""
 
-# -- the stack of saved-tensor hooks
+# -- Stack of saved-tensor hooks
 
 are_hooks_enabled: Callable[[], bool] = _private(
     "torch._C._autograd:_saved_tensors_hooks_is_enabled"
@@ -200,13 +200,13 @@ pop_hooks: Callable[[], None] = _private("torch._C._autograd:_pop_saved_tensors_
 disable_hooks = Replaceable("torch._C._autograd:_saved_tensors_hooks_disable")
 """Disables the hooks, with the error for whoever sets some then."""
 
-# -- operations
+# -- Operations
 
 all_operation_names: Callable[[], Sequence[str]] = _private("torch._C:_dispatch_get_all_op_names")
 has_kernel: Callable[[str, str], bool] = _private("torch._C:_dispatch_has_kernel_for_dispatch_key")
 higher_order_operations: Any = _private("torch._ops:_higher_order_ops")
 
-# -- process groups
+# -- Process groups
 
 _c10d: Any = import_module("torch.distributed.distributed_c10d")
 _world: Any = _private("torch.distributed.distributed_c10d:_world")

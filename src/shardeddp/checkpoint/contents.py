@@ -25,8 +25,9 @@ from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import Codec, Opaque, decode, dict_codec, opaque_paths
 from shardeddp.errors import CheckpointError, printable
 
-# -- The contents of a checkpoint as the dictionary that Lightning has in a ``.ckpt`` file, tensors
-#    unread
+# -- Checkpoint contents as Lightning's dictionary
+#
+# The tensors are not read.
 #
 # For tools, which have neither a model nor a process group; the directory may be one of another
 # tool.
@@ -281,8 +282,9 @@ def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-# -- Opening: a checkpoint as the dictionary that Lightning saved, for a run; large tensors stay on
-#    the disk
+# -- Opening a checkpoint for a run
+#
+# Large tensors stay on the disk.
 
 
 def open_checkpoint(

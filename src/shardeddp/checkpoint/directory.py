@@ -49,8 +49,7 @@ from shardeddp.checkpoint.manifest import (
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 
-# -- A checkpoint's directory appears whole or not at all: it is written beside its place and
-#    committed in one step
+# -- Commit of a checkpoint directory
 #
 # [Note: how a checkpoint is committed] It is written into ``.tmp-checkpoint-<uuid>`` beside its
 # target, flushed, and takes the target's place in one step: by a rename where there is nothing,
@@ -406,8 +405,9 @@ def left_text(path: Path, error: OSError) -> str:
     return f"{path} could not be deleted ({error.strerror or error}); the next start tries again."
 
 
-# -- New files that appear whole or not at all: written beside their places under other names,
-#    flushed, then renamed
+# -- Atomic creation of files
+#
+# A file is written beside its place under another name, flushed, then renamed.
 
 log = logging.getLogger(__name__)
 

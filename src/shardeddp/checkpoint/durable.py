@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Interval
 
-# -- Paths of checkpoints, which may be addresses of an object store
+# -- Paths and addresses of object stores
 
 _LOCAL = ("file://", "file:", "local://", "local:")
 
@@ -38,8 +38,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
 
 
-# -- File operations that a crash cannot tear: exclusive creation, flushing, exchanging two names,
-#    locks, deletion
+# -- Crash-safe file operations
 
 StrPath: TypeAlias = "str | os.PathLike[str]"
 

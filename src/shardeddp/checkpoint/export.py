@@ -33,8 +33,9 @@ from shardeddp.checkpoint.snapshot import tensors_of
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 
-# -- Writes safetensors files (https://github.com/huggingface/safetensors), tensor by tensor, and
-#    the index over several
+# -- The safetensors file format
+#
+# https://github.com/huggingface/safetensors
 #
 # A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
 # place of each tensor), and the elements of one tensor behind the other.
@@ -163,7 +164,7 @@ def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str
     ).encode()
 
 
-# -- Export: a checkpoint as one or several safetensors files, or as one plain ``.ckpt`` file
+# -- Export to safetensors or to one plain ``.ckpt`` file
 #
 # Everything is streamed: a part of one tensor is in memory at a time, and it is checked before it
 # is written.

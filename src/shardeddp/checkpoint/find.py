@@ -38,8 +38,7 @@ from shardeddp.errors import CheckpointError, DamagedCheckpointError, printable
 from shardeddp.plan.layout import Interval
 from shardeddp.wrap.tree import first_three
 
-# -- Plain checkpoints, one file each: what this package has written into one, and whether its bytes
-#    are still those
+# -- Plain checkpoints: one file, and the index of its bytes
 
 _ELEMENTS = re.compile(r"(?:.*/)?data/(\d{1,9})")
 
@@ -183,8 +182,7 @@ def _opened(path: StrPath) -> Generator[tuple[int, Item]]:
         os.close(descriptor)
 
 
-# -- Which checkpoints are whole: directories and plain files of this package, found in a directory,
-#    ordered by step
+# -- Whole checkpoints in a directory, ordered by step
 
 PLAIN_SUFFIX = ".ckpt"
 """How names of checkpoints end, of those that are one file as well."""
@@ -331,8 +329,9 @@ def _check_file(directory: int, name: str, nbytes: int) -> None:
         raise CheckpointError(f"{name} has {found.st_size:,} bytes, expected {nbytes:,}")
 
 
-# -- The last checkpoint of some directories: the one of the highest step that can be used, whatever
-#    clocks say
+# -- The last checkpoint: the usable one of the highest step
+#
+# Time stamps do not matter.
 
 
 @dataclass(frozen=True, order=True)

@@ -18,8 +18,7 @@ from shardeddp.checkpoint.manifest import Item
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 
-# -- Reads data out of a pickle without running it: known globals become plain values, everything
-#    else is refused
+# -- Pickle evaluator: data only, everything else is refused
 #
 # A pickle is a program, and Python's reader executes it. `pickletools` decodes the instructions and
 # their arguments; the evaluator below has those that data needs, imports nothing, calls nothing that
@@ -340,8 +339,7 @@ def check_tree(value: Any, where: str) -> None:
         open_values.extend((part, depth + 1) for part in parts if type(part) not in _SCALARS)
 
 
-# -- Reads what ``torch.save`` wrote into an item: a pickle, and records with the elements of its
-#    tensors
+# -- Items of ``torch.save``: a pickle and records of elements
 #
 # ``torch.load`` does not compare the CRCs that ``torch.save`` writes; this reader does. A record is
 # as long as the pickle says, and a tensor lies inside of its record, before an element is read.

@@ -32,8 +32,7 @@ from shardeddp.config import CheckpointOptions
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import rebuild_tensor
 
-# -- Full state: every sharded tensor of a nested state gathered, one at a time, to ordinary tensors
-#    on the host
+# -- Full state, gathered to the host one tensor at a time
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,8 +164,7 @@ def _is_namedtuple(value: tuple[Any, ...]) -> bool:
     return "_fields" in vars(type(value))
 
 
-# -- Writes what ``torch.save`` writes, without holding it in memory: the pickle first, then one
-#    storage after the other
+# -- Streaming writer of the ``torch.save`` format
 #
 # ``torch.save`` needs every tensor in memory at once. The pickle only says what the tensors are;
 # their elements are records of their own in the zip archive, so they can be read, checked and

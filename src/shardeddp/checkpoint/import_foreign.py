@@ -46,8 +46,7 @@ from shardeddp.checkpoint.manifest import (
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, boxes
 
-# -- Reads the index of a checkpoint of ``torch.distributed.checkpoint`` without running it, and
-#    checks what it says
+# -- The index of ``torch.distributed.checkpoint``, read without running it
 #
 # The index, ``.metadata``, is a pickle of three mappings: what each name is, with the boxes that a
 # tensor is stored in; the path of keys that each name was made of; and where the bytes of each box
@@ -351,8 +350,7 @@ def _check_cover(name: str, shape: tuple[int, ...], found: Sequence[Box]) -> Non
         )
 
 
-# -- Opens checkpoints that other tools wrote: directories of ``torch.distributed.checkpoint``, with
-#    or without Lightning
+# -- Checkpoints of other tools
 #
 # Nothing of such a directory is executed, and no path in it is followed: pickles are read as data,
 # files are regular files of the directory itself. :class:`ForeignCheckpoint` gives it the layout of

@@ -26,8 +26,9 @@ from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.torch_private import rebuild_tensor
 
-# -- Checksums: xxh3 of 128 bits (https://xxhash.com), of the memory of tensors block by block; they
-#    find accidents
+# -- Checksums: xxh3 of 128 bits, block by block
+#
+# https://xxhash.com; they find accidents, not forgeries.
 
 ALGORITHM = "xxh3_128"
 
@@ -59,8 +60,7 @@ def block_digests(elements: torch.Tensor) -> list[bytes]:
     ]
 
 
-# -- Data files: tensors and objects appended as items that ``torch.load`` reads, and hashed on
-#    their way to the disk; a table of them at the end
+# -- Data files: items that ``torch.load`` reads, and a table at the end
 #
 # [Note: the frame of a tensor's item] An item is a zip archive of stored records, as ``torch.save``
 # writes it, but ``torch.save`` needs one more copy of the tensor and a slow CRC. What surrounds the
@@ -388,8 +388,9 @@ def _payload(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-# -- The CRCs inside an item or a plain file, checked without torch: they find damage where no
-#    manifest has checksums
+# -- CRCs inside items and plain files, checked without torch
+#
+# They find damage where no manifest has checksums.
 
 CHUNK_NBYTES = 2**20
 """Read and checked at a time; it stays in the processor's cache in between."""

@@ -19,8 +19,7 @@ from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, interval_of
 
-# -- The files of a sharded checkpoint, and its manifest: what it holds, and the checksums of all of
-#    it
+# -- Manifest: contents of a checkpoint, and checksums of its files
 #
 # [Note: the files of a sharded checkpoint] A checkpoint is a directory, and it is one if and only
 # if its manifest is whole and its files have the sizes given there:
@@ -262,8 +261,7 @@ def name_of(path: Sequence[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-# -- The manifest as a file, and the index in a plain file: JSON, and what is checked when it is
-#    read
+# -- The manifest as JSON, and its checks
 
 _DIGEST = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n"manifest":')
 _PREFIX_NBYTES = len('{"sha256":"",\n"manifest":') + 64

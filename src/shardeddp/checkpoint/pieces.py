@@ -51,8 +51,7 @@ class Piece(NamedTuple):
     """Of each ``BLOCK_NBYTES`` of the payload; the last block may be shorter."""
 
 
-# -- A table: the pieces in one data file, in columns; rows of a stranger are checked at once, all
-#    of a column in one go
+# -- Piece table of one data file
 
 
 class PieceTable:
@@ -158,7 +157,7 @@ class PieceTable:
             )
 
 
-# -- The pieces of a checkpoint: the placement says in which files a tensor lies, their tables where
+# -- Placement: the data files of each tensor
 
 
 class Pieces:
@@ -302,7 +301,7 @@ def _name(manifest: Manifest, section: int) -> str:
     return manifest.owners.get(section, f"section {section}")
 
 
-# -- Writing: what a rank has of each section, and the placement that follows from all of them
+# -- Writing of tables and placement
 
 
 def runs_of(sections: Integers, starts: Integers, stops: Integers) -> Rows:

@@ -31,8 +31,7 @@ from shardeddp.plan.layout import Interval
 from shardeddp.tensor.operations import asks_only_about
 from shardeddp.torch_private import make_wrapper_subclass, pytree, without_torch_function
 
-# -- Reading: elements of stored tensors by interval, every block checked against its checksum
-#    before it is used
+# -- Checked reading of intervals
 
 
 class CheckpointReader:
@@ -160,8 +159,7 @@ class CheckpointReader:
             )
 
 
-# -- LazyTensor: a tensor of a checkpoint that stands for its elements on the disk until somebody
-#    wants them
+# -- LazyTensor: a tensor that is read from the disk on first use
 
 Read = Callable[[Interval], torch.Tensor]
 
@@ -338,8 +336,7 @@ _VALUES = (
 """What holds no memory; numpy arrays, storages and the like do."""
 
 
-# -- Tensors as streams of bytes: what an export writes is read, checked and converted a chunk at a
-#    time
+# -- Tensors as checked streams of bytes, for exports
 
 CHUNK_NBYTES = 32 * 2**20
 """Of a tensor in memory at a time; several blocks, for a block that a chunk cuts is read twice."""

@@ -20,8 +20,7 @@ from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.wrap.tree import first_three
 
-# -- What a model was before a checkpoint was loaded into it, kept until the rest of the checkpoint
-#    is known to fit
+# -- Rollback of a load that does not fit
 
 
 class Replaced:
@@ -44,8 +43,7 @@ class Replaced:
             tensor.copy_(was)
 
 
-# -- Restoring: what a checkpoint has for a sharded model, read into shards before anything of the
-#    model is changed
+# -- Restoring of a sharded model
 
 _COMPILED = "_orig_mod."
 """What ``torch.compile`` puts into the names of a module's parameters."""

@@ -29,7 +29,7 @@ from shardeddp.plan.layout import Interval
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.shard_tensor import ShardTensor
 
-# -- HostMemory: one buffer that copies of shards are made into, save after save
+# -- HostMemory: one buffer for the copies of all saves
 
 _ALIGNMENT = 64
 
@@ -69,7 +69,7 @@ class HostMemory:
         return copies
 
 
-# -- Replicas: ranks that hold the same elements have to hold the same bits, or nothing is saved
+# -- Replica check: equal elements have equal bits
 
 _HELD = np.dtype(
     [
@@ -178,8 +178,7 @@ def _refuse(held: Sequence[Any], names: Sequence[str]) -> None:
                 )
 
 
-# -- Snapshot: a checkpoint taken apart into named tensors, and what each rank holds and writes of
-#    them
+# -- Snapshot: a checkpoint as named tensors, and each rank's part of it
 
 ParameterNames = Sequence[Sequence[str]]
 """For each optimizer, the fqns of its parameters in the order of its groups."""

@@ -23,7 +23,7 @@ import torch
 
 from shardeddp.errors import CheckpointError
 
-# -- JSON that somebody else may have written: parsed exactly, or refused with one kind of error
+# -- Strict JSON: parsed exactly, or refused with one kind of error
 #
 # The parser is :mod:`json`, with hooks for what is stricter here. What a document can cost is bounded
 # by its own size: a value takes at most some 60 bytes for each byte of its text (``[],``), and text
@@ -136,8 +136,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-# -- State trees as JSON: what JSON has is written as it is, what it lacks under a tag, and what is
-#    code not at all
+# -- State trees as tagged JSON
 #
 # A tag is an object of one key: ``(1, 2)`` is ``{"$tuple": [1, 2]}``. What stands under it are the
 # *parts* of the value, a simpler value that is encoded in turn, so the codec of a type says only

@@ -52,7 +52,7 @@ from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.wrap.tree import first_three
 
-# -- Inspection: what is in a checkpoint, from its manifest alone; no byte of a tensor is read
+# -- Inspection of a manifest, without reading tensors
 
 _WILD = frozenset("*?[")
 
@@ -203,8 +203,7 @@ def _common(words: list[list[str]]) -> int:
     return depth
 
 
-# -- Verification: every byte of a checkpoint compared with its checksum, by one process, at the
-#    speed of the disk
+# -- Verification of all bytes
 #
 # It reads each file once from its start to its end, several files at a time, each into one buffer;
 # before that the table at its end. Nothing is unpickled, and no tensor is made.

@@ -53,8 +53,7 @@ from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, boxes
 from shardeddp.wrap.tree import first_three
 
-# -- Writing: each rank its shares into a data file of its own, rank 0 the indexes; committed when
-#    all agree
+# -- Writing: a data file per rank, indexes by rank 0, one commit
 
 log = logging.getLogger(__name__)
 
@@ -334,8 +333,7 @@ class _Writing:
         )
 
 
-# -- Saver: saves one checkpoint after the other, in the caller's time or in a thread's, and deletes
-#    in the same order
+# -- Saver: one save after the other, in the caller's thread or in its own
 
 
 class Saver:

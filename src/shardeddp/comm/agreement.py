@@ -25,8 +25,7 @@ from shardeddp.errors import (
     RankError,
 )
 
-# -- Sequence numbers: which operation a rank has begun on its host groups, and that all ranks have
-#    begun the same one
+# -- Sequence numbers of host operations
 #
 # All ranks of a group come to its operations in one order, so equal places in a program have equal
 # numbers. Counting costs a microsecond on the host and sends nothing; :mod:`shardeddp.comm.desync`
@@ -205,8 +204,7 @@ class Reduction:
         return self._numbers
 
 
-# -- Agreement: what all ranks decide together, over the host group; errors of one rank become
-#    errors of all
+# -- Agreement: decisions of all ranks over the host group
 
 T = TypeVar("T")
 
@@ -417,8 +415,7 @@ def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     return [bool(flag) for flag in tensor.tolist()]
 
 
-# -- AsyncMaximum: the highest of a number that every rank contributes, asked for in one batch and
-#    known in the next
+# -- AsyncMaximum: a maximum over ranks, known one batch later
 
 _LET_GO_S = 1.0
 

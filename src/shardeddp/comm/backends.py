@@ -15,7 +15,7 @@ from shardeddp.comm.collectives import (
     Work,
 )
 
-# -- Collectives for gloo, composed of the transfers that it does fastest
+# -- Collectives of gloo
 #
 # Slices travel point to point, straight between the places where they are needed: gloo's own
 # all-gather and reduce-scatter pass everything through buffers of their own.
@@ -144,7 +144,7 @@ def _works(work: Work | None) -> list[Work]:
     return [] if work is None else [work]
 
 
-# -- Collectives that a backend does best by itself (NCCL)
+# -- Collectives of NCCL
 
 # torch 2.13 renamed both and deprecated the names that 2.11 knows.
 _NAMES = vars(dist)

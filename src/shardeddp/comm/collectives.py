@@ -8,7 +8,7 @@ from typing import Literal, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-# -- Traffic: counts what this rank communicates, by kind of collective
+# -- Traffic: bytes and calls by kind of collective
 
 
 class Traffic:
@@ -40,8 +40,7 @@ class Traffic:
         return sum(self.nbytes.values())
 
 
-# -- The interface behind which the collectives of one group of ranks are issued, and groups that
-#    transfer nothing: of one rank, and those of a rank in a process that was forked from it
+# -- Interface of a group's collectives, and groups without transfers
 
 ReduceKind = Literal["sum", "mean", "max", "min"]
 

@@ -27,8 +27,7 @@ from shardeddp.torch_private import (
     process_groups,
 )
 
-# -- CallFingerprints: before an operation that needs all ranks, and that a user may call anywhere,
-#    see that all come
+# -- CallFingerprints: check of calls that need all ranks
 
 WARNING_S = 10.0
 """After how long a rank tells its user that it waits."""
@@ -161,7 +160,7 @@ def _decorated_caller() -> str:
     return ""
 
 
-# -- Desync: finds out why a rank waits, when the others will never come to what it waits for
+# -- Desync: ranks that wait for different operations
 #
 # Every rank counts what it begins: agreements and calls on the host by group and kind
 # (:mod:`shardeddp.comm.agreement`), gathers and reductions by stream. All ranks begin them in one

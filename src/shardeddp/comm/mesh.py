@@ -42,9 +42,7 @@ from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
 
-# -- Groups: torch's process groups by what they are for and who is in them; one run of a process
-#    uses them after
-#    another
+# -- Groups: process groups of torch, reused by later runs
 #
 # Torch keeps a group, its threads and its connections until somebody destroys it, and destroying
 # one needs all of its ranks to be done with it. So a mesh gives its groups back when its run has
@@ -128,7 +126,7 @@ class Groups:
         return client.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
 
 
-# -- Mesh: the communicators of one rank on a mesh of ``replicate x shard`` ranks
+# -- Mesh: the communicators of one rank
 
 _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
@@ -426,8 +424,7 @@ def _describe(
     return f"{place} on rank {rank} needs ranks {[*others]} to do the same, and others do something else: {elsewhere}"
 
 
-# -- What a strategy offers its users beside training: barrier, broadcast of objects, reduction of
-#    logged values
+# -- Barrier, broadcast and reduction for users
 
 T = TypeVar("T")
 

@@ -18,8 +18,7 @@ from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 from shardeddp.errors import DesyncError, LostRankError, RankError
 from shardeddp.torch_private import process_groups
 
-# -- Failures: the first rank that fails leaves its traceback where the others find it when their
-#    transfers break
+# -- Failures: the traceback of the first rank that failed
 
 LOOKUP_S = 1.0
 """How long a rank whose transfer broke waits for the explanation.
@@ -244,8 +243,7 @@ def _leave(client: StoreClient, readers: int) -> None:
             time.sleep(_POLL_S)
 
 
-# -- Ending: before the interpreter ends, gloo's threads let go of the last tensors that were
-#    communicated
+# -- End of the process
 #
 # A collective that has been waited for is held for another moment by the thread that has carried it
 # out. If that thread lets go last of a tensor that Python knows, it needs the interpreter; where

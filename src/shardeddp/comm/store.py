@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from shardeddp.torch_private import default_store
 
-# -- Notes: what ranks leave for each other in the store of the process group, where collectives
-#    cannot be relied on
+# -- Notes: messages between ranks in the store
 
 T = TypeVar("T")
 Question = tuple[Callable[[], Any], "Future[Any]"]  # and where its answer goes
@@ -200,8 +199,7 @@ def _end_all() -> None:
         desk.end()
 
 
-# -- StoreBarrier: whether all ranks have come to one point, without a collective, so that nobody
-#    enters one alone
+# -- StoreBarrier: a barrier with a timeout, without a collective
 
 PATIENCE_S = 5.0
 """How long a rank waits for the others."""

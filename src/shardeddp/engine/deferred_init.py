@@ -29,8 +29,7 @@ from shardeddp.tensor.views import GatheredView
 from shardeddp.torch_private import TorchDispatchMode, make_subclass, pytree
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three, is_computed, join
 
-# -- Materializer: values for the deferred tensors of a model, in the order in which its recording
-#    completes them
+# -- Materializer: values of deferred tensors, in recorded order
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -287,7 +286,7 @@ def _memory_of(tensor: torch.Tensor) -> ShardSpec | int:
     return storage_of(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
-# -- What is deferred in a model
+# -- Deferred tensors of a model
 
 
 def _parameter(spec: ParameterSpec, place: MetaView) -> Deferred:
@@ -349,8 +348,9 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 _PLAIN = (type(None), bool, int, float, str, torch.Size)
 
 
-# -- Models that were built while nothing was recorded: what is left of their construction are their
-#    resets
+# -- Models without a recording
+#
+# Their values come from the reset methods of their modules.
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -440,7 +440,7 @@ def _post_order(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return visit("", root)
 
 
-# -- Modules that are not going to be sharded in this process
+# -- Modules that this process does not shard
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import foreach_copy_, without_torch_function
 
-# -- GradientMemory: the flat tensors that the gradients of one flat group lie in
+# -- GradientMemory: the flat gradient tensors of one group
 
 
 class GradientMemory:
@@ -169,8 +169,9 @@ class GradientMemory:
         return views + [flat[gap.start : gap.stop] for gap in self._layout.padding_intervals]
 
 
-# -- Reduction: one group's packed gradients on their way, in the shard group first, then across
-#    replicas
+# -- Reduction: one group's gradients in flight
+#
+# First in the shard group, then across replicas.
 
 
 class Arrival(Enum):
@@ -269,8 +270,7 @@ class Reduction:
         return CollectiveHandle(keep=(self._output,))
 
 
-# -- GroupGradients: the gradients of a flat group, packed where autograd left them, reduced, and
-#    kept as a shard
+# -- GroupGradients: packing, reduction and the gradient shard of one group
 
 
 class GroupGradients:
@@ -336,7 +336,7 @@ class GroupGradients:
         for index, parameter in enumerate(self._sharded):
             parameter.take_part(self, index)
 
-    # -- what a backward leaves
+    # -- Gradients of a backward
 
     def begin_backward(self) -> None:
         """Start counting what this backward uses."""
@@ -468,7 +468,7 @@ class GroupGradients:
         self._outside = {}
         self._forget_partial()
 
-    # -- reduction
+    # -- Reduction
 
     def reduce(self, across_replicas: bool) -> Reduction:
         """Pack and drop the unsharded gradients; issue their averaging into the gradient shard.

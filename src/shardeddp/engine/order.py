@@ -16,7 +16,7 @@ from shardeddp.engine.reducer import Reduced, Reducer
 from shardeddp.engine.unit import UnitProgress, UnitState
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
-# -- ExecutionOrder: the order in which a pass visits units, recorded once and checked ever after
+# -- ExecutionOrder: the order of units in a pass, recorded once
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ExecutionOrder:
         return None
 
 
-# -- Visits: whether all ranks use the same units in one order, and what they do where they don't
+# -- Visits: agreement of all ranks on the next unit
 
 _BACKWARD = "backward"
 
@@ -190,7 +190,7 @@ class OrderAgreement:
 
         self._gathers_in_backward = mesh.world.size > 1 and sharding.reshard is not Reshard.NEVER
 
-    # -- evaluation
+    # -- Evaluation
 
     def open(self) -> None:
         """From here on each rank may run any number of passes, until all come to :meth:`close`."""
@@ -208,7 +208,7 @@ class OrderAgreement:
         """
         self._open = False
 
-    # -- passes
+    # -- Passes
 
     def begin(self, kind: str) -> None:
         """A pass of this rank begins."""
@@ -337,7 +337,7 @@ class OrderAgreement:
         if rested and not keep:
             unit.reshard()
 
-    # -- passes that are not agreed on
+    # -- Passes without agreement
 
     def _confirm(self, found: str, expected: str) -> None:
         """Go on if all ranks come to something that no pass of this kind has come to here."""

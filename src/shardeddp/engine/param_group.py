@@ -144,7 +144,7 @@ class FlatGroup:
             split=self._mesh.collect.size,
         )
 
-    # -- gathering
+    # -- Gathering
 
     def unshard(self) -> StreamHandle:
         """Allocate the gathered buffer if need be, and issue the all-gather into it."""
@@ -233,7 +233,7 @@ class FlatGroup:
         """Whether the main shard has changed since views of former gathers were updated."""
         return self._versions() != self._versions_of_views
 
-    # -- versions, and writes by others
+    # -- Versions and writes
 
     def _versions(self) -> list[int]:
         return [local._version for local in self.local]
@@ -351,7 +351,7 @@ class FlatGroup:
                 if torch.Tensor.requires_grad.__get__(sharded) != unsharded.requires_grad:  # type: ignore[attr-defined]
                     sharded.requires_grad_(unsharded.requires_grad)
 
-    # -- making the parameters
+    # -- Construction of parameters
 
     def _local_parameters(self) -> list[torch.Tensor]:
         count = range(len(self.layout.slots))

@@ -29,7 +29,7 @@ from shardeddp.torch_private import OpOverload, TorchDispatchMode, neg_view, pyt
 
 HOST = torch.device("cpu")
 
-# -- Operations as they are kept: what is called, over which memory, and with which random numbers
+# -- Recorded operations: call, storages and random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Operation:
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
 
-# -- Recording: the operations in the order in which they came
+# -- Recording: the operations of a construction, in order
 
 _REPLACING = {
     "normal_",
@@ -375,7 +375,7 @@ class Recording:
             found[storage] = torch.UntypedStorage(self.nbytes(storage), device=HOST)
         return pytree.tree_map_only(MetaView, lambda place: place.over(found[place.storage]), kept)
 
-    # -- repeating
+    # -- Replay
 
     def plan(self, wanted: Iterable[int]) -> Plan:
         """What has to run, and in which order, for the final values of some storages."""
@@ -570,8 +570,7 @@ def _digest(state: torch.Tensor) -> bytes:
     return hashlib.blake2b(cast(Any, state.numpy()), digest_size=16).digest()
 
 
-# -- Plan: which operations matter for what is wanted, and an order in which memory is held for a
-#    short time
+# -- Plan: the operations that a replay needs, ordered for little memory
 
 _GENERATORS = -1  # a number that no storage has: whatever draws keeps its order
 
@@ -724,7 +723,7 @@ def _in_order(steps: list[Step]) -> list[Step]:
     return [steps[index] for index in order]
 
 
-# -- States of generators: where an eager construction has them in front of each operation
+# -- Generator states in front of each operation
 
 
 class _GeneratorStates:

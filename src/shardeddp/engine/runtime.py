@@ -107,7 +107,7 @@ def _has_elements_of_its_own(buffer: torch.Tensor) -> bool:
     return not overlaps_itself(buffer)
 
 
-# -- Find the tensors in what a module takes and returns
+# -- Tensors in inputs and outputs of a module
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
@@ -131,8 +131,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-# -- Where the runtime hears of forwards and gradients: hooks around a unit's call and on its
-#    unsharded parameters
+# -- Hooks of units: forwards and gradients
 
 _never_traced = never_traced(
     "a unit of ShardedDP begins or ends here, and its parameters are gathered or released. "
@@ -464,8 +463,9 @@ def _weakly(
     return call
 
 
-# -- Runtime: when units are unsharded and resharded, in which order, and how far ahead. The units'
-#    only caller
+# -- Runtime: when units are unsharded and resharded
+#
+# It is the only caller of units.
 
 
 class Phase(Enum):
@@ -607,7 +607,7 @@ class Runtime:
         """The module that the root unit belongs to."""
         return self._root.unit.spec.module
 
-    # -- what the strategy calls
+    # -- Interface of the strategy
 
     @contextmanager
     def step(self, name: str = "step") -> Generator[list[Any]]:
@@ -674,7 +674,7 @@ class Runtime:
         self._step_name = "forward"
         self._reshard_idle()
 
-    # -- forward
+    # -- Forward
 
     def enter(self, progress: UnitProgress) -> None:
         """A forward of the unit's module begins."""
@@ -841,7 +841,7 @@ class Runtime:
                     leaves, _weakly(self, Runtime._use_finished, progress)
                 )
 
-    # -- backward
+    # -- Backward
 
     def _reach(self, progress: UnitProgress, use: object = None) -> None:
         """A backward reaches a unit, by a use that its outputs announced or an unannounced one."""
@@ -919,7 +919,7 @@ class Runtime:
             progress.forget_forwards()
         self._reshard_idle(also_root=True)
 
-    # -- shared
+    # -- Shared by forward and backward
 
     def _in_backward(self) -> bool:
         return current_backward() != -1

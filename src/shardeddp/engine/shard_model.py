@@ -34,7 +34,7 @@ def place_module(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-# -- Shard a model: agree on the plan, cut every parameter, and put the runtime in charge
+# -- Sharding of a model: agreed plan, shards, runtime
 
 
 def shard_model(

@@ -24,7 +24,7 @@ from shardeddp.torch_private import (
 )
 from shardeddp.wrap.tree import ParameterSpec
 
-# -- Where flat buffers get their memory from, and views of a parameter's part of them
+# -- Allocation of flat buffers, and views of them
 
 
 def empty_on_host(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -52,8 +52,7 @@ def local_view(
     return shard[interval.start : interval.stop]
 
 
-# -- GatheredBuffer: the memory that an all-gather fills, and the unsharded parameters, which are
-#    views of it
+# -- GatheredBuffer: all-gather memory, with unsharded parameters as its views
 
 _set_attribute = object.__setattr__  # past that of OfSharded: twice for each parameter and gather
 
@@ -197,7 +196,7 @@ class GatheredBuffer:
         elif self.watched is not None:
             self.watched.pop(storage._cdata, None)
 
-    # -- views that outlive their gather
+    # -- Views that outlive their gather
 
     def is_viewed(self) -> bool:
         """Whether anything outside of the engine may later read stale values from this memory."""
@@ -226,7 +225,7 @@ class GatheredBuffer:
             if self.watched is not None:
                 self.watched.pop(number, None)
 
-    # -- what graphs save
+    # -- Tensors saved by graphs
 
     @runs_eagerly
     def save(self, tensor: torch.Tensor) -> SavedView | None:

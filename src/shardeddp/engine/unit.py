@@ -25,8 +25,7 @@ from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import will_execute, without_torch_function
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
 
-# -- Unit: parameters that are gathered together, in which of three states they are, and the verbs
-#    between them
+# -- Unit: parameters gathered together, their three states and the verbs between
 
 
 class UnitState(Enum):
@@ -473,7 +472,7 @@ def register(owner: nn.Module, attribute: str, parameter: nn.Parameter | torch.T
 _MODULE_SETATTR: Any = nn.Module.__setattr__
 
 
-# -- UnitProgress: what the runtime counts about one unit between two steps
+# -- UnitProgress: the runtime's counts of one unit between two steps
 
 
 class GradientLevel(IntEnum):

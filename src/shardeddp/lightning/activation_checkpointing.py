@@ -30,7 +30,7 @@ from shardeddp.torch_private import (
 from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.tree import class_of, compiled_shells, imported, nearest, uncompiled
 
-# -- Kept operations: what selective activation checkpointing does not compute again, by name
+# -- Kept operations of selective activation checkpointing
 
 Operation = OpOverload | HigherOrderOperator
 
@@ -210,7 +210,7 @@ def _is_composite(operation: Operation) -> bool:
     return has_kernel(operation.name(), "CompositeImplicitAutograd")
 
 
-# -- Recomputation: a module's forward that keeps its inputs alone and is run again in backward
+# -- Recomputation: a forward that keeps its inputs and runs again in backward
 
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""
@@ -348,8 +348,7 @@ def _refuse_compiled_offload() -> None:
     )
 
 
-# -- Activation checkpointing: which modules keep only their inputs in forward and are computed
-#    again in backward
+# -- Activation checkpointing: the modules that are recomputed
 
 ActivationCheckpointingLike: TypeAlias = (
     bool | ActivationCheckpointing | Mapping[str, Any] | PolicyLike

@@ -24,7 +24,7 @@ from shardeddp.lightning.private import (
     migrate_checkpoint,
 )
 
-# -- How Lightning's ``load_from_checkpoint`` reads what it is given
+# -- Reading of ``load_from_checkpoint``
 
 Reader = Callable[..., Any]
 """``(path, map_location=, weights_only=)`` to the checkpoint."""
@@ -48,7 +48,7 @@ def extend_reading(extended: Callable[[Reader], Reader]) -> None:
             vars(saving)["pl_load"] = extended(vars(saving)["pl_load"])
 
 
-# -- What a Trainer makes where a type checker does not look
+# -- Parts that a Trainer makes
 
 
 def callbacks_of(trainer: Any) -> list[Any]:
@@ -78,8 +78,7 @@ def reloads_dataloaders(trainer: Any) -> bool:
     return bool(vars(trainer).get("reload_dataloaders_every_n_epochs"))
 
 
-# -- Everything of Lightning that this package uses, from the namespace that the process uses: the
-#    only imports of it
+# -- Names of Lightning in the namespace of the process
 #
 # The two halves say the same, and a test compares them. Private names of Lightning are in
 # ``private.py``.

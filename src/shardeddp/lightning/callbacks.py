@@ -35,8 +35,7 @@ from shardeddp.lightning.uneven_data import EvenTraining, UnevenEvaluation
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import IncompatibleKeys, parse_to
 
-# -- The summary of a sharded model: Lightning's own table, with the column that it has for sharded
-#    models
+# -- Model summary: Lightning's table with the column for sharded models
 
 COLUMN = "Params per Device"
 """As Lightning calls it; ``RichModelSummary`` shows no other."""
@@ -79,8 +78,7 @@ def _held(module: nn.Module) -> float:
     )
 
 
-# -- Averages: the copies of a model that callbacks keep (EMA, SWA) are sharded like the model, and
-#    loaded like it
+# -- Averages (EMA, SWA): copies of a model in shards
 
 
 class _Average(NamedTuple):
@@ -295,8 +293,7 @@ def _run_all(loads: list[Callable[[], None]]) -> None:
         load()
 
 
-# -- CallbackAdapters: what lets the callbacks and data loaders of one run work with a model that is
-#    sharded
+# -- CallbackAdapters: stock callbacks and loaders around a sharded model
 
 
 class CallbackAdapters:

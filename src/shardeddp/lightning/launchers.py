@@ -25,8 +25,9 @@ from shardeddp.lightning.api import (
     handed_down,
 )
 
-# -- ``ckpt_path="last"``: the checkpoint of the highest step. Lightning takes the one with the
-#    newest time stamp
+# -- ``ckpt_path="last"``: the checkpoint of the highest step
+#
+# Lightning takes the one with the newest time stamp.
 #
 # Clocks differ between machines, and a copy or a backup changes time stamps. Lightning looks the
 # path up when it has launched the ranks and before it asks the strategy anything, so the launcher
@@ -116,8 +117,9 @@ def _saved_for_requeue(trainer: Trainer) -> set[str]:
     return {path for path in [private.requeue_checkpoint(trainer)] if path is not None}
 
 
-# -- The launcher of spawned and forked ranks: Lightning's own, with full weights brought back to
-#    the main process
+# -- Launcher of spawned and forked ranks
+#
+# Lightning's own; full weights are brought back to the main process.
 
 
 class ShardedMultiProcessingLauncher(private.RankLauncher):

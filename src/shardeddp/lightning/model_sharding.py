@@ -38,8 +38,9 @@ from shardeddp.torch_private import TracingContext
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.tree import UnitSpec
 
-# -- Lets ``generate()`` of transformers keep ranks in step, where a rank that has ended could take
-#    no part in gathers
+# -- Generation with transformers
+#
+# A rank that has ended its text takes part in gathers until all have.
 
 
 class Managed:
@@ -85,8 +86,7 @@ def forget_generation(module: nn.Module) -> None:
             delattr(child, MARK)
 
 
-# -- Sharding of a module: preparation, units with their dtypes and recomputation, and the engine
-#    that shards them
+# -- ModelSharding: preparation, units and engine of one module
 
 
 class ModelSharding:

@@ -124,7 +124,7 @@ class Preemption:
         private.restore_broadcast(self._trainer)
         self._trainer, self._boundary = None, None
 
-    # -- handlers
+    # -- Signal handlers
 
     def _on_end(self, signum: int, frame: FrameType | None = None) -> None:
         if os.getpid() != self._owner:
@@ -150,7 +150,7 @@ class Preemption:
         if os.getpid() == self._owner and not self._requeued:
             self._seen = max(self._seen, _REQUEUE)
 
-    # -- what all ranks do together
+    # -- Decisions of all ranks
 
     def _answer(self, trainer: Trainer, seen: int) -> None:
         if seen == _REQUEUE:

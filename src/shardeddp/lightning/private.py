@@ -72,7 +72,7 @@ def _changed(problems: Sequence[str]) -> ConfigurationError:
     )
 
 
-# -- imported names, for the type checker and from the namespace of the process
+# -- Imported names
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.device_dtype_mixin import (
@@ -116,7 +116,7 @@ else:
     ModelSummary = _named("pytorch.utilities.model_summary:ModelSummary")
 
 
-# -- modules
+# -- Modules
 
 
 def trainer_of(module: Any) -> Any:
@@ -147,7 +147,7 @@ def replace_layers(strategy: Any, module: nn.Module) -> None:
         strategy._layer_sync.apply(module)
 
 
-# -- loops; each is a fit, evaluation or prediction loop
+# -- Loops: fit, evaluation and prediction
 
 
 def combined_loader(loop: Any) -> Any:
@@ -211,7 +211,7 @@ def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable
     return undo
 
 
-# -- signals
+# -- Signals
 
 
 def replace_signal_handlers(
@@ -255,7 +255,7 @@ def _nothing() -> None:
     return None
 
 
-# -- checkpoints
+# -- Checkpoints
 
 Lookup = Callable[[Any, Any], Any]
 """From Lightning's answer and the user's ``ckpt_path`` to the path of a checkpoint, or None."""
@@ -319,7 +319,7 @@ def saves_on_exception(callback: Any, trainer: Any) -> bool:
     return callback._should_save_on_exception(trainer)
 
 
-# -- callbacks
+# -- Callbacks
 
 
 def averaging_device(callback: Any) -> torch.device | None:
@@ -393,7 +393,7 @@ class SummaryWithCounts(ModelSummary):
         return columns
 
 
-# -- launchers
+# -- Launchers
 
 
 class RankLauncher(MultiProcessingLauncher):
@@ -450,7 +450,7 @@ class RankLauncher(MultiProcessingLauncher):
         self.recover_results(recover, trainer, worker_output.weights_path)
 
 
-# -- the table
+# -- Table of private names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from shardeddp.lightning.api import (
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.plan.topology import RankInfo, check_runs, node_order
 
-# -- Release: which shardeddp this process runs, by its version and by what its files hold
+# -- Build id: the version and a digest of the files
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -63,7 +63,7 @@ def _digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-# -- One rank by itself
+# -- Process group of a single rank
 
 
 def environment_without_ranks(environment: ClusterEnvironment) -> ClusterEnvironment | None:
@@ -92,8 +92,7 @@ def environment_without_ranks(environment: ClusterEnvironment) -> ClusterEnviron
     return None
 
 
-# -- Process group of a run: its set-up, the mesh of communicators, and the communication that users
-#    ask for
+# -- Process group of a run
 
 T = TypeVar("T")
 
@@ -160,7 +159,7 @@ class ProcessGroup:
         """Whether this is rank 0, or a process without ranks."""
         return self.current is None or self.current.rank == 0
 
-    # -- set-up
+    # -- Set-up
 
     def set_up(
         self,
@@ -250,7 +249,7 @@ class ProcessGroup:
                 store=store,
             )
 
-    # -- communication
+    # -- Communication
 
     def barrier(self, name: str | None = None) -> None:
         """Return when all ranks have come."""
@@ -300,7 +299,7 @@ class ProcessGroup:
         if self.current is not None and self.current.compares:
             self.current.users.call(operation)
 
-    # -- errors
+    # -- Errors
 
     def explain(self, error: BaseException) -> None:
         """Tell the other ranks of an error, or let one that comes from another rank say so."""

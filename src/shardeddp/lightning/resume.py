@@ -34,8 +34,9 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.process_group import ProcessGroup
 
-# -- Loader states: where each rank is in its data. Lightning saves what one rank says and gives
-#    that to all
+# -- Loader states of all ranks
+#
+# Lightning saves the state of one rank and gives it to all.
 
 _PLACE = "combined_loader"
 """The name that the states of training loaders have among those of Lightning's fit loop."""
@@ -97,8 +98,7 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
 
 
-# -- Resume: the part of a checkpoint that lets a run go on exactly - random state, places in the
-#    data, kept tensors
+# -- Resume: random state, places in the data, kept tensors
 
 
 class Resume:
@@ -118,7 +118,7 @@ class Resume:
         """State of a copy or a pickle, which has read no checkpoint yet."""
         return {**vars(self), "_kept": None}
 
-    # -- checkpoints
+    # -- Checkpoints
 
     def extended(
         self,
@@ -172,7 +172,7 @@ class Resume:
         kept, self._kept = self._kept, None
         return None if kept is None else partial(kept.shard, module)
 
-    # -- a run that trains
+    # -- Training
 
     def prepare_loader(self, loader: object, trainer: Trainer) -> object:
         """The loader to use in the place of one of the user's."""

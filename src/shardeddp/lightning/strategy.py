@@ -245,7 +245,7 @@ class ShardedDP(ParallelStrategy):
         """
         return {**super().__getstate__(), "_runtime": None}
 
-    # -- ranks, devices, the model
+    # -- Ranks, devices, model
 
     # The Trainer assigns the module here, and then refuses a compiled one, which has a note, to all
     # but three of Lightning's own strategies. It trains like any other, so the note goes, and
@@ -447,7 +447,7 @@ class ShardedDP(ParallelStrategy):
         ):
             yield
 
-    # -- a run begins
+    # -- Start of a run
 
     @override
     def _configure_launcher(self) -> None:
@@ -565,7 +565,7 @@ class ShardedDP(ParallelStrategy):
         self._resume.begin_training(trainer.fit_loop)
         self._callbacks.begin_training(trainer)
 
-    # -- steps
+    # -- Steps
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -628,7 +628,7 @@ class ShardedDP(ParallelStrategy):
 
     on_test_end = on_predict_end = on_validation_end
 
-    # -- communication for users
+    # -- Communication for users
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -649,7 +649,7 @@ class ShardedDP(ParallelStrategy):
     ) -> torch.Tensor:
         return self._group.gather(tensor, group, sync_grads)
 
-    # -- checkpoints
+    # -- Checkpoints
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -730,7 +730,7 @@ class ShardedDP(ParallelStrategy):
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._restore.load_optimizers(module, self.optimizers, schedulers, checkpoint)
 
-    # -- a run ends
+    # -- End of a run
 
     @override
     def on_exception(self, exception: BaseException) -> None:

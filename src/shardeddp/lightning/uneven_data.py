@@ -26,8 +26,7 @@ from shardeddp.lightning.api import (
     sized_len,
 )
 
-# -- Ranks with different numbers of batches to evaluate: each goes through its own, and then takes
-#    part in the rest
+# -- Uneven evaluation: each rank runs its own batches
 
 
 class UnevenEvaluation:
@@ -86,8 +85,7 @@ def _lengths(loop: Any) -> Iterator[int | None]:
         yield None if length is None or has_iterable_dataset(loader) else int(min(length, limit))
 
 
-# -- Ranks with different numbers of batches to train on: an error, an end of the epoch for all, or
-#    batches repeated
+# -- Uneven training: an error, a common end, or repeated batches
 
 
 class EvenTraining:

@@ -29,7 +29,7 @@ from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, Swappe
 from shardeddp.tensor.shard_tensor import ShardTensor, gather
 from shardeddp.tensor.unsharded import outside_of
 
-# -- Where the tensors lie that an element-wise optimizer steps on
+# -- Memory of the tensors stepped on
 
 
 class StepMemory(ABC):
@@ -133,7 +133,7 @@ def _versions(run: Run) -> list[int]:
     return [shard._version for shard in run.shards]
 
 
-# -- LocalStep: an element-wise optimizer steps on this rank's elements, in plain 1D tensors
+# -- LocalStep: an element-wise optimizer on this rank's elements
 #
 # It does the same to every element whatever surrounds it, so all ranks' steps together are the step
 # on the parameters. It steps on the *local parameter* of a sharded one, a 1D view of the main
@@ -204,7 +204,7 @@ class LocalStep(SwappedStep):
     def _outside(self, optimizer: optim.Optimizer) -> LocalStates:
         return LocalStates(optimizer, self._memory, self._slices)
 
-    # -- what the step is made on
+    # -- Tensors of a step
     #
     # In the steady state every parameter, gradient and run is the object that it was in the step
     # before, and following a thousand parameters costs a few thousand comparisons.
@@ -307,7 +307,7 @@ def _same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
     return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
-# -- LocalStates: what the optimizer keeps of local parameters and runs, seen by sharded parameter
+# -- LocalStates: optimizer states by sharded parameter
 
 
 class LocalStates(OutsideStates):
@@ -375,7 +375,7 @@ class LocalStates(OutsideStates):
         states = ((parameter, dict(state)) for parameter, state in self.items())
         return defaultdict, (dict,), None, None, states
 
-    # -- runs
+    # -- Runs
 
     def run_of(self, parameter: ShardTensor) -> Run:
         """The run that a parameter is in now."""

@@ -71,7 +71,7 @@ def gradient_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return _span(known) if len(known) > 1 else next(iter(known), None)
 
 
-# -- Chains: parameters of one group that may be a run, by where they and their gradients lie
+# -- Chains: neighbours that may form a run
 
 
 def chains(
@@ -160,7 +160,7 @@ def _is_in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-# -- Splitting a run, and joining runs whose states are alike
+# -- Splitting and joining of runs
 
 Slices = WeakTensorKeyDictionary
 """By state of a part of a run: the tensor that it is a slice of, and where it begins there.

@@ -20,7 +20,7 @@ from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather
 from shardeddp.tensor.unsharded import outside_of
 from shardeddp.torch_private import pytree
 
-# -- Ownership: which rank steps which whole parameter, so that all ranks have as much to do
+# -- Ownership: the rank that steps each whole parameter, by load
 
 
 class Ownership:
@@ -69,8 +69,7 @@ def step_cost(shape: Sequence[int]) -> int:
     return numel * min(shape[0], numel // shape[0])
 
 
-# -- Relocation: parameters and gradients on their way from shards to whole tensors at an owner, and
-#    back
+# -- Relocation: shards to whole tensors on the owner, and back
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,8 +171,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-# -- WholeParameters: which rank owns which parameter of an optimizer, and the whole tensor that it
-#    steps on there
+# -- WholeParameters: owners and whole tensors of one optimizer
 
 
 @dataclass(kw_only=True, eq=False)
@@ -270,8 +268,7 @@ class WholeParameters:
         return WholeParameter(parameter=parameter, owner=owner, at_home=at_home, tensor=tensor)
 
 
-# -- The form of a state: all of it but the elements of tensors and the values of numbers, as JSON
-#    that ranks exchange
+# -- State form: structure of a state without its elements and numbers, as JSON
 #
 # Numbers are left out because an optimizer that counts in Python has new ones in every step. Where
 # a number of another rank is not known, a :class:`NumberElsewhere` stands in its place.
@@ -360,8 +357,7 @@ class NumberElsewhere:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
 
 
-# -- OwnedStates: what owners keep of whole parameters, seen by every rank as sharded tensors that
-#    lie with one rank
+# -- OwnedStates: states of owners as sharded tensors that lie on one rank
 #
 # What a rank knows of another's states is their form: how they are called, their shapes and dtypes,
 # and where there is a number. Owners tell it after a step that has changed it. Elements of tensors
@@ -392,7 +388,7 @@ class OwnedStates(OutsideStates):
         )
         self._specs: dict[tuple[torch.Tensor, str], ShardSpec] = {}
 
-    # -- as others see them
+    # -- Mapping of parameters to states
 
     def __getitem__(self, parameter: torch.Tensor) -> State:
         parameter = outside_of(parameter)
@@ -442,7 +438,7 @@ class OwnedStates(OutsideStates):
             if whole is not None and whole.tensor is not None:
                 yield number, parameter, whole.tensor
 
-    # -- before and after a step
+    # -- Before and after a step
 
     def settle(self) -> None:
         """Bring what was assigned since the last step to the owners.
@@ -501,7 +497,7 @@ class OwnedStates(OutsideStates):
         for rank in self._mesh.owners.ranks:
             yield from json.loads(answers[rank])
 
-    # -- numbers of others
+    # -- Numbers of other ranks
 
     def bring_numbers(self) -> None:
         """Tell all ranks all numbers among the states.
@@ -524,7 +520,7 @@ class OwnedStates(OutsideStates):
             brought = partial(_brought, self._numbers.get(parameter, {}))
             state.update(pytree.tree_map_only(NumberElsewhere, brought, dict(state)))
 
-    # -- what is shown
+    # -- Shown states
 
     def _show(self, parameter: ShardTensor) -> State:
         whole = self._wholes.of(parameter)
@@ -615,8 +611,7 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-# -- OwnedStep: an optimizer that looks at parameters as wholes steps on whole ones, each on one
-#    rank, its owner
+# -- OwnedStep: each whole parameter is stepped on its owner
 #
 # Before a step, every rank sends its shards of values and gradients to their owners, and the new
 # values travel back after it: each rank sends and receives its own shards three times, which is

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
-# -- Half-open intervals of elements, and the boxes that an interval of a tensor is made of
+# -- Intervals of elements, and boxes of a shape
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,7 @@ def interval_of(box: Box, shape: Sequence[int]) -> Interval:
     return Interval(start, start + box.numel)
 
 
-# -- FlatLayout: where every parameter of a unit lies in the unit's flat buffer, and which part of
-#    it a rank owns
+# -- FlatLayout: places of a unit's parameters in its flat buffer
 
 ALIGNMENT_NBYTES = 16
 """Every slot and every rank's slice starts on a multiple of this.

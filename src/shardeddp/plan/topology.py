@@ -7,7 +7,7 @@ from functools import cached_property
 
 from shardeddp.errors import ConfigurationError
 
-# -- Topology: how the ranks of a world form replicas, and the ranks of a replica share a model
+# -- Topology: shard groups and replicate groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class Topology:
         ]
 
 
-# -- Rank infos: which rank is on which node, and whether that is what the run was told
+# -- Rank infos: the node of each rank, checked against the environment
 
 
 @dataclass(frozen=True, kw_only=True)

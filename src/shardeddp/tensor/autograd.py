@@ -41,8 +41,9 @@ from shardeddp.torch_private import (
     without_torch_function,
 )
 
-# -- ``torch.autograd.grad`` with respect to sharded parameters: this rank's own gradients, whole,
-#    as under DDP
+# -- ``torch.autograd.grad`` with respect to sharded parameters
+#
+# Gradients are this rank's own, whole, as under DistributedDataParallel.
 
 
 def asked_gradients(
@@ -119,8 +120,7 @@ def with_unsharded(inputs: Any) -> list[Any]:
     return leaves + [leaf for leaf in unsharded if id(leaf) not in known]
 
 
-# -- What ``torch.autograd.Function`` is given in the place of sharded parameters: full tensors, and
-#    their gradients
+# -- Arguments of ``torch.autograd.Function``
 #
 # ``apply`` is the one way into a graph that ``__torch_function__`` does not hear of. The forward of
 # a function would compute with a shard, its backward return a gradient that nobody averages, and a

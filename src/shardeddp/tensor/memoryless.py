@@ -9,7 +9,7 @@ import torch
 
 from shardeddp.torch_private import get_gradient, set_gradient, skip_frames, without_torch_function
 
-# -- Keeps dynamo, the tracer of ``torch.compile``, out of functions that communicate or move memory
+# -- Functions that dynamo does not trace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,8 +39,7 @@ def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
     return skipped
 
 
-# -- What autograd and the engine have as gradients, past the ``grad`` that sharded and unsharded
-#    parameters show
+# -- Gradients past the ``grad`` property
 
 
 def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -70,7 +69,7 @@ def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> No
         set_gradient(parameter, gradient)
 
 
-# -- Memoryless: tensors without memory of their own, which say so by name to whoever asks for it
+# -- Memoryless: tensors without memory of their own
 
 
 class Memoryless:

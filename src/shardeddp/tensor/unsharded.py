@@ -20,8 +20,7 @@ from shardeddp.torch_private import (
     without_torch_function,
 )
 
-# -- Give a parameter another body and keep its identity, so that references taken before sharding
-#    stay valid
+# -- Identity: a parameter's body exchanged, its references kept
 
 _IDENTITY = "shardeddp"  # a key of what torch keeps for its users beside a node
 
@@ -69,8 +68,7 @@ def _refuse_backward(gradients: tuple[Any, ...]) -> None:
     )
 
 
-# -- The two classes of an unsharded parameter: itself while its unit is unsharded, and the sharded
-#    one after that
+# -- Classes of an unsharded parameter
 
 OURS = "_shardeddp_fqn", "_shardeddp_dtype", "_shardeddp_sharded"
 """Keys of an unsharded parameter's dictionary.

@@ -29,8 +29,7 @@ from shardeddp.tensor.shard_tensor import (
 )
 from shardeddp.torch_private import coalesces, is_alias_of, make_subclass, no_torch_function, pytree
 
-# -- The full elements of a ShardTensor: gathered for one operation, or behind views that write
-#    through to the shard
+# -- Full elements of a ShardTensor, gathered or behind views
 
 
 class Gathered:
@@ -266,8 +265,7 @@ def hand_out(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.T
     return pytree.tree_map_only(torch.Tensor, present, result)
 
 
-# -- What an operation writes to whole tensors, brought back to the shards that they were gathered
-#    from
+# -- Writes to gathered tensors, brought back to shards
 
 
 def run_on_whole(

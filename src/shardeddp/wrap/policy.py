@@ -23,8 +23,7 @@ from shardeddp.wrap.tree import (
     walk,
 )
 
-# -- Policies that are told what to choose: by class, by name, by size, or by a function of one's
-#    own
+# -- Policies by class, name, size or predicate
 
 
 class Policy(ABC):
@@ -294,7 +293,7 @@ def _no_module_of(
     return f"{start}, found none; {nearest(name, known)}"
 
 
-# -- The policy ``"auto"``: finds the repeated blocks of a model
+# -- Policy ``"auto"``: the repeated blocks of a model
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

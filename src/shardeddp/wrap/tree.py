@@ -13,8 +13,9 @@ from torch.nn.utils import parametrize
 
 from shardeddp.torch_private import OptimizedModule
 
-# -- Scripted and traced modules: their parameters live in C++, where they can be read and replaced
-#    like any other's
+# -- Scripted and traced modules
+#
+# Their parameters live in C++, and are read and replaced like any other's.
 
 
 class ScriptedParameters(dict[str, torch.Tensor | None]):
@@ -63,7 +64,7 @@ def registry_of(module: nn.Module) -> nn.Module:
     return ScriptedRegistry(module) if isinstance(module, torch.jit.ScriptModule) else module
 
 
-# -- What a unit is before it is sharded: a module and the parameters that will be gathered together
+# -- Unit specifications: a module and its parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +166,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-# -- The module tree as policies see it: which modules can be units, and under which names and
-#    classes
+# -- Module tree: possible units, their names and classes
 
 _MOST_LISTED = 10
 _INSIDE = "_orig_mod"  # the name of the module inside of an OptimizedModule
