@@ -64,9 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (CheckpointError, NotImplementedError) as error:
         print(f"shardeddp {options.name}: {error}", file=sys.stderr)
-    except (
-        BrokenPipeError
-    ):  # the reader of our output has seen enough; nothing more can be said to it
+    except BrokenPipeError:
+        # The reader of the output has closed it. A flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(

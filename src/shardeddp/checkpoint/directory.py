@@ -459,9 +459,8 @@ def new_files(
             with contextlib.suppress(OSError):  # what matters was flushed before
                 file.close()
         for working in hidden:
-            with contextlib.suppress(
-                IsADirectoryError, PermissionError
-            ):  # a replaced checkpoint that is left
+            # A replaced checkpoint is a directory, and is left.
+            with contextlib.suppress(IsADirectoryError, PermissionError):
                 working.unlink(missing_ok=True)
 
 

@@ -205,9 +205,8 @@ def open_regular(path: StrPath, directory: int | None = None) -> tuple[int, int]
         CheckpointError: It is something else.
         OSError: It cannot be opened.
     """
-    flags = (
-        os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    )  # a pipe without a writer would block
+    # O_NONBLOCK: the opening of a pipe without a writer would block.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, dir_fd=directory)
     except OSError as error:

@@ -393,9 +393,8 @@ def _candidate(path: str, called_last: bool = True) -> _Candidate:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
-        return _Candidate(
-            True, -1, called_last, path
-        )  # it holds objects of others: its step is not to be known yet
+        # The file holds objects of others, so its step is unknown.
+        return _Candidate(True, -1, called_last, path)
     check_fields(content, path)
     step = content.get("global_step", -1)  # files that others have put together may leave it out
     return _Candidate("optimizer_states" in content, step, called_last, path)

@@ -145,9 +145,8 @@ def stream_full(
                 with new_files([path], True, permissions, options.durability) as (opened,):
                     file.write(opened, read, more={INDEX: index})
         finally:
-            deque(
-                gathered, maxlen=0
-            )  # the others gather all of it, whatever has become of the file
+            # The other ranks gather everything, even if the file has failed.
+            deque(gathered, maxlen=0)
 
     run_on_all_ranks(f"writing {path}", write, mesh.saving)
 
@@ -233,9 +232,8 @@ class TorchFile:
 
 
 def _info(name: str) -> zipfile.ZipInfo:
-    return zipfile.ZipInfo(
-        f"{ROOT}/{name}"
-    )  # at a fixed date, so that equal trees make equal files
+    # ZipInfo has a fixed date by default, so equal trees make equal files.
+    return zipfile.ZipInfo(f"{ROOT}/{name}")
 
 
 def _aligned(file: BinaryIO, name: str, nbytes: int) -> zipfile.ZipInfo:

@@ -73,9 +73,8 @@ def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
         state_dict_metadata=stored,
         planner_data=paths,
         storage_data=places,
-        storage_meta=StorageMeta(
-            save_id=manifest.run.uuid
-        ),  # where it was written is nobody's business
+        # Without the path: a checkpoint may be moved.
+        storage_meta=StorageMeta(save_id=manifest.run.uuid),
         version=DCP_VERSION,
     )
 

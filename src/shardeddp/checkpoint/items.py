@@ -120,10 +120,8 @@ class DataFile:
         payload = _payload(tensor)
         frame = frame_of(tensor.dtype, tuple(tensor.shape), crc=self._crc)
         crc, digests = 0, list[bytes]()
-        waiting = [
-            *self._start(),
-            frame.head,
-        ]  # written along with the first block: one call for a small tensor
+        # The head is written with the first block: one call for a small tensor.
+        waiting = [*self._start(), frame.head]
         offset = self._nbytes + len(waiting[0])
         self._frames.update(frame.head)
         for start in range(0, len(payload), BLOCK_NBYTES):

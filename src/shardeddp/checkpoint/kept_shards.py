@@ -100,9 +100,8 @@ class KeptShards:
         for tensor, other in made:
             try:
                 torch.utils.swap_tensors(tensor, other)
-            except (
-                RuntimeError
-            ):  # C++ or a weak reference holds it, a view for example: it stays as whole as it is
+            except RuntimeError:
+                # C++ or a weak reference (a view for example) holds the tensor, so it stays whole.
                 if isinstance(tensor, LazyTensor):
                     tensor.keep()
 

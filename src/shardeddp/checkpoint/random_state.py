@@ -35,12 +35,10 @@ thousands of ranks has a few tensors of them, of which a rank reads its row.
 
 _COUNT = struct.Struct("<I")
 
-_PYTHON = struct.Struct(
-    "<I625I?d"
-)  # version, words and position, whether a normal number is left over, that number
-_NUMPY = struct.Struct(
-    "<624Ii?d"
-)  # words, position, whether a normal number is left over, that number
+# Version, words and position, whether a normal number is left over, that number.
+_PYTHON = struct.Struct("<I625I?d")
+# Words, position, whether a normal number is left over, that number.
+_NUMPY = struct.Struct("<624Ii?d")
 _BEFORE_FETCH = "before_fetch."
 """Prefix of the states in force when the batch that the training loop has in hand was fetched."""
 
@@ -170,9 +168,8 @@ class ResumeRandomness:
 
     def __init__(self) -> None:
         self._held: RandomState | None = None
-        self._lent: list[
-            DataLoader[Any]
-        ] = []  # those whose generator is ours, until the first batch
+        # Loaders with a generator of ours, until the first batch.
+        self._lent: list[DataLoader[Any]] = []
         self._watched: list[OneBatchAhead] = []
 
     @property

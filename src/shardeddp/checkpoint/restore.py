@@ -246,9 +246,8 @@ def _check_groups(optimizer: optim.Optimizer, saved: Sequence[Mapping[str, Any]]
     counts, expected = (
         [len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups)
     )
-    if (
-        counts != expected and expected
-    ):  # Lightning has an optimizer without any where the module has none
+    # Lightning has an optimizer without groups where the module configures none.
+    if counts != expected and expected:
         raise CheckpointError(
             f"the state of an optimizer does not fit {kind}: expected {len(expected)} groups of "
             f"{expected} parameters, found {len(counts)} of {counts}: {advice}"

@@ -52,9 +52,8 @@ class HostMemory:
         for tensor in tensors:
             offsets.append(offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
         if self._buffer.numel() < offsets[-1]:
-            self._buffer = torch.empty(
-                0, dtype=torch.uint8
-            )  # the old memory goes before the new one comes
+            # The old memory is freed before the new one is allocated.
+            self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(
                 offsets[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available()
             )
@@ -502,9 +501,8 @@ def _objects(checkpoint: Mapping[str, Any], names: ParameterNames) -> list[tuple
         ]
         groups = [
             {**group, "params": [fqns[index] for index in group["params"]]}
-            for group in optimizer.get(
-                "param_groups", ()
-            )  # none: Lightning's placeholder for a module without optimizers
+            # A placeholder of Lightning, for a module without optimizers, has no groups.
+            for group in optimizer.get("param_groups", ())
         ]
         found.append(((f"optimizer_{number}", "param_groups"), groups))
     return found

@@ -479,10 +479,8 @@ def _build_sparse(parts: Any) -> torch.Tensor:
     layout, shape, tensors, coalesced = _list(parts)
     if not all(isinstance(tensor, torch.Tensor) for tensor in _list(tensors)):
         raise TypeError("expected the tensors of a sparse one")
-    size, tensors = (
-        _build_size(shape),
-        [tensor.clone() for tensor in tensors],
-    )  # its elements have to be there
+    # A clone reads a lazy part from the disk.
+    size, tensors = _build_size(shape), [tensor.clone() for tensor in tensors]
     if layout == "sparse_coo":
         indices, values = tensors
         return torch.sparse_coo_tensor(

@@ -115,9 +115,8 @@ def module_rows(manifest: Manifest) -> list[Row]:
         else:
             words = [[root, *".".join(map(str, tensor.path[1:])).split(".")] for tensor, _ in found]
             depth = _common(words) + 1
-            if all(
-                name[depth - 1].isdigit() for name in words
-            ):  # repeated blocks and nothing beside them
+            # Repeated blocks alone: the table shows their list.
+            if all(name[depth - 1].isdigit() for name in words):
                 depth -= 1
             for (_, row), name in zip(found, words, strict=True):
                 groups[".".join(name[:depth])].append(row)

@@ -419,6 +419,5 @@ class Saver:
             write_checkpoint(snapshot, target, run, group, self._options)
         except BaseException as error:  # noqa: BLE001 - raised where the training is
             self._error = error
-            log.error(
-                f"saving {target} failed: {error}"
-            )  # where nobody asks any more, this is all that is said
+            # An error that no later save reports is at least in the log.
+            log.error(f"saving {target} failed: {error}")

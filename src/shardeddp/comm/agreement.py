@@ -433,9 +433,8 @@ class AsyncMaximum:
         self._group = group
         self._alone = group.size() == 1
         self._message = torch.zeros(1, dtype=torch.uint8)
-        self._under_way: Callable[[], int] | None = (
-            None  # gives the highest number of those that are under way
-        )
+        # Returns the highest number under way.
+        self._under_way: Callable[[], int] | None = None
 
     def contribute(self, number: int) -> None:
         """Send this rank's number on its way; what was under way is dropped.

@@ -24,18 +24,14 @@ class WriteDigest:
 
     def __init__(self) -> None:
         self._operations: dict[str, int] = {}  # by parameter
-        self._values: list[
-            tuple[str, torch.Tensor]
-        ] = []  # 0-dim, on the device of what was written
-        self._states: dict[
-            str, torch.Tensor
-        ] = {}  # by parameter written to inside of its unit; 0-dim
-        self._options: dict[
-            str, dict[str, object]
-        ] = {}  # in the last step, by the optimizer's group
-        self._changed: (
-            dict[str, str] | None
-        ) = {}  # options since the last comparison; None: not compared any more
+        # 0D tensors on the device of the written parameter.
+        self._values: list[tuple[str, torch.Tensor]] = []
+        # 0D, by parameter that was written to inside of its unit.
+        self._states: dict[str, torch.Tensor] = {}
+        # Options of the last step, by group of the optimizer.
+        self._options: dict[str, dict[str, object]] = {}
+        # Options changed since the last comparison; None: comparison has ended.
+        self._changed: dict[str, str] | None = {}
 
     def note(self, fqn: str, operation: str, values: torch.Tensor | None = None) -> None:
         """Note a write.

@@ -272,9 +272,8 @@ def wait_until_idle(limit_s: float = LIMIT_S) -> None:
         limit_s: Return after that time in any case.
     """
     deadline, idle = time.monotonic() + limit_s, 0
-    while (
-        idle < 2 and time.monotonic() < deadline
-    ):  # one look may fall between two steps of a thread
+    # Two looks: one may fall between two steps of a thread.
+    while idle < 2 and time.monotonic() < deadline:
         time.sleep(_LOOK_S)  # in which others have the interpreter
         idle = 0 if _others_run() else idle + 1
 

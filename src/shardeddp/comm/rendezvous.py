@@ -57,9 +57,8 @@ def meet(
         TimeoutError: Some have not come.
     """
     if has_agent_store():
-        store = _join(
-            address, port, min(timeout, _AGENT_TIMEOUT)
-        )  # it was there before any rank was started
+        # The agent opens its store before it starts a rank.
+        store = _join(address, port, min(timeout, _AGENT_TIMEOUT))
     else:
         address = LOOPBACK if info.num_nodes == 1 else address
         store = _host(address, port, timeout) if info.rank == 0 else _join(address, port, timeout)

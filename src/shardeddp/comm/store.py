@@ -132,9 +132,8 @@ class _Desk:
         described = cast(DefaultStore, default)
         self._patience_s = described.timeout.total_seconds()
         self._questions: SimpleQueue[Question | None] = SimpleQueue()
-        self._overdue: Future[Any] | None = (
-            None  # nobody waits for it any more, and it may be on its way still
-        )
+        # An operation past its timeout, which may still be running.
+        self._overdue: Future[Any] | None = None
         self._thread: threading.Thread | None = None  # a single rank is the host of its store
         if not dist.is_initialized() or dist.get_world_size() > 1:
             self._thread = threading.Thread(

@@ -55,9 +55,8 @@ class GradientMemory:
         self._layout = layout
         self._main_shard = main_shard
         self._reduce_dtype = reduce_dtype
-        self._buffer: torch.Tensor | None = (
-            None  # 1D, padded_numel; storage emptied between reductions
-        )
+        # 1D, padded_numel; storage emptied between reductions
+        self._buffer: torch.Tensor | None = None
         self._buffer_slots: list[torch.Tensor] = []
         self._shard_slots: list[torch.Tensor] = []
 
@@ -145,9 +144,8 @@ class GradientMemory:
         if not any(kept):
             shard.copy_(output, non_blocking=True)
             return
-        total = shard.to(
-            output.device, non_blocking=True
-        )  # the shard itself, unless it lives on the host
+        # The shard itself, unless it is offloaded to the host.
+        total = shard.to(output.device, non_blocking=True)
         if all(kept):
             total.add_(output)
         else:
@@ -306,18 +304,16 @@ class GroupGradients:
         self._unsharded = unsharded
         self._sharded = sharded
         self._views: list[ShardTensor] = []  # over the gradient shard, in layout order
-        self._outside: dict[
-            int, torch.Tensor
-        ] = {}  # by parameter, whole gradients of uses outside of the unit
+        # Whole gradients of uses outside of the unit, by parameter.
+        self._outside: dict[int, torch.Tensor] = {}
         self.assigned: set[int] = set()
         """Of parameters whose gradient users have assigned since the last backward."""
 
         self.kept_by_others = False
         """Whether an optimizer may have kept local gradients, where nothing tells that it has."""
         self._on_outside: Callable[[int], None] | None = None
-        self._packed = [False] * len(
-            unsharded
-        )  # whose gradient went into a reduction since the backward began
+        # By parameter: its gradient went into a reduction since the backward began.
+        self._packed = [False] * len(unsharded)
         self._reduced = False  # whether there was a reduction since the backward began
         self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
 

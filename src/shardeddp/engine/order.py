@@ -174,14 +174,12 @@ class OrderAgreement:
         self._mesh = mesh
         self._reducer = reducer
         self._apart = apart
-        self._open = (
-            False  # an evaluation is running in which each rank has its own number of passes
-        )
+        # In an evaluation, where each rank has its own number of passes.
+        self._open = False
         self._orders: defaultdict[str, ExecutionOrder] = defaultdict(ExecutionOrder)  # by kind
         self._alike: set[str] = set()  # kinds of passes that all ranks have been through alike
-        self._changed: set[str] = (
-            set()
-        )  # kinds of which the pass that is running is another than those before
+        # Kinds of passes that have just left their recorded order.
+        self._changed: set[str] = set()
         self._warned = False
         self.gathers: bool = mesh.gather.size > 1 and any(
             progress.unit.groups for progress in progresses
@@ -213,9 +211,8 @@ class OrderAgreement:
     def begin(self, kind: str) -> None:
         """A pass of this rank begins."""
         if kind not in self._alike:
-            self._orders[kind] = (
-                ExecutionOrder()
-            )  # only what all ranks have agreed on foretells what all will do
+            # Only an order that all ranks have agreed on predicts what all will do.
+            self._orders[kind] = ExecutionOrder()
         self._orders[kind].begin()
 
     def visit(self, progress: UnitProgress, kind: str) -> None:
@@ -239,9 +236,8 @@ class OrderAgreement:
             if self._involves_others(kind):
                 self._confirm(found, expected)
                 self._changed.add(kind)
-            if (
-                is_backward(kind) or torch.is_grad_enabled()
-            ):  # evaluation may do as it likes: nothing waits for it
+            # Evaluation without gradients is not warned about: no reduction waits for it.
+            if is_backward(kind) or torch.is_grad_enabled():
                 self._warn_once(found, expected)
 
     def revisit(self, progress: UnitProgress, kind: str) -> None:
@@ -305,9 +301,8 @@ class OrderAgreement:
     @torch.no_grad()
     def _round(self, wanted: UnitProgress | None, field: _Field) -> UnitProgress | None:
         """Ask where all ranks are, reduce what is over, gather the first unit and return it."""
-        message = torch.zeros(
-            len(_Field), len(self._progresses) + 1, dtype=torch.uint8
-        )  # the last column: at the end
+        # The last column stands for the end of the pass.
+        message = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8)
         message[field, -1 if wanted is None else wanted.index] = 1
         if wanted is not None:
             message[_Field.GATHER, wanted.index] = self._needs(wanted)

@@ -81,9 +81,8 @@ class FlatGroup:
 
         Filled when the main shard has changed.
         """
-        self._kept_part: torch.Tensor | None = (
-            None  # 1D; this rank's part of the gathered buffer, forward -> backward
-        )
+        # 1D; this rank's part of the gathered buffer, kept from forward to backward.
+        self._kept_part: torch.Tensor | None = None
         self.local = (
             self._local_parameters()
             if lender is None
@@ -96,15 +95,12 @@ class FlatGroup:
             own.memory_of, other.memory_of = other.spec.fqn, own.spec.fqn
         self.was_trained = False
         """Whether any parameter required a gradient in a backward that may not be reduced yet."""
-        self._gathered_versions: list[
-            int
-        ] = []  # of the local parameters when they were gathered; none: gather anew
-        self._versions_of_views: list[
-            int
-        ] = []  # the same when views of former gathers were brought up to date
-        self._known_versions = (
-            self._versions()
-        )  # of those that the versions of unsharded parameters account for
+        # Versions of local parameters at the last gather; empty: gather again.
+        self._gathered_versions: list[int] = []
+        # Versions of local parameters when views of former gathers were last updated.
+        self._versions_of_views: list[int] = []
+        # Versions of local parameters that the unsharded ones already account for.
+        self._known_versions = self._versions()
         self._seen_writes = self._writes()
         self.gradients = GroupGradients(
             layout,
@@ -288,9 +284,8 @@ class FlatGroup:
             if outlived:
                 self._refuse_write_elsewhere(index, memory[0], outlived)
             self._keep_write(index, memory)
-            for group in self._sharing or [
-                self
-            ]:  # graphs know of it by the version of the parameter written to
+            # Graphs see the write by the version of the written parameter.
+            for group in self._sharing or [self]:
                 group._known_versions[index] = self.local[index]._version
 
     def keep_write_of(self, index: int) -> None:
@@ -309,9 +304,8 @@ class FlatGroup:
         known = local.to(flat.device, flat.dtype)
         if not known.numel() or not torch.equal(flat[elements.start : elements.stop], known):
             return
-        whole = slice(
-            slot.offset, slot.offset + slot.numel
-        )  # so that all ranks that have elements see it
+        # So that all ranks that have elements see it
+        whole = slice(slot.offset, slot.offset + slot.numel)
         if any(not torch.equal(former[whole], flat[whole]) for former in outlived):
             raise RuntimeError(
                 f"{slot.fqn}: written to through a view that was made in an earlier step or "

@@ -62,9 +62,8 @@ class Reducer:
         self._progresses = progresses
         self._mesh = mesh
         self._gathers = sharding.reshard is not Reshard.NEVER
-        self._order = list(
-            reversed(progresses)
-        )  # for when nothing is gathered; inner units before outer ones
+        # Order without gathers: inner units before outer ones.
+        self._order = list(reversed(progresses))
         self._order_is_agreed = self._gathers
         self.leaves_gradients = False
         """Whether the running backward leaves gradients on parameters; `autograd.grad` does not."""
@@ -75,9 +74,8 @@ class Reducer:
         self._sync = True
         self._running = False  # between begin() and end()
         self._reached: list[UnitProgress] = []  # in this backward, in order
-        self._trained: list[frozenset[int]] | None = (
-            None  # by unit, what requires gradients; None: no backward yet
-        )
+        # Trainable parameters by unit; None: no backward yet.
+        self._trained: list[frozenset[int]] | None = None
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
 
     def begin(self, sync_gradients: bool) -> None:

@@ -79,9 +79,8 @@ class BufferSync:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            self._mesh.world.broadcast_(
-                flat.view(torch.uint8), 0
-            ).wait()  # whatever the backend thinks of the dtype
+            # As bytes, which every backend broadcasts.
+            self._mesh.world.broadcast_(flat.view(torch.uint8), 0).wait()
             if self._mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
@@ -161,12 +160,10 @@ class UnitHook:
     def __init__(self, runtime: Runtime, progress: UnitProgress) -> None:
         self.runtime = runtime
         self._unit_progress = progress
-        self._handles: list[RemovableHandle] | None = (
-            None  # of module hooks; None before the first follow()
-        )
-        self._bracketed: Callable[..., Any] | None = (
-            None  # what has taken the place of the compiled call
-        )
+        # Handles of module hooks; None before the first follow().
+        self._handles: list[RemovableHandle] | None = None
+        # The replacement of the compiled call.
+        self._bracketed: Callable[..., Any] | None = None
         self._compiled: Callable[..., Any] | None = None  # that call
 
     @_never_traced
@@ -628,9 +625,8 @@ class Runtime:
         try:
             yield outputs
         except BaseException as error:
-            if not is_transfer_error(
-                error
-            ):  # else nothing arrives any more, and waiting for it takes as long again
+            # After a transfer error nothing arrives any more: a wait would last a timeout.
+            if not is_transfer_error(error):
                 self.reset()
             raise
         self.leave(self._root, (), outputs)
@@ -679,9 +675,8 @@ class Runtime:
     def enter(self, progress: UnitProgress) -> None:
         """A forward of the unit's module begins."""
         if not (self._root.active or self._in_backward()) and progress.unit.gathers:
-            self.mesh.fingerprints.call(
-                f"the forward of {progress.unit.label}"
-            )  # outside of steps: anybody may call it
+            # Outside of steps any rank may call the module alone.
+            self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
         self._enter(progress)
 
     def _enter(self, progress: UnitProgress) -> None:

@@ -52,9 +52,8 @@ class SavedTensors:
         self.buffers: dict[int, GatheredBuffer] = {}
         """By storage, buffers whose views are saved without memory; kept by the buffers."""
 
-        self._levels: list[
-            _Hooks | None
-        ] = []  # one for each enter() without its leave(); None: set no hooks
+        # One entry for each enter() without its leave(); None: set no hooks.
+        self._levels: list[_Hooks | None] = []
         _let_transforms_pass()
 
     def enter(self) -> None:

@@ -72,10 +72,8 @@ def shard_model(
         ConfigurationError: Something on the meta device cannot be given values.
         RankError: Some rank failed while it cut its parameters, or initialised them.
     """
-    options = [
-        f"{prefetch}",
-        f"uneven_units={uneven}",
-    ]  # what decides in which order units are gathered
+    # Options that decide the order of gathers.
+    options = [f"{prefetch}", f"uneven_units={uneven}"]
     agree_on_layout([*options, *fingerprint(specs, mesh, sharding)], mesh.control)
     recording = recording or Recording()
 

@@ -131,12 +131,10 @@ class GatheredBuffer:
             )
         ]
         self._is_bound = False
-        self._references: list[
-            int
-        ] = []  # to each parameter while neither a graph nor a view refers to it
-        self._outlived: dict[
-            int, StorageWeakRef
-        ] = {}  # by storage, memory of former gathers that something else holds
+        # Reference count of each parameter without a graph or view.
+        self._references: list[int] = []
+        # Memory of former gathers that outlives them, by storage.
+        self._outlived: dict[int, StorageWeakRef] = {}
         if memory is not None:
             self.bind()
 

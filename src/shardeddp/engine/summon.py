@@ -110,9 +110,8 @@ def _idle(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
 def _gather(sharded: ShardTensor, offload_to_cpu: bool) -> torch.Tensor:
     values = gather(sharded, "summon_full_params of")
     values = values.cpu() if offload_to_cpu else values
-    with torch.inference_mode(
-        False
-    ):  # a tensor of inference mode could not be written to outside of it
+    # A tensor of inference mode could not be written to outside of it.
+    with torch.inference_mode(False):
         return values.clone() if values.is_inference() else values
 
 

@@ -85,9 +85,8 @@ class Unit:
     def __init__(self, spec: UnitSpec, mesh: Mesh, sharding: ShardingStrategy) -> None:
         self.spec = spec
         self.state = UnitState.SHARDED
-        self._lent: list[
-            torch.Tensor
-        ] = []  # whole parameters that modules hold meanwhile (summon_full_params)
+        # Whole parameters that modules hold during summon_full_params.
+        self._lent: list[torch.Tensor] = []
         self._lent_version = 0
         self.untidy = False
         """Whether modules held tensors of somebody else's when the unit's state changed."""
@@ -107,9 +106,8 @@ class Unit:
                     if copies is not None:
                         copies.hold(attribute, sharded, unsharded, parameter.param_dtype)
                         if len(parameter.owners) > 1:
-                            accumulate_in(
-                                unsharded, parameter.dtype
-                            )  # of each module's use, not counted together
+                            # One dtype for each module's use.
+                            accumulate_in(unsharded, parameter.dtype)
                         self._copies[id(owner)] = owner, copies
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
         for slot in self._slots:

@@ -97,9 +97,8 @@ class Averages:
 
     def __init__(self) -> None:
         self._loads: list[Callable[[], None]] = []
-        self._replaced: list[
-            tuple[nn.Module, str, Any]
-        ] = []  # methods of instances, with those that users have put there
+        # Replaced methods: owner, name, and the user's own on the instance, if any.
+        self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._buffers: list[BufferSync] = []
 
@@ -253,9 +252,8 @@ def _check_same(copy: nn.Module, module: LightningModule) -> None:
 
 @torch.no_grad()
 def _shard_like(average: _Average, module: LightningModule, mesh: Mesh) -> None:
-    done: dict[
-        int, tuple[torch.Tensor, ShardTensor]
-    ] = {}  # with the whole parameter, whose id is not to be reused
+    # The whole parameter is kept, so that its id is not reused.
+    done: dict[int, tuple[torch.Tensor, ShardTensor]] = {}
     for path, owner in average.copy.named_modules(remove_duplicate=False):
         for name, mine in owner._parameters.items():
             theirs = module.get_submodule(path)._parameters[name]

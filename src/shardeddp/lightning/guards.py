@@ -55,11 +55,8 @@ class Guards:
         """Let all ranks ask for signals after each batch; a collective of all ranks."""
         control = self._group.mesh.control
         answers = all_gather_bytes(json.dumps([node, local_rank, os.getpid()]).encode(), control)
-        first = [
-            node,
-            0,
-            os.getppid(),
-        ]  # the first rank of this machine, if that one has started this one
+        # The first rank of this node, if it has started this rank.
+        first = [node, 0, os.getppid()]
         self._preemption.begin(
             trainer, control, first[2] if first in map(json.loads, answers) else None
         )
@@ -84,9 +81,8 @@ class Guards:
 
     def _remove_foremost(self, trainer: Trainer | None) -> None:
         callbacks = [] if trainer is None else callbacks_of(trainer)
-        if (
-            self._foremost in callbacks
-        ):  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
+        # Tuner callbacks run a Trainer inside of its run, and remove callbacks meanwhile.
+        if self._foremost in callbacks:
             callbacks.remove(self._foremost)
         self._foremost = None
 

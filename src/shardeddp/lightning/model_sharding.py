@@ -126,12 +126,10 @@ class ModelSharding:
             activation_checkpointing,
         )
         self._prefetch, self._uneven_units = prefetch, uneven_units
-        self._passthrough = not (
-            offload.params or offload.optimizer
-        )  # where one rank has nothing to share
-        self._recording = (
-            Recording()
-        )  # of all that is built; more than one module may be, before one is sharded
+        # A world of one rank has nothing to shard, unless states are offloaded.
+        self._passthrough = not (offload.params or offload.optimizer)
+        # Recording of every module that is built; several may be before one is sharded.
+        self._recording = Recording()
 
     @contextmanager
     def building(self, precision: Precision, empty_init: bool | None) -> Generator[None]:
@@ -176,9 +174,8 @@ class ModelSharding:
         if fitting and self._group.mesh.device.type == "cpu":
             _refuse_sync_batch_norm(module)
         if runtime is not None and not outdated:
-            self._group.current = (
-                runtime.mesh
-            )  # of the Trainer that has sharded it, whatever this one has used before
+            # The mesh of the Trainer that has sharded the module replaces this Trainer's.
+            self._group.current = runtime.mesh
             return runtime
         takeover = self._take_over(module)
         try:

@@ -117,9 +117,8 @@ class Preemption:
         if self._trainer is None:
             return
         callbacks = callbacks_of(self._trainer)
-        if (
-            self._boundary in callbacks
-        ):  # finders, which run a Trainer inside of its run, take callbacks away meanwhile
+        # Tuner callbacks run a Trainer inside of its run, and remove callbacks meanwhile.
+        if self._boundary in callbacks:
             callbacks.remove(self._boundary)
         private.restore_broadcast(self._trainer)
         self._trainer, self._boundary = None, None

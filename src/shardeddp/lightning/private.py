@@ -385,9 +385,8 @@ class SummaryWithCounts(ModelSummary):
         columns = super()._get_summary_data()
         place = [name for name, _ in columns].index("Params") + 1
         counts = [self._count(layer._module) for layer in self._layer_summary.values()]
-        if len(columns[place - 1][1]) > len(
-            counts
-        ):  # parameters of no layer have a row of their own
+        # Parameters of no layer have a row of their own.
+        if len(columns[place - 1][1]) > len(counts):
             counts.append(max(0.0, self._count(self._model) - sum(counts)))
         columns.insert(place, (self._title, [self._show(count) for count in counts]))
         return columns
@@ -459,12 +458,10 @@ class Reliance:
 
     owner: str  # a module, class or function below the namespace, as in "pytorch.loops:_FitLoop"
     name: str
-    parameters: str | None = (
-        None  # those that are used, separated by blanks, without self; None: an attribute
-    )
-    replaced: bool = (
-        False  # Lightning calls a function of ours instead: no further parameter may be given
-    )
+    # Parameters in use, separated by blanks, without self; None: an attribute.
+    parameters: str | None = None
+    # A function of ours takes its place, so that Lightning may pass no other parameter.
+    replaced: bool = False
 
     def problem(self, namespace: str = NAMESPACE) -> str | None:
         """The difference between the installed release and the expectation, or None.

@@ -71,12 +71,10 @@ class Restore:
         self._options = options
         self._path = Path()  # of the checkpoint that was read last
         self._saved_names: Sequence[Sequence[str]] = ()  # of each optimizer's parameters in it
-        self._pending: Callable[[], None] | None = (
-            None  # from reading a checkpoint until the model is sharded
-        )
-        self._replaced: Replaced | None = (
-            None  # from loading a model until the optimizers have taken their states
-        )
+        # Set from the reading of a checkpoint until the model is sharded.
+        self._pending: Callable[[], None] | None = None
+        # Set from the loading of a model until the optimizers have their states.
+        self._replaced: Replaced | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle, which restores nothing yet."""
@@ -106,9 +104,8 @@ class Restore:
         kind = self._kind_of(path)
         if kind == "missing":
             if self._group.is_rank_zero:
-                clear_away(
-                    [self._path.parent]
-                )  # it may be there under the name of what was being replaced
+                # An interrupted replacement may have left it under a temporary name.
+                clear_away([self._path.parent])
             self._group.barrier()
             kind = self._kind_of(path)
         mesh = self._group.current

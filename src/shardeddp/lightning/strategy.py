@@ -70,9 +70,8 @@ from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyNam
 from shardeddp.report import print_units
 from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
 
-_DEFAULTS = (
-    CheckpointOptions()
-)  # an instance, so that the command line has a flag for each of its fields
+# An instance as default gives the command line a flag for each field.
+_DEFAULTS = CheckpointOptions()
 
 
 class ShardedDP(ParallelStrategy):
@@ -504,15 +503,13 @@ class ShardedDP(ParallelStrategy):
             fitting=self._fitting,
         )
         if self._fitting and self.is_distributed:
-            require_parameters(
-                module
-            )  # as DistributedDataParallel does; whatever else a run does needs none
+            # Only training needs parameters, as under DistributedDataParallel.
+            require_parameters(module)
         self._restore.load(self._callbacks.join(trainer, module, self._runtime), module)
         self._restore.load(self._resume.take_kept(module), module)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = (
-                False  # tensors made under it could not be used in a later training
-            )
+            # Tensors of inference mode could not be used in a later training.
+            loop.inference_mode = False
         if self._fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -534,9 +531,8 @@ class ShardedDP(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if (
-            private.combined_loader(trainer.fit_loop) is not None
-        ):  # asked for by `trainer.estimated_stepping_batches`
+        # `trainer.estimated_stepping_batches` has set the loaders up.
+        if private.combined_loader(trainer.fit_loop) is not None:
             if self._callbacks.meet_loaders(trainer):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:

@@ -39,9 +39,8 @@ class UnevenEvaluation:
 
     def __init__(self, mesh: Mesh, agreement: OrderAgreement) -> None:
         self._mesh, self._agreement = mesh, agreement
-        self._restore: Callable[[], None] | None = (
-            None  # the ends of the loop, which wait for all ranks
-        )
+        # Puts back the loop's own end, which waits for all ranks.
+        self._restore: Callable[[], None] | None = None
 
     def begin(self, trainer: Trainer) -> None:
         """Let each rank run through its own batches if their numbers differ or are unknown."""
@@ -106,14 +105,12 @@ class EvenTraining:
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
         self._mesh, self._choice = mesh, choice
-        self._own: float = (
-            inf  # batches of this rank; those of a loader that cannot tell are infinite
-        )
+        # Batches of this rank; infinite for a loader without a length.
+        self._own: float = inf
         self._differ = False  # those of ranks
         self._asks = False  # before each batch, as not all ranks know theirs
-        self._repeats = (
-            False  # the batch at work has been trained on before, or belongs to no epoch
-        )
+        # The current batch is a repeated one, or belongs to no epoch.
+        self._repeats = False
         self._over: bool | None = None  # what ranks have agreed on already of the batch that comes
 
     def align(self, trainer: Trainer) -> bool:

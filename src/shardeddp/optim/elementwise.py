@@ -86,9 +86,8 @@ class HostCopies(StepMemory):
 
     def __init__(self) -> None:
         self._runs: list[tuple[Run, torch.Tensor]] = []  # with their gradients on the device
-        self._versions: dict[
-            torch.Tensor, list[int]
-        ] = {}  # by copy, of the local parameters when it was brought up to date
+        # Versions of local parameters at the last update of each copy.
+        self._versions: dict[torch.Tensor, list[int]] = {}
 
     def device_of(self, shard: torch.Tensor) -> torch.device:  # noqa: D102
         return torch.device("cpu")

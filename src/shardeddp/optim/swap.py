@@ -51,9 +51,8 @@ class SwappedStep(ABC):
         self._optimizer = optimizer
         self.on_step = on_step
         """Called after each step with the parameters that have changed."""
-        self._sharded: list[list[torch.Tensor]] | None = (
-            None  # the groups' own lists while plain ones are in place
-        )
+        # The groups' own lists, while lists of plain tensors replace them.
+        self._sharded: list[list[torch.Tensor]] | None = None
         self._stepped: list[ShardTensor] = []  # what the step under way changes
         self._adopt_state(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_step)

@@ -108,9 +108,8 @@ class _Exchange:
         # By peer: what of its tensors is here, and what of this rank's tensors is there.
         self._here: list[list[torch.Tensor]] = [[] for _ in range(size)]
         self._there: list[list[torch.Tensor]] = [[] for _ in range(size)]
-        self._own: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # (of a shard, of a whole), both on this rank
+        # Pairs (part of a shard, part of a whole parameter), both on this rank.
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._locals = [each.sharded.to_local() for each in tensors]
         for each, local in zip(tensors, self._locals, strict=True):
             if each.owner != me:
@@ -383,9 +382,8 @@ class OwnedStates(OutsideStates):
         self._shown: dict[torch.Tensor, State] = {}
         self._forms: dict[torch.Tensor, Any] = {}  # as told by owners; alike on all ranks
         self._have_numbers = False  # states of those forms
-        self._numbers: dict[torch.Tensor, dict[str, Number]] | None = (
-            None  # by path; brought -> the next step
-        )
+        # Numbers by path, from their gathering to the next step.
+        self._numbers: dict[torch.Tensor, dict[str, Number]] | None = None
         self._specs: dict[tuple[torch.Tensor, str], ShardSpec] = {}
 
     # -- Mapping of parameters to states
@@ -634,9 +632,8 @@ class OwnedStep(SwappedStep):
     def __init__(self, optimizer: optim.Optimizer, on_step: OnStep, mesh: Mesh) -> None:
         self._mesh = mesh
         self._wholes = WholeParameters(mesh)
-        self._moved: list[
-            WholeParameter
-        ] = []  # have a gradient, and memory -> released after the step
+        # Parameters with a gradient; their memory is released after the step.
+        self._moved: list[WholeParameter] = []
         super().__init__(optimizer, on_step)
         optimizer.register_state_dict_pre_hook(lambda _: self._states.bring_numbers())
 

@@ -204,9 +204,8 @@ def _at_worst(
         largest = [group.largest_nbytes for unit in units for group in unit]
         return sum(gradients) + max(extra + largest, default=0)
     unsharded = _unsharded(parameters, sharding, prefetch)
-    moments = [
-        root + sum(gradients[1:2]) + sum(buffers[:1])
-    ]  # the root's turn, the last inner unit being done
+    # The root's backward, after the last inner unit.
+    moments = [root + sum(gradients[1:2]) + sum(buffers[:1])]
     if len(units) > 1:
         moments += [root + own + held for own, held in zip(gradients[1:], unsharded, strict=True)]
         # The unit before the one at work is in the first collective, the one before that in the

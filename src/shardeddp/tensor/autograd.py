@@ -220,9 +220,8 @@ def extend_functions() -> None:
 
     described_gradient.replace(safe_grad)
     function_arguments.replace(unwrap_dead_wrappers)
-    will_execute.replace(
-        executes_node
-    )  # asked with nodes of parameters before they were sharded, too
+    # Callers may ask with nodes from before the parameters were sharded.
+    will_execute.replace(executes_node)
     node_of_tensor.replace(node_of)
     engine_run.replace(engine_run_backward)
 
@@ -322,9 +321,8 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     def to_full(sharded: ShardTensor) -> torch.Tensor:
         if id(sharded) not in found:
             operation = f"{func.__name__} of"
-            with (
-                temporarily_clear_interpreter_stack()
-            ):  # a transform of torch.func sees what was gathered, not how
+            # Transforms of torch.func see the gathered tensors, and not the gathering.
+            with temporarily_clear_interpreter_stack():
                 full = (
                     sharded.full_for_autograd(operation)
                     if sharded.requires_grad

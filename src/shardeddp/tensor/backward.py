@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 # One entry per running call; threads of devices look at them as well.
 _ASKED: list[object] = []  # of `torch.autograd.grad`
-_RETAINED: list[
-    bool
-] = []  # of torch's way into its engine: whether the graph stays for another backward
+# By running backward: whether its graph is retained.
+_RETAINED: list[bool] = []
 
 
 def graph_is_retained() -> bool:

@@ -64,9 +64,8 @@ class GradientHooks:
             OrderedDict[int, CompletionHook]() if when_complete is None else when_complete
         )
         self._sharded = weakref.ref(sharded)
-        self._due = (
-            -1
-        )  # the backward, by autograd's number, that was told to call the hooks of completion
+        # Autograd's number of the backward that will call the completion hooks.
+        self._due = -1
         self._unsharded = None if unsharded is None else weakref.ref(unsharded)
         self.listens = False
         """Whether what reaches the unsharded parameter passes the hooks."""
@@ -92,15 +91,13 @@ class GradientHooks:
         self.listens = True
         with without_torch_function():
             trainable = unsharded.requires_grad
-            torch.Tensor.requires_grad_(
-                unsharded, True
-            )  # a frozen parameter takes no hook, and may be unfrozen later
+            # A frozen parameter takes no hook, and may be unfrozen later.
+            torch.Tensor.requires_grad_(unsharded, True)
             # Weak: autograd holds them where the garbage collector cannot see it, and users' hooks
             # know the model.
             if unsharded.dtype != sharded.dtype:
-                accumulate_in(
-                    unsharded, sharded.dtype
-                )  # hooks see gradients in the parameter's own dtype
+                # Hooks see gradients in the parameter's own dtype.
+                accumulate_in(unsharded, sharded.dtype)
             torch.Tensor.register_hook(unsharded, weakly(self, GradientHooks.run))
             torch.Tensor.requires_grad_(unsharded, trainable)
 

@@ -179,18 +179,15 @@ class ShardTensor(Memoryless, torch.Tensor):
     _spec: ShardSpec
     _unsharded: nn.Parameter | None  # of a sharded parameter: its unsharded one
     _hooks: GradientHooks | None  # of a sharded parameter: made with the first of them
-    _unit_gradients: (
-        tuple[UnitGradients, int] | None
-    )  # of a sharded parameter: its unit's, and its place among them
+    # Of a sharded parameter: the gradients of its unit, and its place among them.
+    _unit_gradients: tuple[UnitGradients, int] | None
     _is_routed: bool  # whether gradients of uses outside of a unit find their way
     _former_gradient: torch.Tensor | None  # what `.grad` was, while one of those is on its way
-    _source: (
-        ShardTensor | None
-    )  # of an alias: what it is one of; whoever holds the one holds the other
+    # Of an alias: its origin, which lives as long as the alias.
+    _source: ShardTensor | None
     _aliases: list[weakref.ref[ShardTensor]] | None  # what shares its memory: `.data`, detached
-    _writes: (
-        weakref.ref[KeepsWrites] | None
-    )  # of a parameter: brings what was written inside of its unit to the shard
+    # Of a parameter: brings writes inside of its unit to the shard.
+    _writes: weakref.ref[KeepsWrites] | None
     _place: int  # of the parameter there
     memory_of: str
     """Another parameter, by name, that has this one's memory as well; empty: none has."""

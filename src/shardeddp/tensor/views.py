@@ -110,9 +110,8 @@ class Gathered:
 
     def _assemble(self, func: Any) -> None:
         mesh = self.sharded.spec.mesh
-        if (
-            mesh.world_fingerprints is not mesh.fingerprints
-        ):  # which has been called to gather the elements
+        # Gathering has called the other fingerprints already.
+        if mesh.world_fingerprints is not mesh.fingerprints:
             mesh.world_fingerprints.call(
                 f"{func.overloadpacket.__name__} of {self.sharded.spec.fqn}"
             )
@@ -122,9 +121,8 @@ class Gathered:
         return tensor.layout is torch.strided and is_alias_of(tensor, self.full)
 
     def _note_shard(self) -> None:
-        self._local = (
-            self.sharded.to_local()
-        )  # an alias that has parted from its parameter has another one
+        # An alias that has parted from its parameter has a shard of its own.
+        self._local = self.sharded.to_local()
         self._version = _version_of(self._local)
 
 
