@@ -40,7 +40,7 @@ ModuleClasses: TypeAlias = Sequence[type[nn.Module] | str]
 
 
 class ChoosesModules(Protocol):
-    """What a policy does; the command line makes one of a ``class_path``."""
+    """Protocol of policies; the command line makes one of a ``class_path``."""
 
     def select(self, root: nn.Module) -> list[str]:
         """The names of the modules that are meant."""
@@ -131,7 +131,7 @@ class ActivationCheckpointing:
 
 @dataclass(frozen=True, kw_only=True)
 class CPUOffload:
-    """What lives in host memory instead of on the device.
+    """State kept in host memory instead of on the device.
 
     Args:
         params: Main shards, gradient shards and optimizer states; the optimizer steps on the host.
@@ -165,7 +165,7 @@ class CheckpointOptions:
         foreign: Also load directories that other tools wrote (FSDP, FSDP2, plain
             ``torch.distributed.checkpoint``): their indexes are pickles, which are read by a reader
             that knows a few harmless types only.
-        trust_pickle: Unpickle foreign indexes as they are: whoever wrote them can run code here.
+        trust_pickle: Unpickle foreign indexes as they are: their writer can run code here.
             With ``foreign``.
         timeout: After how many seconds a rank that has written its part stops waiting for the
             others; longer than the slowest disk needs. None: the strategy's own ``timeout``.

@@ -31,13 +31,13 @@ class RankError(RuntimeError):
     Raised on every rank with every traceback.
 
     Args:
-        step: What the ranks were doing, as a noun phrase ("sharding the model").
+        step: The operation that failed, as a noun phrase ("sharding the model").
         failures: Formatted traceback of every rank that failed, by rank.
         headline: Rank and error in a line, where one rank has failed by itself; else empty.
     """
 
     def __init__(self, step: str, failures: dict[int, str], headline: str = "") -> None:
-        super().__init__(step, failures, headline)  # what pickle calls the class with
+        super().__init__(step, failures, headline)  # arguments for pickle
         self.step = step
         self.failures = failures
         self.headline = headline
@@ -57,7 +57,7 @@ class LostRankError(RuntimeError):
     It is the cause of what others raise because of it.
 
     Args:
-        ranks: Those that have not said anything.
+        ranks: Ranks that have not reported.
         places: Where they are, if they run.
         ended: Whether they have certainly ended, with the store in which they would have said why.
     """
@@ -65,7 +65,7 @@ class LostRankError(RuntimeError):
     def __init__(
         self, ranks: Sequence[int], places: Mapping[int, str] | None = None, ended: bool = False
     ) -> None:
-        super().__init__(ranks, places, ended)  # what pickle calls the class with
+        super().__init__(ranks, places, ended)  # arguments for pickle
         self.ranks = list(ranks)
         self.places = dict(places or {})
         self.ended = ended

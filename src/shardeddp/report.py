@@ -161,7 +161,7 @@ def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
 
 
 def _figures(row: UnitRow) -> tuple[int, ...]:
-    """What must be equal for units to share a row."""
+    """Properties in which units of one row are equal."""
     return (
         row.num_parameters,
         row.numel,

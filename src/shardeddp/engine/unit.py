@@ -106,7 +106,7 @@ class Unit:
                     if copies is not None:
                         copies.hold(attribute, sharded, unsharded, parameter.param_dtype)
                         if len(parameter.owners) > 1:
-                            # One dtype for each module's use.
+                            # Gradients of several modules' uses add up in the parameter's dtype.
                             accumulate_in(unsharded, parameter.dtype)
                         self._copies[id(owner)] = owner, copies
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()

@@ -216,7 +216,7 @@ ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContex
 """Makes the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""
 
 _ONLY_READS = "_can_checkpoint_with_cache"
-"""What a layer of transformers says of itself if it takes a cache and does not add to it."""
+"""Attribute of transformers' layers that take a cache and do not add to it."""
 
 _CACHES = {"use_cache": False, "past_key_values": None, "layer_past": None}
 """Arguments by which a transformers layer gets its key-value cache, and what it gets instead."""
@@ -236,8 +236,8 @@ class Recomputation:
     Args:
         module: Whose forward it is. The two refer to each other, as a module and its bound methods
             do.
-        forward: What ``module.forward`` was.
-        context_fn: What surrounds the forward and its recomputation, where that is selective.
+        forward: The former ``module.forward``.
+        context_fn: Contexts around the forward and its recomputation, if that is selective.
         cpu_offload: Keep inputs in host memory between forward and backward.
     """
 

@@ -82,7 +82,8 @@ def _held(module: nn.Module) -> float:
 
 
 class _Average(NamedTuple):
-    holder: nn.Module  # what a callback has: an AveragedModel around the copy, or the copy itself
+    # The callback's attribute: an AveragedModel around the copy, or the copy itself
+    holder: nn.Module
     copy: nn.Module
     device: torch.device | None  # where the callback wants it; None: where the model is
 
@@ -298,7 +299,7 @@ class CallbackAdapters:
     """Accompanies the runs of a Trainer: averages and summaries of callbacks, numbers of batches.
 
     Args:
-        uneven_batches: What training does when a rank has no batch left and others have.
+        uneven_batches: Behaviour of training when a rank has no batch left and others have.
     """
 
     def __init__(self, uneven_batches: UnevenBatches) -> None:

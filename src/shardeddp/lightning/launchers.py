@@ -35,7 +35,7 @@ from shardeddp.lightning.api import (
 
 
 class FindsLast(Protocol):
-    """What a strategy has to offer."""
+    """Methods of a strategy that the launcher uses."""
 
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
         """The checkpoint to go on from.
@@ -110,7 +110,7 @@ def _look_up(trainer: Trainer, parsed: Any, ckpt_path: Any) -> Any:
 
 
 def _saved_for_requeue(trainer: Trainer) -> set[str]:
-    """What this job has saved before SLURM took its nodes; nothing if the job was not restarted."""
+    """Checkpoint that this job saved before SLURM requeued it; None if it was not requeued."""
     slurm = isinstance(cluster_environment_of(trainer), SLURMEnvironment)
     if not slurm or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return set()

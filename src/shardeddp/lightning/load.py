@@ -44,7 +44,7 @@ def load_from_checkpoint(
         module_class: Of the module; made with the hyper-parameters that were saved.
         checkpoint_path: The directory, or a plain file.
         map_location: Where the module goes at the end.
-        strict: Whether names have to be the same; None: what the module says.
+        strict: Whether names have to be the same; None: the module's own setting.
         weights_only: False unpickles hyper-parameters that only pickle could save; that can run any
             code.
         foreign: The directory may be one of another tool (FSDP, FSDP2,

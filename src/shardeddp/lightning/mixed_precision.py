@@ -63,7 +63,7 @@ def resolve_dtypes(options: MixedPrecision | None, autocast: torch.dtype | None)
 def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> list[UnitSpec]:
     """The same units, with the dtypes in which each parameter is gathered and reduced.
 
-    Without a ``param_dtype`` of the user's, autocast decides: what it would cast before every use
+    Without a ``param_dtype`` of the user's, autocast decides: a tensor that it would cast before every use
     is gathered in its dtype, at half the bytes and with the same result; everything else computes
     in its own dtype, as it does under DDP.
 

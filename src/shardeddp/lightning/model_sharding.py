@@ -274,7 +274,7 @@ class ModelSharding:
 
 
 def _compared(policy: object) -> object:
-    """What is equal for policies that choose the same modules; policies compare by identity."""
+    """A value that is equal for policies that choose the same modules; policies compare by identity."""
     return type(policy), vars(policy) if isinstance(policy, Policy) else policy
 
 

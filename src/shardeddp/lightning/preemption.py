@@ -57,7 +57,7 @@ from shardeddp.lightning.api import (
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""What a process that SIGTERM has ended is expected to end with."""
+"""Exit code expected of a process that SIGTERM has ended."""
 
 FILE_NAME = "last-preempted.ckpt"
 LINGER_S = 60.0

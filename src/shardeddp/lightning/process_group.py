@@ -189,7 +189,7 @@ class ProcessGroup:
             self._connect(environment, device, num_nodes, ranks_per_node)
         elif self.debug:
             rank_zero_warn(
-                "debug=True: what Lightning is asked for is compared over ranks; what "
+                "debug=True: calls through Lightning are compared over ranks; what "
                 "torch.distributed itself is asked for is not, as the process group was made "
                 "before, without that. Start a new process for it"
             )

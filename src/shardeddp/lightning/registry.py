@@ -39,7 +39,7 @@ def register_names(strategy: type[Strategy]) -> None:
 
 
 def introduction(sharding_strategy: str) -> str:
-    """What a Trainer shows of a ShardedDP that it refuses because it is of the other namespace."""
+    """Attributes of a ShardedDP that a Trainer of the other namespace shows when it refuses it."""
     both = f"; for {OTHER} set {VARIABLE}={OTHER}" if OTHER in sys.modules else ""
     return f"<ShardedDP({sharding_strategy!r}) for {NAMESPACE}.Trainer{both}>"
 

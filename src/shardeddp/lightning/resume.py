@@ -1,4 +1,4 @@
-"""Resume: what a checkpoint needs to go on exactly: random state, places in data, kept tensors."""
+"""Resume: state of an exact continuation: random state, places in the data, kept tensors."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ class _SizedNotStarted(_NotStarted):
     """The same with a length."""
 
     def __len__(self) -> int:
-        """That of the loader."""
+        """Length of the loader."""
         return len(vars(self)["loader"])
 
 

@@ -81,7 +81,7 @@ class ShardedDP(ParallelStrategy):
     on the whole batch.
 
     Args:
-        sharding_strategy: What is split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP),
+        sharding_strategy: The state split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP),
             ``hybrid_shard`` (all inside a node, replicas across nodes: HSDP), ``shard_grad_op``
             (gradients and optimizer states: ZeRO-2), ``shard_optimizer`` (optimizer states: ZeRO-1)
             or ``no_shard`` (nothing: DDP). Upper or lower case.
@@ -91,7 +91,7 @@ class ShardedDP(ParallelStrategy):
             the model), classes or their import paths, a policy object, a function of (name,
             module), or None for a single unit (all parameters are whole while anything computes).
         mixed_precision: In which dtypes parameters travel and compute and gradients are reduced: a
-            ``MixedPrecision``, or a dtype for its ``param_dtype``. None: what the Trainer's
+            ``MixedPrecision``, or a dtype for its ``param_dtype``. None: as the Trainer's
             ``precision`` says.
         activation_checkpointing: Which modules are computed again in backward instead of keeping
             what they computed in forward: classes, a policy or ``auto`` as for
@@ -101,7 +101,7 @@ class ShardedDP(ParallelStrategy):
             device.
         reshard_after_forward: Whether a unit is released between its forward and its backward
             (True), or kept (False); a number of neighbouring ranks: each keeps its part of what was
-            gathered, and they alone gather for the backward (ZeRO++'s hpZ). None: what the strategy
+            gathered, and they alone gather for the backward (ZeRO++'s hpZ). None: as the strategy
             says.
         optimizer_shard: For ``hybrid_shard``: ``world`` splits main shards, gradient shards and
             optimizer states over the replicas too (Megatron-FSDP's HFSDP), for one more gather per
@@ -109,15 +109,15 @@ class ShardedDP(ParallelStrategy):
         optimizer_scope: For optimizers that torch does not have, by class name or import path: what
             the new value of an element depends on. ``element``: itself (stepped on shards, at no
             cost); ``parameter``: all of its parameter (each rank steps some of them, whole);
-            ``model``: anything. None: what is not known is taken for ``model``.
+            ``model``: anything. None: unknown optimizers count as ``model``.
         forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
             Each takes the memory of a unit; more than 1 helps where gathering is slower than
             computing now and then.
         backward_prefetch: Units that are gathered ahead in backward; 0 for none.
         reduce_every_backward: With gradient accumulation: True reduces every micro-batch and
             accumulates sharded gradients (less memory), False accumulates unsharded ones and
-            reduces once per step (less communication). None: what the strategy says.
-        uneven_batches: What training does when a rank has no batch left and others have: ``error``,
+            reduces once per step (less communication). None: as the strategy says.
+        uneven_batches: Behaviour of training when a rank has no batch left and others have: ``error``,
             on all ranks, with the numbers; ``min``: each epoch ends with the first rank that has
             used up its batches; ``join``: with the last, and ranks that have none left repeat their
             last batch with gradients of zero.
@@ -142,7 +142,7 @@ class ShardedDP(ParallelStrategy):
             tests).
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
-        cluster_environment: Where ranks and addresses come from; None: what Lightning detects.
+        cluster_environment: Source of ranks and addresses; None: the one that Lightning detects.
         checkpoint_io: How files are written and read; None: Lightning's own.
         precision_plugin: Set by the Trainer from ``precision``.
     """

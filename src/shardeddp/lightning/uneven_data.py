@@ -100,18 +100,19 @@ class EvenTraining:
 
     Args:
         mesh: All ranks.
-        choice: What to do.
+        choice: Behaviour when ranks have different numbers of batches.
     """
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
         self._mesh, self._choice = mesh, choice
         # Batches of this rank; infinite for a loader without a length.
         self._own: float = inf
-        self._differ = False  # those of ranks
+        self._differ = False  # whether ranks have different numbers of batches
         self._asks = False  # before each batch, as not all ranks know theirs
         # The current batch is a repeated one, or belongs to no epoch.
         self._repeats = False
-        self._over: bool | None = None  # what ranks have agreed on already of the batch that comes
+        # Agreed end of the epoch before the next batch; None: not agreed
+        self._over: bool | None = None
 
     def align(self, trainer: Trainer) -> bool:
         """Compare the ranks' numbers of batches; make all count with the same one; a collective.
@@ -206,7 +207,7 @@ class EvenTraining:
         """Whether the epoch ends with a batch; None if no rank has one.
 
         Args:
-            mine: What this rank has of it: ``more`` batches after it, none (it is the ``last``), or
+            mine: This rank's part of it: ``more`` batches after it, none (it is the ``last``), or
                 not even this one.
             ready: Its number, from 1.
         """

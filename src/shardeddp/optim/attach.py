@@ -85,7 +85,7 @@ def attach_optimizer(
         optimizer: Any; what it steps on depends on its scope.
         on_step: Called after each of its steps with the parameters that have changed.
         offload: Whether its states live in host memory, and it steps there.
-        stated: What the user says about the scopes of classes, by their names or import paths.
+        stated: Scopes that the user gives for classes, by class name or import path.
 
     Raises:
         ConfigurationError: It cannot work on sharded parameters, or is to be offloaded and is not
@@ -101,7 +101,7 @@ def attach_optimizer(
     if sharded:
         refuse(optimizer)
     if "_optimizer_step_post_hooks" not in vars(optimizer):
-        # A wrapper that has not called Optimizer.__init__. What it writes to sharded tensors notes
+        # A wrapper that has not called Optimizer.__init__. Writes of it to sharded tensors note
         # itself.
         if sharded:
             _warn_unknown(optimizer, sharded[0])

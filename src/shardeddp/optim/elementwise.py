@@ -41,7 +41,7 @@ class StepMemory(ABC):
 
     @abstractmethod
     def tensor_for(self, run: Run) -> torch.Tensor:
-        """What is stepped on in the place of a run; the same until the run is another."""
+        """The tensor stepped on in the place of a run; the same until the run changes."""
 
     @abstractmethod
     def follow(self, runs: Sequence[tuple[Run, torch.Tensor]]) -> None:
@@ -141,7 +141,7 @@ def _versions(run: Run) -> list[int]:
 
 _MOST_PATIENCE = 256
 
-# Those with a fused kernel for the CPU, several times as fast as the others there.
+# Optimizers with a fused kernel for the CPU, several times as fast as the others there.
 _FUSED_ON_HOST = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
 
 
@@ -161,7 +161,7 @@ class LocalStep(SwappedStep):
         self._offload = offload
         self._memory = HostCopies() if offload else DeviceShards()
         self._slices = Slices()
-        self._seen: list[Sequence[object]] = []  # what the tensors below were made from
+        self._seen: list[Sequence[object]] = []  # sources of the tensors below
         self._tensors: list[list[torch.Tensor]] = []  # by group, what the step is made on
         self._marked: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their parameters
         self._joins = True  # whether neighbours were joined when that was found
@@ -419,7 +419,7 @@ class LocalStates(OutsideStates):
         self.changed = False
 
     def _alone(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a parameter is stepped on if no other is stepped with it, which is so from here."""
+        """The local tensor of a parameter, which from here on is stepped on by itself."""
         if not isinstance(parameter, ShardTensor):
             return parameter
         run = self.run_of(parameter)
@@ -476,7 +476,7 @@ class _StateView(dict[str, Any]):
         super().__init__()
         self._state = state
         self._parameter = parameter
-        self._seen: dict[str, Any] = {}  # what the present content was made from
+        self._seen: dict[str, Any] = {}  # sources of the present content
         self._follow()
 
     def _follow(self) -> None:
@@ -520,7 +520,7 @@ class _StateView(dict[str, Any]):
             del self._seen[name]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What `torch.load(weights_only=True)` takes for a dict.
+        # `torch.load(weights_only=True)` accepts this as a dict.
         return OrderedDict, (), None, None, iter(self.items())
 
     # A dict's own versions of these go past those above.

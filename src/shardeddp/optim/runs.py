@@ -217,7 +217,7 @@ _ALONE = references(_PROBE[0])
 
 
 def signature(run: Run, state: State | None, held: Sequence[int], slices: Slices) -> Any:
-    """What the states of neighbours have in common if they can be joined; None: they cannot.
+    """Common part of the states of neighbours that can be joined; None: they cannot.
 
     A number per parameter, as a tensor or not, has to be equal in all of them. What somebody else
     refers to stays as it is: a step count that was taken from ``optimizer.state`` goes on counting

@@ -1,4 +1,4 @@
-"""Scope of an optimizer: what an element's new value depends on, and so what a step has to see."""
+"""Scope of an optimizer: the elements that a new value depends on, and that a step has to see."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KNOWN: dict[type, Scope] = {
 }
 """Of torch's own optimizers."""
 
-# What a subclass may have without being another optimizer: it says how one is made, not what a step
+# Names that a subclass may add and stay the same optimizer: they say how one is made, not what a step
 # does.
 _HARMLESS = {
     *(

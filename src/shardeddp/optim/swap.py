@@ -28,7 +28,7 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
     """Optimizer states as seen outside of a step: by sharded parameter, as sharded tensors."""
 
     inside: MutableMapping[Any, State]
-    """What the optimizer itself keeps, by the plain tensor that it steps on."""
+    """The optimizer's own states, by the plain tensor that it steps on."""
 
     def __init__(self) -> None:
         self.inside = defaultdict(dict)
@@ -53,7 +53,7 @@ class SwappedStep(ABC):
         """Called after each step with the parameters that have changed."""
         # The groups' own lists, while lists of plain tensors replace them.
         self._sharded: list[list[torch.Tensor]] | None = None
-        self._stepped: list[ShardTensor] = []  # what the step under way changes
+        self._stepped: list[ShardTensor] = []  # parameters that the current step changes
         self._adopt_state(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         # Before those of users, who are to see the sharded parameters.
@@ -109,7 +109,7 @@ class SwappedStep(ABC):
         closure = kwargs.pop("closure", None) or (args[1] if len(args) > 1 else None)
         loss = None
         if closure is not None:
-            # Before the swap: what the closure calls (clipping, user hooks) is to see the sharded
+            # Before the swap: clipping and user hooks in the closure are to see the sharded
             # parameters.
             with torch.enable_grad():
                 loss = closure()
@@ -151,7 +151,7 @@ class SwappedStep(ABC):
         optimizer.step = MethodType(surrounded, optimizer)  # type: ignore[method-assign]
 
     def _give_up(self) -> None:
-        """Leave a failed step: what it wrote to shards stays, as without sharding.
+        """Leave a failed step: values already written to shards stay, as without sharding.
 
         What it wrote to copies is lost.
         """
@@ -215,7 +215,7 @@ def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
 
 
 def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
-    """The sharded parameters that a step has changed: those with a gradient, alike on all ranks."""
+    """Sharded parameters with a gradient, which the step has changed; alike on all ranks."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stepped = _with_gradient(held, stored_gradients(held))
     _keep_gradients(optimizer, stepped)
@@ -236,7 +236,7 @@ def _keep_gradients(optimizer: optim.Optimizer, stepped: list[ShardTensor]) -> N
             parameter.keep_gradient()
 
 
-# What torch makes of every optimizer's `step`, to call hooks before and after it.
+# torch wraps the `step` of every optimizer, to call hooks before and after it.
 _HOOKED_STEP = optim.Optimizer.profile_hook_step(optim.Optimizer.step).__code__
 
 

@@ -105,7 +105,7 @@ class _Exchange:
     def __init__(self, tensors: Sequence[Relocated], mesh: Mesh) -> None:
         self._group, self._stream = mesh.owners, mesh.gather_stream
         me, size = self._group.rank, self._group.size
-        # By peer: what of its tensors is here, and what of this rank's tensors is there.
+        # By peer: parts of its tensors that are here, and parts of this rank's that are there.
         self._here: list[list[torch.Tensor]] = [[] for _ in range(size)]
         self._there: list[list[torch.Tensor]] = [[] for _ in range(size)]
         # Pairs (part of a shard, part of a whole parameter), both on this rank.
@@ -372,7 +372,7 @@ class OwnedStates(OutsideStates):
 
     Args:
         optimizer: Whose parameters they belong to.
-        wholes: Who owns those.
+        wholes: Owners of the parameters.
         mesh: Of the sharded parameters.
     """
 
@@ -430,7 +430,7 @@ class OwnedStates(OutsideStates):
         ]
 
     def _owned(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """What this rank steps on: number of the parameter, the parameter, the whole one."""
+        """Parameters that this rank steps on: number, sharded parameter, whole one."""
         for number, parameter in enumerate(self._parameters()):
             whole = self._wholes.of(parameter)
             if whole is not None and whole.tensor is not None:
@@ -656,7 +656,7 @@ class OwnedStep(SwappedStep):
                     if whole.tensor is not None:
                         mine.append(whole.tensor)
             found.append(mine)
-        # One after the other: what travels is in memory twice.
+        # One after the other: a tensor in transfer is in memory twice.
         bring([whole.values for whole in self._moved if not whole.at_home], self._mesh)
         bring(moved, self._mesh)
         return found

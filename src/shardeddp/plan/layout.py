@@ -289,7 +289,7 @@ class FlatLayout:
 
 
 class OwnedIntervals(Sequence[Interval]):
-    """What each of several owners has of a parameter, worked out when it is asked for.
+    """Boxes of a parameter for each of its owners, computed when they are asked for.
 
     Intervals of thousands of owners for thousands of parameters would take gigabytes. Equal to any
     sequence of equal intervals.

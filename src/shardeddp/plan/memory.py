@@ -92,11 +92,11 @@ class MemoryPlan:
     """Unsharded parameters and gradients of the units that are in flight at the worst moment."""
 
     host_nbytes: int = 0
-    """What lives in host memory instead, between steps."""
+    """State kept in host memory instead, between steps."""
 
     @property
     def resting_nbytes(self) -> int:
-        """What stays between steps."""
+        """Bytes that stay between steps."""
         return (
             self.main_shard_nbytes
             + self.gradient_shard_nbytes
@@ -106,7 +106,7 @@ class MemoryPlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """What is held at the worst moment of a step."""
+        """Bytes held at the worst moment of a step."""
         return self.resting_nbytes + self.in_flight_nbytes
 
 

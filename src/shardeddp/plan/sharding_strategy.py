@@ -31,14 +31,14 @@ class ShardSize(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingStrategy:
-    """What a sharding strategy is to the engine."""
+    """A sharding strategy as the engine sees it."""
 
     shard_size: int | ShardSize
     reshard: Reshard
     reduce_every_backward: bool
     """Whether gradients are reduced in every backward.
 
-    False: they accumulate unsharded and are reduced once per optimizer step. True: those of each
+    False: they accumulate unsharded and are reduced once per optimizer step. True: the gradients of each
     micro-batch are reduced in the shard group and accumulate there; replicas share them once per
     optimizer step.
     """
@@ -110,7 +110,7 @@ ShardingStrategyName = Literal[
 ]
 
 OptimizerShard = Literal["group", "world"]
-"""Over which ranks the optimizer's share is split: those that share a model, or all."""
+"""Ranks that split the optimizer states: the shard group, or all."""
 
 SHARDING_STRATEGIES: dict[str, ShardingStrategy] = {
     # ZeRO-3, FSDP
@@ -163,9 +163,9 @@ def choose_sharding(
 
     Args:
         sharding_strategy: A name, in any case.
-        shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: what the strategy
+        shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: as the strategy
             says.
-        reduce_every_backward: None: what the strategy says.
+        reduce_every_backward: None: as the strategy says.
         reshard_after_forward: True, False, or a number of ranks that gather for the backward; None:
             what the strategy says.
         offload_params: Whether shards live in host memory.

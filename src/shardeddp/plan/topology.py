@@ -138,7 +138,7 @@ class RankInfo:
     num_nodes: int
     ranks_per_node: int
     run: str = ""
-    """What else has to be the same everywhere: versions and options."""
+    """Versions and options, which have to be equal on all ranks."""
 
     def agrees_with(self, other: "RankInfo") -> bool:
         """Whether two ranks believe the same."""

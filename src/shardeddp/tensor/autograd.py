@@ -49,7 +49,7 @@ from shardeddp.torch_private import (
 def asked_gradients(
     outputs: Any, inputs: Sequence[Any], **options: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """What ``torch.autograd.grad`` returns, where sharded parameters are among its arguments.
+    """Gradients of ``torch.autograd.grad``, with sharded parameters among its arguments.
 
     A sharded parameter stands for two leaves of the graph: itself, where it was used outside its
     unit, and the unsharded parameter of its unit. Its gradient is the sum of theirs: of this rank's
@@ -74,7 +74,7 @@ def asked_gradients(
         results: list[torch.Tensor | None] = [*torch.autograd.grad(outputs, both, **options)]
     for (place, _), gradient in zip(leaves, results[len(inputs) :], strict=True):
         if gradient is not None:
-            gradient = gradient.to(dtypes[place])  # what autocast's copy got
+            gradient = gradient.to(dtypes[place])  # gradient of autocast's copy
         outside = results[place]
         results[place] = (
             gradient if outside is None else outside if gradient is None else outside + gradient
@@ -215,7 +215,7 @@ def extend_functions() -> None:
         return executes(node if successor is None else node_of(successor))
 
     def safe_grad(t: torch.Tensor) -> torch.Tensor | None:
-        # That of the sharded parameter, of an earlier step, is no part of what a unit computes.
+        # The node of the sharded parameter, of an earlier step, is no part of a unit's graph.
         return stored_gradient(t) if isinstance(t, OfSharded) else gradient(t)
 
     described_gradient.replace(safe_grad)
@@ -288,7 +288,7 @@ def _full(argument: Any) -> Any:
         argument.warn_outside()
         return argument.full_for_autograd(operation)
     gathered = Gathered(argument, operation=operation)
-    return GatheredView(gathered.full, gathered)  # what its forward writes reaches the shard
+    return GatheredView(gathered.full, gathered)  # writes of its forward reach the shard
 
 
 class _View(torch.autograd.Function):
@@ -341,7 +341,7 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, ShardTensor) and isinstance(leaf, nn.Parameter) and leaf.requires_grad:
-            leaf.warn_outside(stacklevel=6)  # whoever called the torch function
+            leaf.warn_outside(stacklevel=6)  # caller of the torch function
     full_args, full_kwargs = pytree.tree_map_only(ShardTensor, to_full, (args, kwargs))
     result = func(*full_args, **full_kwargs)
     for gathered, version in found.values():

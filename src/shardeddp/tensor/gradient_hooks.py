@@ -52,7 +52,7 @@ class GradientHooks:
     Args:
         sharded: The parameter.
         unsharded: Its unsharded one, if it belongs to a unit.
-        former: Those of the parameter before it was sharded; their handles stay valid.
+        former: Hooks of the parameter before it was sharded; their handles stay valid.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GradientHooks:
             self.listen()
 
     def of_users(self) -> Hooks:
-        """What users have set; for a successor, which their handles then refer to."""
+        """Hooks that users have set, for a successor that their handles then refer to."""
         return self._on_gradient, self._when_complete
 
     def add(self, hook: GradientHook) -> RemovableHandle:

@@ -19,7 +19,7 @@ def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let compiled code end before a function and go on behind it.
 
     Args:
-        reason: What happens there and what to do about it; torch shows it to users who ask for one
+        reason: The reason and the remedy; torch shows both to users who ask for one
             whole graph.
     """
 
@@ -43,7 +43,7 @@ def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What autograd and the engine have as a parameter's gradient."""
+    """Gradient of a parameter in autograd and in the engine."""
     with without_torch_function():
         return get_gradient(parameter)
 
@@ -73,7 +73,7 @@ def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> No
 
 
 class Memoryless:
-    """What sharded tensors and views of them refuse: writes to raw memory could not be seen."""
+    """Refused access to raw memory of sharded tensors and views: writes could not be seen."""
 
     def data_ptr(self) -> int:  # noqa: D102
         raise self._refusal("data_ptr")

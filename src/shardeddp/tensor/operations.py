@@ -101,7 +101,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 # no schema says so.
 _COLLECTIVES_THAT_WRITE_NOTHING = {"send", "barrier", "monitored_barrier_", "check_for_nan"}
 
-# Those that write to whatever comes from one other rank, and return before it has come.
+# Receives, which return before the data of the other rank has arrived.
 RECEIVES = {"recv_", "recv_any_source_", "irecv", "batch_p2p_ops"}
 
 

@@ -82,7 +82,7 @@ outside_of_graphs = never_traced(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardSpec:
-    """What all tensors that are sharded like one parameter have in common; compared by identity.
+    """Common part of all tensors that are sharded like one parameter; compared by identity.
 
     Gradients and optimizer states share their parameter's spec, by which operations know that
     intervals coincide.
@@ -143,7 +143,7 @@ class UnitGradients(Protocol):
         ...
 
     def unreduced(self, index: int) -> torch.Tensor | None:
-        """What there is of a parameter's gradient before it is complete."""
+        """A parameter's gradient before it is complete."""
         ...
 
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
@@ -152,7 +152,7 @@ class UnitGradients(Protocol):
 
 
 class KeepsWrites(Protocol):
-    """What unsharded parameters are views of."""
+    """Memory that unsharded parameters are views of."""
 
     def keep_writes(self) -> None:
         """Bring what was written to them, or to views of them, to the shards."""
@@ -182,10 +182,11 @@ class ShardTensor(Memoryless, torch.Tensor):
     # Of a sharded parameter: the gradients of its unit, and its place among them.
     _unit_gradients: tuple[UnitGradients, int] | None
     _is_routed: bool  # whether gradients of uses outside of a unit find their way
-    _former_gradient: torch.Tensor | None  # what `.grad` was, while one of those is on its way
+    _former_gradient: torch.Tensor | None  # `.grad` before such a gradient, while that is in flight
     # Of an alias: its origin, which lives as long as the alias.
     _source: ShardTensor | None
-    _aliases: list[weakref.ref[ShardTensor]] | None  # what shares its memory: `.data`, detached
+    # Tensors that share its memory: `.data`, detached
+    _aliases: list[weakref.ref[ShardTensor]] | None
     # Of a parameter: brings writes inside of its unit to the shard.
     _writes: weakref.ref[KeepsWrites] | None
     _place: int  # of the parameter there
@@ -228,7 +229,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @property
     def spec(self) -> ShardSpec:
-        """What this tensor is a shard of."""
+        """Specification of the parameter that this tensor is a shard of."""
         return self._spec
 
     @property
@@ -380,7 +381,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         self._local = local
 
     def leave_unit(self, local: torch.Tensor) -> None:
-        """Be of no unit any more, as the parameter of a deep copy: what asks for it gathers it.
+        """Leave the unit, as the parameter of a deep copy does; each use gathers it from here on.
 
         Args:
             local: This rank's elements, in memory that is not the unit's.
@@ -412,7 +413,7 @@ class ShardTensor(Memoryless, torch.Tensor):
             former._spec.fqn,
             former._spec.offloaded,
         ):
-            self._spec = former._spec  # what is kept of it (averages) goes on lying like it
+            self._spec = former._spec  # kept copies (averages) stay sharded like it
         self._local.copy_(self._part_of(former))
         gradient = stored_gradient(former)
         if gradient is not None:
@@ -513,7 +514,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
         array = gather(self, "numpy of").requires_grad_(self.requires_grad).numpy(force=force)
-        array.flags.writeable = False  # what is written to an array could not be seen
+        array.flags.writeable = False  # writes to an array could not be seen
         return array
 
     def to_local(self) -> torch.Tensor:
@@ -571,7 +572,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         return copied._as_alias_of(self)
 
     def user_attributes(self) -> dict[str, Any]:
-        """What users have set on the parameter."""
+        """Attributes that users have set on the parameter."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -725,7 +726,7 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
     """The full tensor, plain; a collective of its owners.
 
     Args:
-        sharded: What is asked for.
+        sharded: The tensor to gather.
         operation: Why, for the message if not all of them come.
     """
     spec, local = sharded.spec, sharded.to_local()

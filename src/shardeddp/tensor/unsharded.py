@@ -156,7 +156,7 @@ class WholeParameter(nn.Parameter):
 
 
 class SameParameter(torch.Tensor):
-    """What a parameter is asked for that meets itself: true for every element, and as a whole.
+    """Comparison of a parameter with itself: true for every element, and as a whole.
 
     So it is found where it is a key: in dictionaries, in sets, in the state of an optimizer.
     """
@@ -174,7 +174,7 @@ class SameParameter(torch.Tensor):
 
 
 class OfSharded(nn.Parameter):
-    """What belongs to the sharded parameter, wherever users meet it.
+    """Attributes of the sharded parameter, which its unsharded one shares.
 
     That is the gradient, hooks, and attributes of their own.
     """
@@ -256,7 +256,7 @@ class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIn
 
 
 class ReleasedParameter(OfSharded):
-    """An unsharded parameter whose memory is released: whatever meets it meets the sharded one.
+    """An unsharded parameter whose memory is released: operations on it use the sharded one.
 
     Who has kept a reference from inside of the unit's forward computes with the same values,
     gathered for each use. Changing an object's class is invisible to autograd, which holds the
@@ -310,7 +310,7 @@ def sharded_of(unsharded: nn.Parameter) -> Any:
 
 
 def outside_of(parameter: Any) -> Any:
-    """What a parameter is outside of its unit, where it was met inside; anything else as it is."""
+    """The sharded parameter of an unsharded one; any other value as it is."""
     return sharded_of(parameter) if isinstance(parameter, OfSharded) else parameter
 
 

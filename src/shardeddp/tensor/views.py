@@ -150,7 +150,7 @@ class GatheredView(Memoryless, torch.Tensor):
 
         Args:
             plain: A view of the gathered elements.
-            gathered: Those elements.
+            gathered: The gathered elements.
         """
 
     @property
@@ -170,7 +170,7 @@ class GatheredView(Memoryless, torch.Tensor):
 
     @property
     def spec(self) -> ShardSpec:
-        """What it is a view of a part of."""
+        """The gathered elements that it is a view of."""
         return self._gathered.sharded.spec
 
     def plain(self) -> torch.Tensor:
@@ -183,7 +183,7 @@ class GatheredView(Memoryless, torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: D102
         array = self.plain().numpy(force=force)
-        array.flags.writeable = False  # what is written to an array could not be seen
+        array.flags.writeable = False  # writes to an array could not be seen
         return array
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -283,11 +283,11 @@ def run_on_whole(
         args: Its arguments, plain.
         kwargs: The same.
         gathered: Whole tensors among them.
-        targets: Those that it is known to write to.
+        targets: Operands that the operation is known to write to.
 
     Raises:
         NotImplementedError: Nobody could tell when something has arrived.
-        RuntimeError: What was written differs between ranks; shards are unchanged.
+        RuntimeError: The written values differ between ranks; shards are unchanged.
     """
     refuse_overlapping(func, targets)
     talks = communicates(func)

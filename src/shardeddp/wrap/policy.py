@@ -42,7 +42,7 @@ class Policy(ABC):
             parameter belongs to the nearest unit around it.
 
         Raises:
-            ConfigurationError: What was asked for is not in the model.
+            ConfigurationError: The model has no such module.
         """
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class SizePolicy(Policy):
         left = 0
         for child_name, child in unit_children(module):
             left += self._collect(join(name, child_name), child, counted, names)
-        # What lies below the children was counted with them (tied parameters at their first place);
+        # Parameters below the children were counted with them (tied ones at their first place);
         # the rest is the module's own, or lies in children that cannot be units.
         for parameter in module.parameters():
             if id(parameter) not in counted:

@@ -84,7 +84,7 @@ def _resolve_string(value: str) -> Policy:
     target = imported(value)
     if isinstance(target, type):
         return _resolve_class(target)
-    # What cannot be imported may still be a class of the model: one of `__main__`, or one made
+    # A name that cannot be imported may still be a class of the model: one of `__main__`, or one made
     # inside a function.
     return _resolve_callable(target) if callable(target) else ClassPolicy([value])
 

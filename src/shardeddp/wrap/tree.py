@@ -31,7 +31,7 @@ class ScriptedParameters(dict[str, torch.Tensor | None]):
 
     def get(self, name: str, default: torch.Tensor | None = None) -> torch.Tensor | None:  # type: ignore[override]  # noqa: D102
         parameters = self._module._parameters
-        return parameters[name] if name in parameters else default  # noqa: SIM401  # what torch has here has no get()
+        return parameters[name] if name in parameters else default  # noqa: SIM401  # torch's mapping has no get()
 
     def __getitem__(self, name: str) -> torch.Tensor | None:
         return self._module._parameters[name]
@@ -193,7 +193,7 @@ def import_path(module_class: type) -> str:
 
 
 def imported(path: str) -> object | None:
-    """What an import path leads to; None where nothing is found, or where it is a bare name."""
+    """The object at an import path; None for a bare name, or where nothing is found."""
     if "." not in path:
         return None
     try:
@@ -272,8 +272,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """End of an error message about an unknown name: the closest known names, or what there is.
 
     Args:
-        name: What was asked for.
-        known: What would have been right; case does not count.
+        name: The unknown name.
+        known: Valid names; case does not count.
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
     if not by_lower:

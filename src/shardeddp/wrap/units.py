@@ -152,7 +152,7 @@ def _by_memory(found: list[_Places]) -> list[list[_Places]]:
 def _unit_modules(root: nn.Module, policy: Policy) -> dict[int, tuple[str, nn.Module]]:
     """First name and module of every unit by the module's identity, root first."""
     by_name = dict(root.named_modules(remove_duplicate=False))
-    # What is called, and not from inside of compiled code, is the shell.
+    # Callers outside of compiled code call the shell.
     shells = compiled_shells(root)
     chosen = {id(root)}
     for name in policy.select(root):
