@@ -110,7 +110,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Show what is in a checkpoint."""
+    """Show the contents of a checkpoint."""
     path = _require_checkpoint(options.directory, foreign=False)
     manifest = read_manifest(path)
     every = options.all or options.tensors is not None
@@ -171,7 +171,7 @@ def metadata(options: argparse.Namespace) -> int:
 
 
 class _UsageError(Exception):
-    """The command line asks for what does not go together."""
+    """The options of the command line contradict each other."""
 
 
 def _check_ckpt_options(options: argparse.Namespace) -> None:
@@ -216,7 +216,7 @@ def _progress(
     """A bar, if somebody sees it.
 
     Yields:
-        What to call with the number of bytes that there will be, and with each that are done.
+        Function called with the total number of bytes, and with each number that is done.
     """
     console = Console(stderr=True)
     columns = (

@@ -108,7 +108,7 @@ class ActivationCheckpointing:
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, or its import
             path. Nothing: everything is computed again.
         cpu_offload: Keep the inputs of those modules in host memory between forward and backward.
-            What ``save_ops`` keeps stays on the device.
+            Tensors that ``save_ops`` keeps stay on the device.
     """
 
     modules: Modules = "auto"
@@ -146,7 +146,7 @@ class CPUOffload:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """How checkpoints are written, and what may be read.
+    """Writing of checkpoints, and limits of reading them.
 
     Args:
         max_file_gb: Up to how many GB (of 10**9 bytes) ``state_dict_type="auto"`` saves one file.
@@ -392,7 +392,7 @@ def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
             f"optimizer_scope[{key!r}]",
             scope,
             get_args(Scope),
-            ": what the new value of an element depends on",
+            ": the elements that the new value of an element depends on",
         )
         for key, scope in value.items()
     }

@@ -1,4 +1,4 @@
-"""The errors that shardeddp raises on purpose, and what each of them means.
+"""Errors that shardeddp raises on purpose, and the meaning of each.
 
 A wrong argument is a ``ValueError`` (or ``TypeError``), a call at the wrong moment a
 ``RuntimeError``, and a stated limit a ``NotImplementedError``; the classes below refine those where
@@ -16,7 +16,7 @@ _UNPRINTABLE = re.compile(
 def printable(text: str) -> str:
     """A text that leaves a terminal as it is: controls and marks of direction are written out.
 
-    Names in files are whatever somebody has put there.
+    Names in files are arbitrary.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
@@ -54,7 +54,7 @@ class RankError(RuntimeError):
 class LostRankError(RuntimeError):
     """Some ranks have stopped without an error of their own.
 
-    It is the cause of what others raise because of it.
+    It is the cause of the errors that other ranks raise.
 
     Args:
         ranks: Ranks that have not reported.
@@ -71,7 +71,7 @@ class LostRankError(RuntimeError):
         self.ended = ended
 
     def __str__(self) -> str:
-        """Which ranks, and what may have happened to them."""
+        """Names of the ranks, and possible reasons."""
         listed = ", ".join(map(str, self.ranks))
         if self.places:
             listed = ", ".join(f"rank {rank} (at {self.places[rank]})" for rank in self.ranks)
@@ -105,7 +105,7 @@ class LayoutMismatchError(ConfigurationError):
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used, or could not be written.
 
-    It says what was expected and found, and where.
+    The message says the expected, the found and the place.
     """
 
     def __init__(self, message: str = "") -> None:

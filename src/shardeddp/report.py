@@ -1,4 +1,4 @@
-"""Reports for a terminal: the units' table, and what a checkpoint holds or lacks."""
+"""Reports for a terminal: the table of units, and contents and damages of checkpoints."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _run_name(run: Sequence[UnitRow]) -> Text:
 
 
 def describe_units(sharding_strategy: str, runtime: Runtime) -> str:
-    """One line: how many units on which mesh, what a rank stores, and in which dtypes.
+    """One line: number of units, mesh, bytes per rank, and dtypes.
 
     Warns where one unit holds most of the model.
     """
@@ -291,7 +291,7 @@ MAX_DAMAGES = 20
 """Of one checkpoint that are shown."""
 
 _NARROW = 100
-"""Columns; below, the table leaves out what is least asked for."""
+"""Columns; in a narrower terminal the table leaves out the least important ones."""
 
 
 def inspection_view(

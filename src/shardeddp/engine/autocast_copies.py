@@ -115,7 +115,7 @@ def _code(module: nn.Module, forward: _Forward) -> tuple[object, ...] | None:
 
 
 class AutocastCopies:
-    """What the forward of one module computes with.
+    """Tensors that the forward of one module computes with.
 
     Args:
         module: The module.
@@ -215,7 +215,7 @@ class AutocastCopies:
             copies.note_use()
 
     def note_gather(self) -> None:
-        """What the copies hold is what the shards hold now."""
+        """Note that the copies have the values of the shards."""
         self._locals = [cast("ShardTensor", sharded).raw_local for sharded in self.sharded.values()]
         self._versions = [local._version for local in self._locals]
 
@@ -260,7 +260,7 @@ def compute_with_parameters(module: nn.Module) -> None:
 
 
 def copies_of(module: nn.Module) -> AutocastCopies | None:
-    """What a module's forward computes with, if that is not what it holds."""
+    """Tensor of a module's forward, where another than the module's own."""
     return vars(module).get(_COPIES)
 
 

@@ -49,7 +49,7 @@ class Deferred:
 
     @property
     def current(self) -> torch.Tensor:
-        """What is there now: of a parameter, the sharded one."""
+        """The current tensor: of a parameter, the sharded one."""
         return self.owner._parameters[self.name] if self.is_parameter else self.tensor  # type: ignore[return-value]
 
 
@@ -84,7 +84,7 @@ class Materializer:
         former = [it for it in root.parameters() if it.is_meta and is_taken_over(it)]
         storages = {item.place.storage for item in parameters}
         storages.update(recording.place_of(it).storage for it in former)
-        # What has memory of a parameter follows it (shard_model).
+        # Tensors in the memory of a parameter follow it (shard_model).
         others = [
             it
             for it in _meta_tensors(root, recording, root.parameters())
@@ -278,7 +278,7 @@ class Writes(TorchDispatchMode):
 
 
 def _memory_of(tensor: torch.Tensor) -> ShardSpec | int:
-    """What all tensors over the same elements have in common."""
+    """Common part of all tensors over the same elements."""
     if isinstance(tensor, GatheredView):
         return tensor.sharded.spec
     if isinstance(tensor, ShardTensor):
@@ -362,7 +362,7 @@ def record_resets(root: nn.Module, recording: Recording) -> None:
 
     Args:
         root: The model.
-        recording: What was seen of its construction; takes the resets.
+        recording: Recorded part of its construction; takes the resets.
 
     Raises:
         ConfigurationError: A reset has replaced a parameter by another of another shape, or without

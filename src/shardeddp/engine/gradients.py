@@ -197,7 +197,7 @@ class Reduction:
         kept: By parameter, whether earlier gradients in the gradient shard are added to.
         partial: 1D, shard_numel; sums of earlier micro-batches that are shared with these
             gradients.
-        kind: What the replicas make of theirs.
+        kind: Operation across replicas.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Reduction:
 
 
 class GroupGradients:
-    """What autograd leaves on a flat group's parameters, until it is the parameters' ``.grad``.
+    """Gradients of a flat group, from autograd to the parameters' ``.grad``.
 
     Args:
         layout: Where parameters lie in the buffer.
@@ -398,11 +398,11 @@ class GroupGradients:
 
     def _add_outside(self, index: int, gradient: torch.Tensor) -> None:
         former = self._outside.get(index)
-        # Not in place: what arrives may belong to the user.
+        # Not in place: the gradient may belong to the user.
         self._outside[index] = gradient if former is None else former + gradient
 
     def unreduced(self, index: int) -> torch.Tensor | None:
-        """What there is of a parameter's gradient before a later micro-batch completes it.
+        """A parameter's gradient so far, before a later micro-batch completes it.
 
         This rank's own, whole; where micro-batches are reduced in the shard group, their average so
         far, sharded.
@@ -421,7 +421,7 @@ class GroupGradients:
 
         Args:
             index: Of the parameter.
-            successor: What users have assigned instead; its values stay.
+            successor: Gradient that users have assigned instead; its values stay.
         """
         if isinstance(successor, ShardTensor) and self._memory.holds(successor.to_local()):
             successor.move_to(successor.to_local().clone())
@@ -500,7 +500,7 @@ class GroupGradients:
             self._partly_used = [
                 any(flags) for flags in zip(self._partly_used, self._packed, strict=True)
             ]
-        # What is to be added, or to change dtype or device, waits in this rank's slice of the
+        # A result that is added, or changes dtype or device, waits in this rank's slice of the
         # buffer.
         waits = (
             any(kept)
@@ -545,7 +545,7 @@ class GroupGradients:
         self._views = self._views_of(shard)
 
     def _take_partial(self) -> torch.Tensor | None:
-        """What earlier micro-batches have left to share, which now counts as packed."""
+        """Gradients of earlier micro-batches to reduce, which now count as packed."""
         partial = self._memory.partial
         self._packed = [any(flags) for flags in zip(self._packed, self._partly_used, strict=True)]
         self._forget_partial()
@@ -567,7 +567,7 @@ class GroupGradients:
                 if not used[i] or found is view:
                     continue
                 if isinstance(found, ShardTensor) and found.spec is sharded.spec:
-                    # One that lies apart, or that the user has assigned. Whoever holds it sees the
+                    # A gradient of its own memory, or assigned by the user. Its holders see the
                     # sum, as in DDP.
                     found.to_local().add_(view.to_local())
                     continue

@@ -119,7 +119,7 @@ _END = "the end of the pass"
 
 
 class _Field(IntEnum):
-    """What a message says about each unit: a row of one byte per unit."""
+    """Fields of a message: a row of one byte per unit for each."""
 
     FORWARD = 0
     """This rank's forward comes to the unit next."""

@@ -130,7 +130,7 @@ class FlatGroup:
             return any(unsharded.requires_grad for unsharded in self.unsharded)
 
     def cost(self) -> GroupCost:
-        """What the cost model needs to know."""
+        """Properties for the cost model."""
         return GroupCost(
             layout=self.layout,
             trainable=self.trainable,

@@ -64,7 +64,7 @@ class MetaView:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What all strided tensors over the same memory have in common."""
+    """Common part of all strided tensors over the same memory."""
     return tensor.untyped_storage()._cdata
 
 
@@ -103,10 +103,10 @@ class Operation:
 
     reads: frozenset[int]
     writes: frozenset[int]
-    """What it changes or makes."""
+    """Storages that it changes or makes."""
 
     replaces: frozenset[int]
-    """What it writes as a whole, without reading it: what stood there before does not matter."""
+    """Storages that it overwrites as a whole; their former values do not matter."""
 
     draws: tuple[Draw, ...]
     only_fills: bool
@@ -361,7 +361,7 @@ class Recording:
         """Arguments of a call that needs values at once: ``item()``, ``allclose()``.
 
         Raises:
-            RuntimeError: What has made one of them is not recorded.
+            RuntimeError: The making of one of them is not recorded.
         """
         kept = self._kept(arguments)
         needed = {leaf.storage for leaf in pytree.tree_leaves(kept) if isinstance(leaf, MetaView)}
@@ -378,7 +378,7 @@ class Recording:
     # -- Replay
 
     def plan(self, wanted: Iterable[int]) -> Plan:
-        """What has to run, and in which order, for the final values of some storages."""
+        """Operations, in order, for the final values of some storages."""
         kept = frozenset(wanted)
         return Plan(_needed(self._operations, kept) if kept else [], kept)
 
@@ -388,7 +388,7 @@ class Recording:
         """Run operations on the host; yields each wanted storage with its memory once complete.
 
         Args:
-            plan: What to run.
+            plan: Operations to run.
             move_generators: Whether generators that have not moved since are left where an eager
                 construction leaves them; without it they stay as they are.
         """
@@ -572,7 +572,7 @@ def _digest(state: torch.Tensor) -> bytes:
 
 # -- Plan: the operations that a replay needs, ordered for little memory
 
-_GENERATORS = -1  # a number that no storage has: whatever draws keeps its order
+_GENERATORS = -1  # a number that no storage has: operations that draw keep their order
 
 
 @dataclass(slots=True, eq=False)
@@ -587,7 +587,7 @@ class Step:
     """Storages that no later step needs."""
 
     def places(self) -> Iterator[int]:
-        """What has to be used in the order of the recording."""
+        """Storages to be used in the order of the recording."""
         if self.is_wanted:
             yield from sorted(self.operation.reads | self.operation.writes)
         if self.operation.draws:
@@ -602,7 +602,7 @@ class Plan:
     very end is complete at once.
 
     Args:
-        steps: What has to run, as it was recorded.
+        steps: Operations to run, as they were recorded.
         wanted: Storages whose final values are wanted.
     """
 
@@ -620,9 +620,10 @@ class Plan:
         return [storage for step in self.steps for storage in step.ends if storage in self.wanted]
 
     def digest(self) -> bytes:
-        """What decides on the values: operations, arguments, states of generators; 16 bytes.
+        """Digest, in 16 bytes, of operations, arguments and generator states.
 
-        Ranks with equal ones get the same values. What cannot be compared makes them differ.
+        Ranks with equal ones get the same values. Arguments that cannot be compared make them
+        differ.
         """
         found = xxhash.xxh3_128()
         for step in self.steps:
@@ -659,7 +660,7 @@ def _update(found: xxhash.xxh3_128, each: Any) -> None:
 
 
 def _needed(operations: Sequence[Operation], wanted: frozenset[int]) -> list[Step]:
-    """From the last to the first: what is read later, or draws."""
+    """Steps, from the last to the first, that are read later or draw."""
     live = set(wanted)
     steps: list[Step] = []
     for operation in reversed(operations):
@@ -735,7 +736,7 @@ class _GeneratorStates:
 
     Args:
         known: States to which a program has brought generators itself, by digest.
-        operations: What is going to be repeated.
+        operations: Operations to repeat.
         generators: All that were drawn from.
     """
 

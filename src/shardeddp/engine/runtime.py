@@ -45,7 +45,7 @@ from shardeddp.torch_private import (
 
 # -- BufferSync: buffers follow rank 0, as under DistributedDataParallel
 #
-# Those that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay
+# Buffers that DistributedDataParallel cannot broadcast (sparse, nested, quantized, expanded) stay
 # each rank's own, as they do there with ``broadcast_buffers=False``.
 
 
@@ -247,7 +247,7 @@ class FormerUnitHook:
 
 
 def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What a call of a compiled module runs; None for a module that is not compiled itself."""
+    """Function that a call of a compiled module runs; None for a module that is not compiled."""
     if module._compiled_call_impl is not None:
         return module._compiled_call_impl
     return module.forward if isinstance(module, OptimizedModule) else None
@@ -466,7 +466,7 @@ def _weakly(
 
 
 class Phase(Enum):
-    """What the model is doing; known to the runtime alone."""
+    """Phase of the model; known to the runtime alone."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -563,7 +563,7 @@ class Runtime:
         )
 
         self.options: object = None
-        """What has decided on the units, for whoever sets the model up again to compare."""
+        """Settings that decided on the units, compared when the model is set up again."""
         self._structure = _Structure(self.root_module)
 
     @property
@@ -780,7 +780,7 @@ class Runtime:
 
     def _begin_pass(self) -> None:
         if self.sharding.reshard is Reshard.NEVER and self.mesh.written.pending:
-            # What has changed is gathered anew, and only that: all ranks must have changed it.
+            # Only changed parameters are gathered anew: all ranks must have changed them.
             self.mesh.world_fingerprints.call(
                 f"the first step since {', '.join(self.mesh.written.pending)} was written to"
             )
@@ -791,7 +791,7 @@ class Runtime:
             progress.was_retained = False
         for progress in self.progresses:
             if progress.is_viewed and progress.unit.has_stale_views:
-                progress.unit.renew_views()  # what was written to between steps
+                progress.unit.renew_views()  # after writes between steps
         self.agreement.begin(self._step_name)
         for hook in self._hooks:
             hook.follow()
@@ -809,7 +809,7 @@ class Runtime:
             return False
         if not progress.awaiting_backward:
             return True
-        # What ends the forward begins the backward: to reshard it would be to gather it again at
+        # The last unit of the forward begins the backward: resharding it would gather it again at
         # once.
         return self.sharding.reshard is not Reshard.AFTER_BACKWARD and not self.agreement.at_end(
             self._step_name

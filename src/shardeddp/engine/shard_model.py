@@ -234,7 +234,7 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
 
 
 def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, sharding: ShardingStrategy) -> list[str]:
-    """What all ranks must agree on, one line each: mesh, sharding strategy, every parameter."""
+    """Lines that all ranks must agree on: mesh, sharding strategy, every parameter."""
     lines = [f"mesh {mesh.topology}", f"sharding strategy {sharding}"]
     for unit in specs:
         lines.append(f"unit {unit.label}")

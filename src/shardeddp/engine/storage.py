@@ -227,7 +227,7 @@ class GatheredBuffer:
 
     @runs_eagerly
     def save(self, tensor: torch.Tensor) -> SavedView | None:
-        """What a graph keeps of a tensor in this buffer's memory; None: it must keep the tensor."""
+        """Substitute that a graph saves for a tensor in this buffer; None: the tensor itself."""
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         offset = int(tensor.storage_offset())
@@ -278,7 +278,7 @@ def _outside_inference() -> AbstractContextManager[object]:
 
 @cache
 def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What released parameters show to whoever gets at them past their class."""
+    """Data of released parameters, for access past their class."""
     return torch.full(
         (),
         float("nan") if dtype.is_floating_point or dtype.is_complex else 0,

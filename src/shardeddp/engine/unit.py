@@ -49,13 +49,13 @@ class _Slot:
     attribute: str
     sharded: ShardTensor
     resting: torch.Tensor
-    """What the module holds while the unit is sharded.
+    """Tensor of the module while the unit is sharded.
 
     It is the sharded parameter, or a whole one that is lent meanwhile.
     """
 
     unsharded: nn.Parameter | None
-    """What the module holds while the unit is unsharded.
+    """Tensor of the module while the unit is unsharded.
 
     None: the same as otherwise, because its forward computes with copies.
     """
@@ -251,7 +251,7 @@ class Unit:
                 self.untidy = True
 
     def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
-        """What modules hold while the unit is sharded; a module once for each of its parameters."""
+        """Tensors of modules while the unit is sharded; one entry for each parameter of each."""
         return [(slot.owner, slot.resting) for slot in self._slots]
 
     def rest_with(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
@@ -270,7 +270,7 @@ class Unit:
         self._lent_version = self._version_of_lent()
 
     def stand_ins(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
-        """What modules hold for a while, and the sharded parameter that it stands for."""
+        """Whole parameters that modules hold for a while, with their sharded ones."""
         for slot in self._slots:
             yield slot.resting, slot.sharded
             if slot.unsharded is not None:
@@ -480,7 +480,7 @@ class GradientLevel(IntEnum):
     """There is none."""
 
     EARLIER = 1
-    """What earlier micro-batches have left, to which this backward has added nothing."""
+    """Gradients of earlier micro-batches, to which this backward has added nothing."""
 
     NOW = 2
     """This backward has added to it."""

@@ -76,7 +76,7 @@ def selective_contexts(save_ops: object) -> ContextFunction | None:
 
 
 def check_save_ops(save_ops: object) -> None:
-    """Refuse what is known to be wrong before libraries with their own operations are imported.
+    """Refuse wrong entries before libraries with their own operations are imported.
 
     Raises:
         ConfigurationError: As :func:`selective_contexts`.
@@ -219,7 +219,7 @@ _ONLY_READS = "_can_checkpoint_with_cache"
 """Attribute of transformers' layers that take a cache and do not add to it."""
 
 _CACHES = {"use_cache": False, "past_key_values": None, "layer_past": None}
-"""Arguments by which a transformers layer gets its key-value cache, and what it gets instead."""
+"""Arguments by which a transformers layer gets its key-value cache, with their replacements."""
 
 
 class Recomputation:
@@ -257,7 +257,7 @@ class Recomputation:
         self._cpu_offload = cpu_offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward; what ``nn.Module`` calls between its hooks."""
+        """The forward that ``nn.Module`` calls between its hooks."""
         if not torch.is_grad_enabled() or not self._is_differentiable(args, kwargs):
             return self.__wrapped__(*args, **kwargs)
         kwargs = {name: self._without.get(name, value) for name, value in kwargs.items()}
@@ -484,7 +484,7 @@ _LIKE_UNITS = "ActivationCheckpointing.modules is written as auto_wrap_policy is
 
 
 def _select(root: nn.Module, policy: Policy) -> list[str]:
-    """The names of what the policy chooses, at least one."""
+    """Names of the modules that the policy chooses, at least one."""
     try:
         names = policy.select(root)
     except ConfigurationError as error:

@@ -42,7 +42,7 @@ COLUMN = "Params per Device"
 
 
 def complete_summaries(trainer: Trainer) -> None:
-    """Let the callbacks that print a summary of the module say what a rank holds.
+    """Let model summaries show the elements that a rank holds.
 
     Args:
         trainer: Whose callbacks; those that summarize in their own way are left to it.
@@ -118,7 +118,7 @@ class Averages:
             self._replace(module, "to", MethodType(_stay, module))
 
     def await_shards(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
-        """Postpone what callbacks load into a module and its averages until there are shards.
+        """Postpone loads of callbacks, into the module and its averages, until there are shards.
 
         Args:
             trainer: Whose callbacks are about to take their part of a checkpoint.
@@ -189,7 +189,7 @@ class Averages:
             mesh: Its ranks.
 
         Returns:
-            What loads into module and averages what had to wait; None if there is nothing.
+            Action that makes the postponed loads; None without any.
 
         Raises:
             ConfigurationError: An average is of another model than is trained.
@@ -328,7 +328,7 @@ class CallbackAdapters:
         """The module has been sharded; a collective of all ranks.
 
         Returns:
-            What loads into it and its averages what callbacks had to wait with; None if there is
+            Action that makes the loads that callbacks had postponed; None if there is
             nothing.
         """
         if runtime.mesh.world.size > 1:

@@ -219,7 +219,7 @@ class Checkpoints:
     def find_last(self, candidates: list[str], folders: list[str], *, clears: bool) -> str | None:
         """Path of the checkpoint of the highest step.
 
-        If ``clears``, the folders are first cleared of what killed runs have left.
+        If ``clears``, leftovers of killed runs are deleted from the folders first.
         """
         self.wait()
         if clears:

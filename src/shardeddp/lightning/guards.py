@@ -134,7 +134,7 @@ class _Foremost(Callback):
 
     Args:
         on_train_start: Called when training starts.
-        on_exception: Called with what a run ends with.
+        on_exception: Called with the exception that ends a run.
     """
 
     def __init__(

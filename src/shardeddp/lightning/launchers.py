@@ -157,7 +157,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
         if trainer is not None:
             resolve_last(trainer)
             if self._start_method != "fork":
-                # What was recorded of it stays in this process, and so do relations between meta
+                # Its recording stays in this process, and so do relations between meta
                 # tensors.
                 self._materialize(trainer.lightning_module)
         with handed_down():

@@ -68,7 +68,7 @@ def load_from_checkpoint(
 
 
 def _warn_of_casts(path: str, saved: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """Name what was converted: numbers may have been rounded, or take twice the memory."""
+    """Warn of converted tensors by name: values may be rounded, or take twice the memory."""
     own = module.state_dict(keep_vars=True)
     casts = [
         f"{name} from {value.dtype} to {own[name].dtype}"
@@ -106,7 +106,7 @@ def _read_directory(
 ) -> dict[str, Any]:
     """A directory as Lightning reads a file.
 
-    What stays on the host is read when it is loaded, optimizers never.
+    Tensors that stay on the host are read when they are loaded, optimizers never.
     """
     checkpoint = open_any(Path(path), weights_only, foreign=foreign)
     device = _device_of(map_location)

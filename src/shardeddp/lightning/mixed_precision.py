@@ -63,9 +63,9 @@ def resolve_dtypes(options: MixedPrecision | None, autocast: torch.dtype | None)
 def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> list[UnitSpec]:
     """The same units, with the dtypes in which each parameter is gathered and reduced.
 
-    Without a ``param_dtype`` of the user's, autocast decides: a tensor that it would cast before every use
-    is gathered in its dtype, at half the bytes and with the same result; everything else computes
-    in its own dtype, as it does under DDP.
+    Without a ``param_dtype`` of the user's, autocast decides: a tensor that it would cast before
+    every use is gathered in its dtype, at half the bytes and with the same result; everything else
+    computes in its own dtype, as it does under DDP.
 
     Raises:
         ConfigurationError: A class to keep is not in the model, or a parameter is shared between a
@@ -92,7 +92,7 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
 
 
 def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec]) -> None:
-    """Let the forwards of modules compute with what is gathered for them in autocast's dtype."""
+    """Let forwards compute with parameters that are gathered in autocast's dtype."""
     names: dict[int, list[str]] = {}
     for owner, name in (place for spec in specs for place in spec.owners):
         names.setdefault(id(owner), []).append(name)
@@ -120,7 +120,7 @@ def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
 
 
 def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> None:
-    """Let modules cast what they take and return, and cast buffers, as the user's options say.
+    """Cast inputs and outputs of modules, and buffers, as the user's options say.
 
     Inputs are cast where units and the model's outermost modules begin, outputs where the outermost
     modules end; modules that keep their dtype take their inputs in it and return ``param_dtype``.
@@ -151,7 +151,7 @@ def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtype
 
 
 def forget_dtypes(root: nn.Module) -> None:
-    """Undo what dtypes of an earlier setup have changed in modules, but for casts of buffers."""
+    """Undo the casts of an earlier setup, but for those of buffers."""
     for module in root.modules():
         drop_forward_hooks(module, _is_cast)
         compute_with_parameters(module)

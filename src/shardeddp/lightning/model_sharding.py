@@ -133,7 +133,7 @@ class ModelSharding:
 
     @contextmanager
     def building(self, precision: Precision, empty_init: bool | None) -> Generator[None]:
-        """Surround the building of a module, and record what it does to tensors on the meta device.
+        """Record the construction of a module inside: its operations on meta tensors.
 
         Args:
             precision: Of the Trainer, which may say in which dtype tensors are made.
@@ -145,7 +145,7 @@ class ModelSharding:
             yield
 
     def materialize(self, module: nn.Module) -> None:
-        """Give what a module has on the meta device its values in this process, as a whole."""
+        """Materialize a module's meta tensors in this process, whole."""
         materialize(module, self._recording)
 
     def shard(
@@ -274,7 +274,7 @@ class ModelSharding:
 
 
 def _compared(policy: object) -> object:
-    """A value that is equal for policies that choose the same modules; policies compare by identity."""
+    """Comparable form of a policy: equal for policies that choose the same modules."""
     return type(policy), vars(policy) if isinstance(policy, Policy) else policy
 
 

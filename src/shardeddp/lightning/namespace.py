@@ -66,7 +66,7 @@ NAMESPACE = choose_namespace(os.environ, sys.modules)
 """Of this process; it never changes."""
 
 OTHER = STANDALONE if NAMESPACE == UNIFIED else UNIFIED
-"""The one whose Trainer refuses what is made here."""
+"""Namespace whose Trainer refuses strategies of this one."""
 
 
 @contextmanager

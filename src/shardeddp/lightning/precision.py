@@ -24,7 +24,7 @@ from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 
 
 class ShardedPrecision(Precision):
-    """Does what a stock precision plugin does, and clips sharded gradients by their global norm.
+    """Stock precision plugin that clips sharded gradients by their global norm.
 
     Args:
         stock: The plugin that decides on dtypes.

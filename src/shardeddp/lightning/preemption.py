@@ -2,12 +2,12 @@
 
 At the end of a batch all ranks agree, save together, and end or are requeued.
 
-What ends a run is SIGTERM, or SIGUSR1 where SLURM does not use it. SLURM's requeue signal (SIGUSR1,
-or what ``SLURMEnvironment(requeue_signal=)`` says) leads to Lightning's own answer: a checkpoint
-from which the next job resumes by itself, and ``scontrol requeue``; then training goes on until
-SLURM ends it, by the SIGTERM that follows. Where SLURM requeues, a SIGTERM before that is passed
-over, as Lightning does. One signal to one rank is enough, more change nothing: who cannot wait
-sends SIGKILL.
+SIGTERM ends a run, and so does SIGUSR1 where SLURM does not use it. SLURM's requeue signal
+(SIGUSR1, or what ``SLURMEnvironment(requeue_signal=)`` says) leads to Lightning's own answer: a
+checkpoint from which the next job resumes by itself, and ``scontrol requeue``; then training goes
+on until SLURM ends it, by the SIGTERM that follows. Where SLURM requeues, a SIGTERM before that is
+passed over, as Lightning does. One signal to one rank is enough, more change nothing: who cannot
+wait sends SIGKILL.
 
 The checkpoint is saved where ``ckpt_path="last"`` finds it: as the ``last`` of a
 ``ModelCheckpoint(save_last=True)``; by callbacks that save on exceptions
@@ -189,9 +189,9 @@ class Preemption:
 
 
 class _Boundary(Checkpoint):
-    """The ends of batches and of epochs, after what other callbacks do there.
+    """Ends of batches and epochs, after the hooks of other callbacks.
 
-    The answer to what is asked at one end is known at the next, so nobody waits for it.
+    The answer to a question asked at one end is read at the next, so no rank waits for it.
     """
 
     def __init__(

@@ -416,7 +416,7 @@ class RankLauncher(MultiProcessingLauncher):
 
     @abstractmethod
     def collect_results(self, collect: Callable[[], Any], trainer: Any) -> Any:
-        """Collect on each rank what the main process gets.
+        """Collect the results of each rank for the main process.
 
         Args:
             collect: Lightning's part, whose result is to be returned.
@@ -665,7 +665,8 @@ def check_lightning() -> None:
     """Compare the table with the installed release; once per process.
 
     Raises:
-        ConfigurationError: Something has changed; it says what, and the releases that work.
+        ConfigurationError: A name has changed or is missing; the message names it and the releases
+            that work.
     """
     problems = [problem for reliance in RELIANCES if (problem := reliance.problem())]
     if problems:

@@ -105,7 +105,7 @@ class ProcessGroup:
         backend: Backend of the default process group; None: the device's own.
         timeout: Limit of a collective.
         saving_timeout_s: Limit of a collective while checkpoints are saved; None: ``timeout``.
-        debug: Whether what users communicate is compared over ranks before it happens.
+        debug: Whether communication of users is compared over ranks before it happens.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ProcessGroup:
             timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
         )
         self.debug = debug
-        """Whether what users communicate is compared over ranks before it happens."""
+        """Whether communication of users is compared over ranks before it happens."""
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
         self.current: Mesh | None = None
         """The communicators of this rank.
@@ -322,7 +322,7 @@ class ProcessGroup:
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """Surround what other ranks may not come to, so that errors say why they have not."""
+        """Surround operations that other ranks may not reach, so that errors give the reason."""
         try:
             yield
         except RuntimeError as error:
@@ -332,7 +332,7 @@ class ProcessGroup:
 
 @contextmanager
 def torch_compares() -> Generator[None]:
-    """Make torch itself compare what ranks ask, through torch, of the process group made inside.
+    """Make torch compare the calls of ranks on the process group that is made inside.
 
     See ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which does that for all groups.
     """

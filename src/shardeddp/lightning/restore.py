@@ -1,4 +1,4 @@
-"""Restoring checkpoints: open either kind, load model and optimizers, undo what does not fit."""
+"""Restoring checkpoints: open either kind, load model and optimizers, undo a failed load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resume: state of an exact continuation: random state, places in the data, kept tensors."""
+"""Resume: random state, places in the data and kept tensors, for an exact continuation."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class Resume:
     ) -> dict[str, Any]:
         """A checkpoint with all that Lightning does not know of; user hooks hold the one without.
 
-        A collective of all ranks; where there are none yet, the checkpoint as it is. What ranks have
-        of their own, rank 0 gets, whose values count.
+        A collective of all ranks; where there are none yet, the checkpoint as it is. Rank 0 gets
+        the states of all ranks; everything else is its own.
         """
         mesh = self._group.current
         if mesh is None:
@@ -165,7 +165,7 @@ class Resume:
             take_loader_state(checkpoint, own["loader_states"], rank, size)
 
     def take_kept(self, module: LightningModule) -> Callable[[], None] | None:
-        """Action that shards what callbacks have loaded as the module is sharded.
+        """Action that shards loads of callbacks as the module is sharded.
 
         None: nothing was read.
         """

@@ -117,10 +117,10 @@ class ShardedDP(ParallelStrategy):
         reduce_every_backward: With gradient accumulation: True reduces every micro-batch and
             accumulates sharded gradients (less memory), False accumulates unsharded ones and
             reduces once per step (less communication). None: as the strategy says.
-        uneven_batches: Behaviour of training when a rank has no batch left and others have: ``error``,
-            on all ranks, with the numbers; ``min``: each epoch ends with the first rank that has
-            used up its batches; ``join``: with the last, and ranks that have none left repeat their
-            last batch with gradients of zero.
+        uneven_batches: Behaviour of training when a rank has no batch left and others have:
+            ``error``, on all ranks, with the numbers; ``min``: each epoch ends with the first rank
+            that has used up its batches; ``join``: with the last, and ranks that have none left
+            repeat their last batch with gradients of zero.
         uneven_units: True where ranks may use different units in a step (experts, modalities,
             random depth): they agree before each gather, and take part with zeros in what they do
             not use. Without it, ranks have to use the same ones once their first steps have been
@@ -240,7 +240,7 @@ class ShardedDP(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle: options and optimizers.
 
-        Parts leave out what belongs to a process or a run.
+        Parts leave out the state of a process or a run.
         """
         return {**super().__getstate__(), "_runtime": None}
 
@@ -389,7 +389,7 @@ class ShardedDP(ParallelStrategy):
         return self.offload.optimizer and not self.offload.params and self.root_device.type != "cpu"
 
     def print_units(self) -> None:
-        """Print what is gathered together, and what each rank stores of it.
+        """Print the units, and the bytes that each rank stores of them.
 
         Works from ``on_fit_start`` on, on any rank.
         """
@@ -414,9 +414,9 @@ class ShardedDP(ParallelStrategy):
         All ranks enter it; what they do inside is up to each.
 
         Inside, modules hold plain parameters of full shape and of the model's own dtype: they can
-        be read, saved, pickled, handed to other libraries, and written to. What rank 0 writes in
-        place is what all ranks have afterwards; what other ranks write is dropped. References that
-        were taken before (by an optimizer) are to the sharded parameters still, and a
+        be read, saved, pickled, handed to other libraries, and written to. Values that rank 0
+        writes in place reach all ranks afterwards; writes of other ranks are dropped. References
+        that were taken before (by an optimizer) are to the sharded parameters still, and a
         ``backward()`` to whole ones is an error. It takes memory for all parameters of ``module``
         on every rank, and gathers each once. It may be nested, used in any hook, and after a run.
         Before the model is sharded it does nothing, as parameters are whole then. Inside of a step,
@@ -425,7 +425,7 @@ class ShardedDP(ParallelStrategy):
 
         Args:
             module: The model, a part of it, or a deep copy of either; None: the LightningModule.
-            writeback: False drops what was written.
+            writeback: False drops the written values.
             rank0_only: Only rank 0 has whole parameters inside; the others hold one at a time while
                 it is gathered.
             offload_to_cpu: Whole parameters are in host memory.

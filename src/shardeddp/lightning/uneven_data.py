@@ -30,7 +30,7 @@ from shardeddp.lightning.api import (
 
 
 class UnevenEvaluation:
-    """Lets a rank that has no batch left take part in what others gather, in one run of a Trainer.
+    """Lets a rank that has no batch left take part in gathers of others, in one run of a Trainer.
 
     Args:
         mesh: All ranks.
@@ -260,7 +260,7 @@ class WatchedFetcher(PrefetchDataFetcher):
         self._last: Any = None
         self._told = False
         self.repeats = False
-        """Whether what was given last is not the next batch of the loader."""
+        """Whether the last batch was a repeated one."""
 
     def repeat(self) -> None:
         """Give the last batch once more, if training goes on then."""

@@ -49,7 +49,7 @@ class StepMemory(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Bring what the step needs to where it runs."""
+        """Bring the tensors of a step to its device."""
 
     @abstractmethod
     def end_step(self) -> None:
@@ -162,7 +162,7 @@ class LocalStep(SwappedStep):
         self._memory = HostCopies() if offload else DeviceShards()
         self._slices = Slices()
         self._seen: list[Sequence[object]] = []  # sources of the tensors below
-        self._tensors: list[list[torch.Tensor]] = []  # by group, what the step is made on
+        self._tensors: list[list[torch.Tensor]] = []  # tensors of the step, by group
         self._marked: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their parameters
         self._joins = True  # whether neighbours were joined when that was found
         self._patience = 1  # steps from one attempt to join what was left apart to the next
@@ -480,7 +480,7 @@ class _StateView(dict[str, Any]):
         self._follow()
 
     def _follow(self) -> None:
-        """Take over what the optimizer has set or removed since."""
+        """Take over changes that the optimizer has made since."""
         seen, self._seen = self._seen, dict(self._state)
         for name in [name for name in super().__iter__() if name not in self._seen]:
             super().__delitem__(name)

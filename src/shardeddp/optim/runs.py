@@ -46,7 +46,7 @@ class Run:
         """1D; all of them in the main shard."""
 
         self.tensor = self.shard
-        """1D; what the optimizer steps on: that, or a copy of it in host memory."""
+        """1D; the tensor stepped on: the run itself, or a copy in host memory."""
 
     @property
     def numel(self) -> int:

@@ -1,4 +1,4 @@
-"""Scope of an optimizer: the elements that a new value depends on, and that a step has to see."""
+"""Scope of an optimizer: the elements that one new value depends on, and a step has to see."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELEMENTWISE: set[type[optim.Optimizer]] = {
 }
 
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
-"""States of those that are one number per parameter, whatever the parameter's shape."""
+"""States of these optimizers that are one number per parameter of any shape."""
 
 # By name: torch 2.11 is to be usable without those that are newer.
 _OTHERS: dict[str, Scope] = {"Adafactor": "parameter", "Muon": "parameter", "LBFGS": "model"}
@@ -37,8 +37,8 @@ KNOWN: dict[type, Scope] = {
 }
 """Of torch's own optimizers."""
 
-# Names that a subclass may add and stay the same optimizer: they say how one is made, not what a step
-# does.
+# Names that a subclass may add and stay the same optimizer: they say how one is made, not what a
+# step does.
 _HARMLESS = {
     *(
         "__init__",

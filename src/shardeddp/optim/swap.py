@@ -34,7 +34,7 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
         self.inside = defaultdict(dict)
 
     def tell(self) -> None:
-        """A step has ended on all ranks: tell them what they need of each other's states."""
+        """A step has ended on all ranks: exchange the forms of changed states."""
 
 
 class SwappedStep(ABC):
@@ -88,11 +88,11 @@ class SwappedStep(ABC):
 
     @abstractmethod
     def _bring_back(self) -> None:
-        """Give the sharded parameters what the step has made of the plain tensors."""
+        """Bring new values of plain tensors to the sharded parameters."""
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Give back what the step was lent, also after a failed step.
+        """Return tensors that the step was lent, also after a failed step.
 
         The step may have failed at any point, perhaps on this rank alone.
         """
@@ -153,7 +153,7 @@ class SwappedStep(ABC):
     def _give_up(self) -> None:
         """Leave a failed step: values already written to shards stay, as without sharding.
 
-        What it wrote to copies is lost.
+        Writes to copies are lost.
         """
         if self._sharded is not None:
             self._leave()

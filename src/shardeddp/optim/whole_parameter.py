@@ -27,7 +27,7 @@ class Ownership:
     """Deals parameters out to ranks; alike on every rank, as it reads only shapes and their order.
 
     The most costly is dealt first, each to the rank that has least so far (R. L. Graham 1969: at
-    most 4/3 of the best possible). Who has been dealt a parameter keeps it.
+    most 4/3 of the best possible). A parameter stays with its owner.
 
     Args:
         num_ranks: Among how many.
@@ -37,7 +37,7 @@ class Ownership:
         if num_ranks < 1:
             raise ValueError(f"expected at least one rank, found {num_ranks}")
         self.costs = [0] * num_ranks
-        """Of what each rank has been dealt."""
+        """Number of elements that each rank owns."""
 
     def deal(self, shapes: Sequence[Sequence[int]]) -> list[int]:
         """Deal some more.
@@ -175,7 +175,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class WholeParameter:
-    """A parameter as its owner steps on it; on other ranks only who that is."""
+    """A parameter as its owner steps on it; other ranks know the owner alone."""
 
     parameter: ShardTensor
     owner: int
@@ -192,13 +192,13 @@ class WholeParameter:
 
     @property
     def values(self) -> Relocated:
-        """The parameter on its way to the owner; whoever asks is about to use it."""
+        """The parameter on its way to the owner, for an immediate use."""
         if self.tensor is not None and not self.at_home:
             allocate(self.tensor)
         return Relocated(sharded=self.parameter, owner=self.owner, whole=self.tensor)
 
     def take_gradient(self, gradient: torch.Tensor) -> list[Relocated]:
-        """Give the whole parameter its gradient; what has to travel for that."""
+        """Give the whole parameter its gradient; return the transfers that this needs."""
         travels = isinstance(gradient, ShardTensor) and not self.at_home
         if self.tensor is not None:
             here = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
@@ -238,7 +238,7 @@ class WholeParameters:
         self._known: dict[torch.Tensor, WholeParameter] = {}
 
     def of(self, parameter: object) -> WholeParameter | None:
-        """Whole of a sharded parameter that is dealt out; None for what every rank has."""
+        """Whole of a sharded parameter with an owner; None for a parameter that every rank has."""
         return self._known.get(parameter) if isinstance(parameter, torch.Tensor) else None
 
     def follow(self, parameters: list[torch.Tensor]) -> None:
@@ -326,7 +326,7 @@ def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Number]]:
 class NumberElsewhere:
     """A number among the states of a parameter that another rank owns; unknown to this rank.
 
-    Whatever is asked of it raises an error: no answer would be right.
+    Every use raises an error: no answer would be right.
 
     Args:
         fqn: Of the parameter.
@@ -439,7 +439,7 @@ class OwnedStates(OutsideStates):
     # -- Before and after a step
 
     def settle(self) -> None:
-        """Bring what was assigned since the last step to the owners.
+        """Bring assignments since the last step to the owners.
 
         It stays shown until :meth:`tell`.
         """
@@ -487,7 +487,7 @@ class OwnedStates(OutsideStates):
         self._have_numbers = any(map(has_number, self._forms.values()))
 
     def _form_of(self, whole: torch.Tensor) -> Any:
-        """Of what this rank keeps of a parameter; None if that is nothing."""
+        """Form of this rank's state of a parameter; None without any."""
         state = self.inside.get(whole)
         return None if state is None else form_of(state, type(self._optimizer).__name__)
 
@@ -536,7 +536,7 @@ class OwnedStates(OutsideStates):
         return self._build(form, held, whole, "")
 
     def _build(self, form: Any, held: Any, whole: WholeParameter, path: str) -> Any:
-        """A state as it is shown, from its form and, at the owner, from what is held there."""
+        """A state as it is shown, from its form and, on the owner, from its own state."""
         kind, content = form
         if kind == "tensor":
             return self._sharded(content, held, whole, path)

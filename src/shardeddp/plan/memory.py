@@ -72,7 +72,7 @@ class GroupCost:
     def sharing_nbytes(self) -> int:
         """Bytes of a shard's gradients on their way to the replicas that split it.
 
-        What arrives from those replicas is included.
+        Arrivals from those replicas are included.
         """
         shard = self.buffer_nbytes * self.split // self.layout.shard_size
         return 0 if self.split == 1 else shard + shard - shard // self.split
@@ -120,7 +120,7 @@ def plan_memory(
     accumulates: bool = False,
     offload_optimizer: bool = False,
 ) -> MemoryPlan:
-    """Predict what a rank holds.
+    """Predict the memory of a rank.
 
     The root unit is unsharded throughout a backward, and its gradients may be there from the start
     (those of an output layer are the first of all). Beside them there are two candidates for the
@@ -139,7 +139,7 @@ def plan_memory(
 
     Args:
         units: The flat buffers of every unit, the root unit first.
-        sharding: When units reshard, when gradients are reduced, what lives on the host.
+        sharding: Times of resharding and reduction, and state kept on the host.
         prefetch: Depth of the backward prefetch, in units.
         states_per_element: Optimizer states of a parameter's own dtype per element; 2 for Adam.
         staged: Whether contributions arrive beside the packed gradients (gloo); NCCL adds them up

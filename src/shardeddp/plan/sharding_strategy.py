@@ -10,7 +10,7 @@ from shardeddp.plan.topology import Topology
 
 
 class Reshard(Enum):
-    """When a unit's unsharded parameters are released; who pays the memory until then."""
+    """Time at which a unit's unsharded parameters are released, and their memory until then."""
 
     AFTER_FORWARD = "after_forward"
     """Unsharded while the unit computes: one unit at a time, plus prefetch."""
@@ -38,7 +38,8 @@ class ShardingStrategy:
     reduce_every_backward: bool
     """Whether gradients are reduced in every backward.
 
-    False: they accumulate unsharded and are reduced once per optimizer step. True: the gradients of each
+    False: they accumulate unsharded and are reduced once per optimizer step. True: the gradients of
+        each
     micro-batch are reduced in the shard group and accumulate there; replicas share them once per
     optimizer step.
     """
@@ -47,7 +48,7 @@ class ShardingStrategy:
     """Replicas split main shards, gradient shards and optimizer states among them."""
 
     regather_size: int | None = None
-    """Ranks that gather for the backward what they kept of the forward's gather.
+    """Ranks that gather for the backward, each from its part of the forward's gather.
 
     None: the shard group.
     """

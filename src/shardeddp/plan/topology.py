@@ -26,7 +26,7 @@ class Topology:
     world_size: int
     shard_size: int
     split_replicas: bool = False
-    """Whether the replicas of a shard split what belongs to the optimizer; else each has all of it.
+    """Whether the replicas of a shard split its optimizer states; else each has all of them.
 
     It is the main shard, the gradient shard and the states.
     """
@@ -128,7 +128,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """A rank's place and what it believes about the run; fields are plain, they travel as JSON."""
+    """A rank's place and its view of the run; fields are plain, they travel as JSON."""
 
     rank: int
     node: int

@@ -99,7 +99,7 @@ def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
     if order <= 0:
         return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
     locals_ = [tensor.to_local() for tensor in tensors]
-    # In float64: the squares of what float32 holds do not fit into float32.
+    # In float64: squares of float32 values do not fit into float32.
     partial = torch.stack(_partial_norms(locals_, order)).to(
         tensors[0].spec.mesh.device, torch.float64
     )
@@ -169,7 +169,7 @@ def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 
 def _spec_of(inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> ShardSpec | None:
-    # Where something is written the target decides; whatever else takes part is cut to its
+    # The target of a write decides; the other operands are cut to its
     # interval. Else a plain tensor may be this rank's own (an activation, a gradient), and the
     # result with it: that is whole.
     if not targets and any(
@@ -399,7 +399,7 @@ def _partial_norms(locals_: Sequence[torch.Tensor], order: float) -> list[torch.
 
 
 def _one_of(local: torch.Tensor) -> torch.Tensor:
-    """One element of the same kind, to see what an operation makes of it."""
+    """One element of the same kind, to try an operation on."""
     return local.new_zeros(1)
 
 

@@ -68,7 +68,7 @@ class GradientHooks:
         self._due = -1
         self._unsharded = None if unsharded is None else weakref.ref(unsharded)
         self.listens = False
-        """Whether what reaches the unsharded parameter passes the hooks."""
+        """Whether gradients of the unsharded parameter pass the hooks."""
         if self._on_gradient:
             self.listen()
 

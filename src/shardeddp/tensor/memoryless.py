@@ -33,7 +33,7 @@ def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function run as it is where it is called between the graphs of compiled code.
 
-    Costs nothing, unlike :func:`never_traced`; what the function calls may be compiled.
+    Costs nothing, unlike :func:`never_traced`; functions that it calls may be compiled.
     """
     skipped: Any = skip_frames(function)
     return skipped
@@ -64,7 +64,7 @@ def store_gradients(
 
 
 def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set that, and leave what waits to be reduced alone."""
+    """Set that gradient, and leave gradients that wait for their reduction alone."""
     with without_torch_function():
         set_gradient(parameter, gradient)
 

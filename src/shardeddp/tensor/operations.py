@@ -106,7 +106,7 @@ RECEIVES = {"recv_", "recv_any_source_", "irecv", "batch_p2p_ops"}
 
 
 def asks_only_about(func: Any) -> bool:
-    """Whether the function has nothing to record for a backward, whatever grad mode is."""
+    """Whether the function has nothing to record for a backward, in any grad mode."""
     if func.__name__ in _ASKED:
         return func not in _COMPUTED_ATTRIBUTES
     return getattr(func, "__module__", None) in _UNRECORDED

@@ -155,7 +155,7 @@ class KeepsWrites(Protocol):
     """Memory that unsharded parameters are views of."""
 
     def keep_writes(self) -> None:
-        """Bring what was written to them, or to views of them, to the shards."""
+        """Bring writes to them, or to views of them, to the shards."""
         ...
 
     def keep_write_of(self, index: int) -> None:
@@ -171,7 +171,7 @@ class ShardTensor(Memoryless, torch.Tensor):
     parameter is used, at the cost of a gather per use, which one warning per parameter points out.
     Without gradients, element-wise operations work on the local interval, reductions over all
     elements give the global value, and everything else gathers. A view of it (``weight[0]``) is a
-    view of gathered elements; what is written to the view reaches the shard. All of these need
+    view of gathered elements; writes to the view reach the shard. All of these need
     every rank to take part, but for the element-wise ones.
     """
 
@@ -223,7 +223,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
         Args:
             local: 1D tensor with this rank's elements.
-            spec: Which elements those are, and of what.
+            spec: The parameter, and the elements of it.
             requires_grad: Whether operations on it are recorded.
         """
 
@@ -275,7 +275,7 @@ class ShardTensor(Memoryless, torch.Tensor):
             self.copy_(data)
 
     def keep_shared_memory(self) -> None:
-        """Refuse what gives a parameter memory of its own, if another one has the same memory."""
+        """Refuse to give a parameter memory of its own while another one shares it."""
         if self.memory_of:
             raise RuntimeError(
                 f"{self._spec.fqn} and {self.memory_of} have the same memory, and sharded "
@@ -285,7 +285,7 @@ class ShardTensor(Memoryless, torch.Tensor):
             )
 
     def _part_from_aliases(self) -> None:
-        """Leave the values to what shares them, as a tensor does that gets other memory."""
+        """Leave the values to the tensors that share them, as a tensor with new memory does."""
         if sharing := [each for each in self._living_aliases() if each._local is self._local]:
             former = self._local.clone()
             for alias in sharing:
@@ -308,7 +308,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The averaged gradient, sharded; between micro-batches what there is of it by then."""
+        """The averaged gradient, sharded; between micro-batches the part of it so far."""
         gradient = stored_gradient(self)
         if gradient is None and self._unit_gradients is not None:
             unit_gradients, index = self._unit_gradients
@@ -400,7 +400,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         self._is_routed = False
 
     def take_over(self, former: ShardTensor) -> None:
-        """Be what another sharded tensor has been; a collective of all ranks.
+        """Take the place of another sharded tensor; a collective of all ranks.
 
         Values, gradient, hooks, and tensors that share its memory: ``parameter.data``, for
         instance.
@@ -452,7 +452,7 @@ class ShardTensor(Memoryless, torch.Tensor):
             return apply.apply(leaf, weakref.ref(self), operation)
 
     def route_gradient(self) -> None:
-        """Let what autograd brings to the parameter itself be averaged over ranks.
+        """Average gradients that autograd brings to the parameter itself over ranks.
 
         It comes from uses outside of the parameter's unit.
         """
@@ -465,7 +465,7 @@ class ShardTensor(Memoryless, torch.Tensor):
             super().register_post_accumulate_grad_hook(weakly(self, ShardTensor._end_accumulation))
 
     def warn_outside(self, stacklevel: int = 4) -> None:
-        """Point out, once, what a use outside of the unit's forward costs."""
+        """Warn, once, of the cost of a use outside of the unit's forward."""
         if "outside" in self._spec.warned:
             return
         self._spec.warned.append("outside")
@@ -494,7 +494,7 @@ class ShardTensor(Memoryless, torch.Tensor):
             return ShardTensor(self._local.new_zeros(()).expand(self._local.shape), self._spec)
 
     def _end_accumulation(self, parameter: torch.Tensor) -> None:
-        """Take back that autograd has accumulated nothing in the place of what the unit reduces."""
+        """Undo the placeholder gradient that autograd accumulates beside a unit's reduction."""
         if self._unit_gradients is not None:
             former, self._former_gradient = self._former_gradient, None
             store_gradient(self, former)
@@ -526,7 +526,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @property
     def home(self) -> KeepsWrites | None:
-        """Of a parameter, what its shard is in one buffer with; None where it is in none."""
+        """The parameters in one buffer with this one's shard; None without a buffer."""
         return None if self._writes is None else self._writes()
 
     @property
@@ -538,7 +538,7 @@ class ShardTensor(Memoryless, torch.Tensor):
     def raw_local(self) -> torch.Tensor:
         """This rank's elements as they lie.
 
-        What may have been written inside of the unit since it was gathered is not in them.
+        Writes inside of the unit since it was gathered are not in them.
         """
         return self._local
 
@@ -622,7 +622,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @property
     def origin(self) -> ShardTensor:
-        """Of an alias, what it is one of; anything else itself."""
+        """Origin of an alias; any other tensor itself."""
         origin = self
         while origin._source is not None:
             origin = origin._source
@@ -801,7 +801,7 @@ class _Average(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        # Whoever used the average took it whole, so what arrives has been averaged over ranks
+        # Users of the average took it whole, so the arriving gradient has been averaged over ranks
         # already.
         return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
 

@@ -22,7 +22,7 @@ from shardeddp.torch_private import (
 
 # -- Identity: a parameter's body exchanged, its references kept
 
-_IDENTITY = "shardeddp"  # a key of what torch keeps for its users beside a node
+_IDENTITY = "shardeddp"  # a key in the metadata that torch keeps for users on a node
 
 
 def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -258,7 +258,7 @@ class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIn
 class ReleasedParameter(OfSharded):
     """An unsharded parameter whose memory is released: operations on it use the sharded one.
 
-    Who has kept a reference from inside of the unit's forward computes with the same values,
+    A reference kept from inside of the unit's forward has the same values,
     gathered for each use. Changing an object's class is invisible to autograd, which holds the
     implementation and not the Python object.
     """

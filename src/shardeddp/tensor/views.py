@@ -49,7 +49,7 @@ class Gathered:
         self._note_shard()
 
     def refresh(self) -> None:
-        """Gather again if the shard has changed, by whatever means; a collective, then."""
+        """Gather again, a collective, if the shard has changed in any way."""
         local = self.sharded.to_local()
         if local is not self._local or _version_of(local) != self._version:
             self.full.copy_(gather(self.sharded, "reading a view of"))
@@ -246,7 +246,7 @@ def _check_targets(
 def hand_out(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:
     """Result of an operation on full elements, as callers see it.
 
-    What aliases these elements comes as a view of the shard.
+    Results that alias these elements are views of the shard.
 
     Args:
         result: Plain tensors in any structure.
@@ -273,7 +273,7 @@ def run_on_whole(
     gathered: Sequence[Gathered],
     targets: Sequence[Gathered],
 ) -> Any:
-    """Run an operation on whole tensors, and bring what it writes to them back to their shards.
+    """Run an operation on whole tensors, and bring its writes back to their shards.
 
     A sharded tensor has one value for all ranks. So random numbers are those of rank 0, and what a
     collective writes is refused where it differs between ranks.
@@ -351,7 +351,7 @@ def _refuse_late(func: Any, asked: Gathered, targets: Sequence[Gathered]) -> Non
 
 
 def _finish(func: Any, result: Any, targets: Sequence[Gathered]) -> None:
-    """Wait for what a collective writes, even if its caller wants to wait later.
+    """Wait for the writes of a collective, even if its caller wants to wait later.
 
     The caller's ``wait()`` finds it done.
     """

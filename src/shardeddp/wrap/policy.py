@@ -90,7 +90,7 @@ class SizePolicy(Policy):
     """Units of at least ``min_numel`` parameters, collected from the leaves upwards.
 
     A module becomes a unit as soon as the parameters below it that no inner unit took reach
-    ``min_numel``; what remains at the top stays with the root.
+    ``min_numel``; the rest at the top stays with the root.
 
     Args:
         min_numel: Parameters (elements, not bytes) that a unit holds at least.
@@ -268,7 +268,7 @@ def _is_module_class(value: object) -> TypeGuard[type[nn.Module]]:
 def _no_module_of(
     entry: type[nn.Module] | str, wanted: type[nn.Module] | None, root: nn.Module
 ) -> str:
-    """Why a class selected nothing, and what it could have been."""
+    """Reason why a class selected nothing, and close names."""
     shown = entry if isinstance(entry, str) else import_path(entry)
     start = f"ClassPolicy: expected at least one module of class {shown!r} in {type(root).__name__}"
     unusable = [
@@ -301,7 +301,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # there all the time.
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
-# 64 KiB in fp32: a smaller all-gather costs its latency, whatever its size.
+# 64 KiB in fp32: a smaller all-gather costs its latency alone.
 _SMALLEST_FLOOR = 16_384
 _LARGEST_FLOOR = 1_000_000
 _FLOOR_FRACTION = 256

@@ -84,8 +84,8 @@ def _resolve_string(value: str) -> Policy:
     target = imported(value)
     if isinstance(target, type):
         return _resolve_class(target)
-    # A name that cannot be imported may still be a class of the model: one of `__main__`, or one made
-    # inside a function.
+    # A name that cannot be imported may still be a class of the model: one of `__main__`, or one
+    # made inside a function.
     return _resolve_callable(target) if callable(target) else ClassPolicy([value])
 
 
@@ -125,7 +125,7 @@ def _resolve_callable(value: Callable[..., Any]) -> Policy:
 
 
 def _reject_module_name(value: str) -> None:
-    """Raises for what can only be meant as module names."""
+    """Raise for values that can only be meant as module names."""
     if any(character in value for character in "*?[") or any(
         part.isdigit() for part in value.split(".")
     ):

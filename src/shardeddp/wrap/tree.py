@@ -31,7 +31,7 @@ class ScriptedParameters(dict[str, torch.Tensor | None]):
 
     def get(self, name: str, default: torch.Tensor | None = None) -> torch.Tensor | None:  # type: ignore[override]  # noqa: D102
         parameters = self._module._parameters
-        return parameters[name] if name in parameters else default  # noqa: SIM401  # torch's mapping has no get()
+        return parameters[name] if name in parameters else default  # noqa: SIM401  # no get()
 
     def __getitem__(self, name: str) -> torch.Tensor | None:
         return self._module._parameters[name]
@@ -60,7 +60,7 @@ def module_behind(owner: nn.Module) -> nn.Module:
 
 
 def registry_of(module: nn.Module) -> nn.Module:
-    """The object whose ``_parameters`` decide what a module computes with."""
+    """The object whose ``_parameters`` a module computes with."""
     return ScriptedRegistry(module) if isinstance(module, torch.jit.ScriptModule) else module
 
 
@@ -128,7 +128,7 @@ class ParameterSpec:
 class UnitSpec:
     """A module whose parameters are gathered and released together.
 
-    The root's spec holds what no inner unit took.
+    The root's spec holds the parameters that no inner unit took.
     """
 
     name: str
@@ -178,7 +178,7 @@ def has_forward(module: nn.Module) -> bool:
     A unit is gathered when its module is called.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        return False  # code that is not Python's calls what is inside of it
+        return False  # native code calls the modules inside of it
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -269,7 +269,7 @@ def first_three(names: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """End of an error message about an unknown name: the closest known names, or what there is.
+    """End of an error message about an unknown name: the closest known names, or all.
 
     Args:
         name: The unknown name.
