@@ -25,7 +25,7 @@ from shardeddp.comm import Mesh
 from shardeddp.config import MixedPrecision
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.tensor.shard_tensor import ShardTensor

@@ -22,7 +22,7 @@ from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Prefetch, Runtime
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.engine.unit import Unit
-from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, ShardSize
 from shardeddp.plan.topology import Topology

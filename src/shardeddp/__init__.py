@@ -8,8 +8,8 @@ from shardeddp.errors import (
     LayoutMismatchError,
     RankError,
 )
+from shardeddp.lightning.api import register_names
 from shardeddp.lightning.load import load_from_checkpoint, read_directories_too
-from shardeddp.lightning.registry import register_names
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.tensor.shard_tensor import ShardTensor

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,9 +102,6 @@ torch_function_modes: Callable[[], Sequence[Any]] = _private(
 """The modes that are active, the innermost last."""
 
 TensorBase: Any = _private("torch._C:TensorBase")
-skip_frames: Any = _private("torch._dynamo.decorators:skip", "fn")
-"""Decorator: a function runs as it is where compiled code calls it, with nothing in between."""
-
 get_gradient: Any = TensorBase.grad.__get__
 set_gradient: Any = TensorBase.grad.__set__
 set_data: Any = TensorBase.data.__set__
@@ -138,6 +135,38 @@ rebuild_tensor: Any = _private(
     "torch._utils:_rebuild_tensor_v3",
     "storage storage_offset size stride requires_grad backward_hooks dtype metadata",
 )
+
+# -- Functions that dynamo does not trace
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_skip_frames: Any = _private("torch._dynamo.decorators:skip", "fn")
+
+
+def never_traced(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let compiled code end before a function and go on behind it.
+
+    Args:
+        reason: The reason and the remedy; torch shows both to users who ask for one
+            whole graph.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        disabled: Any = torch.compiler.disable(function, reason=reason)
+        return disabled
+
+    return decorate
+
+
+def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function run as it is where it is called between the graphs of compiled code.
+
+    Costs nothing, unlike :func:`never_traced`; functions that it calls may be compiled.
+    """
+    skipped: Any = _skip_frames(function)
+    return skipped
+
 
 # -- Autograd
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardeddp import MixedPrecision
 from shardeddp.config import resolve_mixed_precision
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.wrap import NamePolicy, build_units
 from training import RUNTIMES, Sharding, Trial, batch, full
 from world import on_ranks

@@ -10,9 +10,8 @@ import pytest
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
-from shardeddp.lightning.api import check_lightning
-from shardeddp.lightning.namespace import NAMESPACE, STANDALONE, UNIFIED
-from shardeddp.lightning.private import NEEDS, RELIANCES, Reliance
+from shardeddp.lightning.api import NAMESPACE, NEEDS, STANDALONE, UNIFIED, named
+from shardeddp.lightning.private import RELIANCES, Reliance, check_lightning
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +44,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
         "of:Derived": Derived,
         "of": SimpleNamespace(__name__="a.of", f=len),
     }
-    monkeypatch.setattr(private, "_named", lambda path, namespace: parts[path])
+    monkeypatch.setattr(private, "named", lambda path, namespace: parts[path])
 
 
 def problem(
@@ -132,7 +131,7 @@ def test_a_name_that_is_imported_and_gone_is_an_error_of_the_same_kind() -> None
     with pytest.raises(
         ConfigurationError, match=r"has changed pytorch\.loops\._Gone: expected to be there.*needs"
     ):
-        private._named("pytorch.loops:_Gone")
+        named("pytorch.loops:_Gone")
 
 
 def test_the_package_requires_the_releases_that_the_error_names() -> None:
@@ -151,6 +150,6 @@ def test_both_halves_of_the_imported_names_say_the_same() -> None:
         for alias in node.names
     ]
     named = re.findall(
-        r"(\w+) = _named\('([\w.]+):(\w+)'\)", "\n".join(map(ast.unparse, choice.orelse))
+        r"(\w+) = named\('([\w.]+):(\w+)'\)", "\n".join(map(ast.unparse, choice.orelse))
     )
     assert sorted(imported) == sorted(named) != []

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from shardeddp import ConfigurationError, ShardedDP
-from shardeddp.lightning.api import PrefetchDataFetcher
+from shardeddp.lightning.private import PrefetchDataFetcher
 from shardeddp.lightning.uneven_data import WatchedFetcher
 from support.tasks import EvaluatedGpt
 from support.trainers import full_weights

@@ -17,7 +17,7 @@ from shardeddp.config import CPUOffload, MixedPrecision
 from shardeddp.engine.recording import Recording
 from shardeddp.engine.runtime import Prefetch, Runtime
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy, find_sharding

@@ -13,7 +13,7 @@ from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.engine.storage import allocate, empty_on_host, local_view, release
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.tensor.memoryless import (
+from shardeddp.tensor.backward import (
     store_gradient,
     store_gradients,
     stored_gradient,

@@ -30,7 +30,6 @@ from shardeddp.engine.unit import Unit, UnitProgress, UnitState
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained
-from shardeddp.tensor.memoryless import never_traced
 from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import (
@@ -39,6 +38,7 @@ from shardeddp.torch_private import (
     current_backward,
     engine,
     foreach_copy_,
+    never_traced,
     temporarily_clear_interpreter_stack,
     without_torch_function,
 )

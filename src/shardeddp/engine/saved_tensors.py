@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from shardeddp.engine.storage import GatheredBuffer, SavedView
-from shardeddp.tensor.memoryless import runs_eagerly
 from shardeddp.tensor.unsharded import UnshardedParameter
 from shardeddp.torch_private import (
     are_hooks_enabled,
     disable_hooks,
     pop_hooks,
     push_hooks,
+    runs_eagerly,
     top_hooks,
 )
 

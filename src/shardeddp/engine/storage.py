@@ -13,10 +13,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.tensor.memoryless import runs_eagerly
 from shardeddp.tensor.unsharded import OURS, released_class, unsharded_class
 from shardeddp.torch_private import (
     make_subclass,
+    runs_eagerly,
     set_data,
     storage_of_weak_reference,
     storage_use_count,

@@ -18,12 +18,12 @@ from shardeddp.lightning.api import (
     OnExceptionCheckpoint,
     ParallelStrategy,
     SLURMEnvironment,
-    SubprocessScriptLauncher,
     Trainer,
     TrainerFn,
     cluster_environment_of,
     handed_down,
 )
+from shardeddp.lightning.private import SubprocessScriptLauncher
 
 # -- ``ckpt_path="last"``: the checkpoint of the highest step
 #

@@ -17,7 +17,8 @@ import torch
 from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.durable import local_path
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.lightning.api import LightningModule, extend_reading, load_state, migrate_checkpoint
+from shardeddp.lightning.api import LightningModule, extend_reading
+from shardeddp.lightning.private import load_state, migrate_checkpoint
 from shardeddp.lightning.restore import open_any
 from shardeddp.wrap.tree import first_three
 

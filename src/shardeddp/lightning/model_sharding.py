@@ -21,13 +21,13 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
 from shardeddp.lightning.api import LightningModule, Precision, rank_zero_info
-from shardeddp.lightning.mixed_precision import (
+from shardeddp.lightning.precision import (
+    ShardedPrecision,
     assign_dtypes,
     cast_at_boundaries,
     forget_dtypes,
     resolve_dtypes,
 )
-from shardeddp.lightning.precision import ShardedPrecision
 from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import Restore
 from shardeddp.optim.attach import set_down

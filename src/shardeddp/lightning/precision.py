@@ -1,14 +1,27 @@
-"""Precision plugins: a stock Lightning precision whose gradient clipping is global."""
+"""Precision: Lightning's plugins with global gradient clipping, and dtypes of each parameter."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from shardeddp.config import MixedPrecision as MixedPrecisionOptions
+from shardeddp.config import resolve_dtype
+from shardeddp.engine.autocast_copies import (
+    compute_with_copies,
+    compute_with_parameters,
+    is_cast_by_autocast,
+)
+from shardeddp.engine.runtime import drop_forward_hooks
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     DoublePrecision,
@@ -21,6 +34,10 @@ from shardeddp.lightning.api import (
     Steppable,
 )
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
+from shardeddp.wrap import ClassPolicy
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec, has_forward, unit_children
+
+# -- Plugins: a stock precision whose gradient clipping is global
 
 
 class ShardedPrecision(Precision):
@@ -156,3 +173,221 @@ def shard_precision(plugin: Precision | None) -> Precision:
             f"'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true'"
         )
     return plugin
+
+
+# -- Dtypes in which parameters travel and compute, and casts between modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """Dtypes of a run.
+
+    The user's :class:`MixedPrecisionOptions` with names resolved, and the Trainer's autocast.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    keep_fp32: Sequence[type[nn.Module] | str] = ()
+    autocast: torch.dtype | None = None
+    """Dtype of the autocast that surrounds every step, if there is one."""
+
+
+def resolve_dtypes(options: MixedPrecisionOptions | None, autocast: torch.dtype | None) -> Dtypes:
+    """Resolve the names of dtypes.
+
+    Args:
+        options: The user's; None for none.
+        autocast: Dtype of the Trainer's autocast, if its precision has one.
+    """
+    if options is None:
+        return Dtypes(autocast=autocast)
+    return Dtypes(
+        param_dtype=resolve_dtype(options.param_dtype, "param_dtype"),
+        reduce_dtype=resolve_dtype(options.reduce_dtype, "reduce_dtype"),
+        output_dtype=resolve_dtype(options.output_dtype, "output_dtype"),
+        buffer_dtype=resolve_dtype(options.buffer_dtype, "buffer_dtype"),
+        cast_forward_inputs=options.cast_forward_inputs,
+        keep_fp32=tuple(options.keep_fp32),
+        autocast=autocast,
+    )
+
+
+def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> list[UnitSpec]:
+    """The same units, with the dtypes in which each parameter is gathered and reduced.
+
+    Without a ``param_dtype`` of the user's, autocast decides: a tensor that it would cast before
+    every use is gathered in its dtype, at half the bytes and with the same result; everything else
+    computes in its own dtype, as it does under DDP.
+
+    Raises:
+        ConfigurationError: A class to keep is not in the model, or a parameter is shared between a
+            module that keeps its dtype and one that does not.
+    """
+    kept = _inside(_kept_modules(root, dtypes))
+
+    def assigned(spec: ParameterSpec) -> ParameterSpec:
+        if not spec.dtype.is_floating_point:
+            return spec
+        compute_in = _compute_dtype(spec, dtypes, kept)
+        by_autocast = compute_in is not None and dtypes.param_dtype is None
+        return replace(
+            spec, compute_in=compute_in, is_autocast_copy=by_autocast, reduce_in=dtypes.reduce_dtype
+        )
+
+    units = [
+        replace(unit, parameters=_alike(tuple(map(assigned, unit.parameters)))) for unit in units
+    ]
+    _prepare_copies(
+        root, [spec for unit in units for spec in unit.parameters if spec.is_autocast_copy]
+    )
+    return units
+
+
+def _prepare_copies(root: nn.Module, specs: Sequence[ParameterSpec]) -> None:
+    """Let forwards compute with parameters that are gathered in autocast's dtype."""
+    names: dict[int, list[str]] = {}
+    for owner, name in (place for spec in specs for place in spec.owners):
+        names.setdefault(id(owner), []).append(name)
+    for module in reversed([*root.modules()]):  # inner ones first
+        # It reads the parameters of this child, and does not call it.
+        inner = {"out_proj": module.out_proj} if isinstance(module, nn.MultiheadAttention) else {}
+        if id(module) in names:
+            compute_with_copies(module, tuple(names[id(module)]), inner)
+
+
+def _alike(specs: tuple[ParameterSpec, ...]) -> tuple[ParameterSpec, ...]:
+    """The same with one dtype for shared memory.
+
+    Its own, where autocast would cast only some of it.
+    """
+    dtypes: dict[int, set[torch.dtype]] = {}
+    for spec in specs:
+        dtypes.setdefault(spec.memory, set()).add(spec.param_dtype)
+    return tuple(
+        spec
+        if len(dtypes[spec.memory]) == 1
+        else replace(spec, compute_in=None, is_autocast_copy=False)
+        for spec in specs
+    )
+
+
+def cast_at_boundaries(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) -> None:
+    """Cast inputs and outputs of modules, and buffers, as the user's options say.
+
+    Inputs are cast where units and the model's outermost modules begin, outputs where the outermost
+    modules end; modules that keep their dtype take their inputs in it and return ``param_dtype``.
+    Without options nothing is done.
+    """
+    kept = _kept_modules(root, dtypes)
+    outermost = [root, *_outermost(root)]
+    if dtypes.param_dtype is not None:
+        boundaries = {
+            id(module): module for module in (*outermost, *(unit.module for unit in units))
+        }
+        if dtypes.cast_forward_inputs:
+            for key, module in boundaries.items():
+                if key not in kept:
+                    _cast_inputs(module, dtypes.param_dtype)
+        for module in kept.values():
+            own = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+            _cast_inputs(module, own)
+            _cast_outputs(module, dtypes.param_dtype)
+    if dtypes.output_dtype is not None:
+        for module in outermost:
+            _cast_outputs(module, dtypes.output_dtype)
+    if dtypes.buffer_dtype is not None:
+        inside = _inside(kept)
+        for module in root.modules():
+            if id(module) not in inside:
+                _cast_buffers(module, dtypes.buffer_dtype)
+
+
+def forget_dtypes(root: nn.Module) -> None:
+    """Undo the casts of an earlier setup, but for those of buffers."""
+    for module in root.modules():
+        drop_forward_hooks(module, _is_cast)
+        compute_with_parameters(module)
+
+
+def _is_cast(hook: object) -> bool:
+    return isinstance(hook, partial) and hook.func in (_cast_before, _cast_after)
+
+
+def _compute_dtype(
+    spec: ParameterSpec, dtypes: Dtypes, kept: Mapping[int, nn.Module]
+) -> torch.dtype | None:
+    if dtypes.param_dtype is None:
+        cast = spec.dtype is torch.float32 and all(
+            is_cast_by_autocast(owner, name) for owner, name in spec.owners
+        )
+        return dtypes.autocast if cast else None
+    keeps = [id(owner) in kept for owner, _ in spec.owners]
+    if any(keeps) and not all(keeps):
+        raise ConfigurationError(
+            f"parameter {spec.fqn} is shared between a module whose class is in keep_fp32 and one "
+            f"whose class is not: expected one dtype for it. Name the classes of both, or of "
+            f"neither"
+        )
+    return None if any(keeps) else dtypes.param_dtype
+
+
+def _kept_modules(root: nn.Module, dtypes: Dtypes) -> dict[int, nn.Module]:
+    """The modules that keep their dtype, by identity; not those inside another one."""
+    if not dtypes.keep_fp32:
+        return {}
+    names = ClassPolicy(list(dtypes.keep_fp32)).select(root)
+    found = {id(module): module for module in map(root.get_submodule, names)}
+    inner = {
+        id(child) for module in found.values() for child in module.modules() if child is not module
+    }
+    return {key: module for key, module in found.items() if key not in inner}
+
+
+def _inside(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    return {id(inner): inner for module in modules.values() for inner in module.modules()}
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules with parameters that the user's step calls.
+
+    Containers without a forward are looked into.
+    """
+    for _, child in unit_children(module):
+        if next(child.parameters(), None) is None:
+            continue
+        if has_forward(child):
+            yield child
+        else:
+            yield from _outermost(child)
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    module.register_forward_pre_hook(partial(_cast_before, dtype), with_kwargs=True)
+
+
+def _cast_outputs(module: nn.Module, dtype: torch.dtype) -> None:
+    module.register_forward_hook(partial(_cast_after, dtype))
+
+
+def _cast_before(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_after(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(value, torch.Tensor, to_dtype)
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)

@@ -12,11 +12,9 @@ import dis
 import inspect
 import signal
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -25,51 +23,10 @@ from torch import nn
 from typing_extensions import override
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.namespace import NAMESPACE, STANDALONE, UNIFIED
+from shardeddp.lightning.api import NAMESPACE, changed_release, named
 
-# The package hands on names that are imported here.
+# Other files import these names from here.
 # pyright: reportUnusedImport=false
-
-
-NEEDS = ">=2.6,<2.7,!=2.6.2,!=2.6.3"
-"""Releases of Lightning that the tests pass with; ``pyproject.toml`` requires the same."""
-
-_ROOTS = {
-    UNIFIED: {"pytorch": "lightning.pytorch", "fabric": "lightning.fabric"},
-    STANDALONE: {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"},
-}
-
-
-def _named(path: str, namespace: str = NAMESPACE) -> Any:
-    """A module, or a class or function of a module.
-
-    Args:
-        path: Below the package, as in ``pytorch.loops:_FitLoop``.
-        namespace: Which of Lightning's two packages.
-
-    Raises:
-        ConfigurationError: The installed release does not have it.
-    """
-    module, _, name = path.partition(":")
-    half, _, rest = module.partition(".")
-    try:
-        found = import_module(".".join(filter(None, (_ROOTS[namespace][half], rest))))
-        return getattr(found, name) if name else found
-    except (ImportError, AttributeError) as error:
-        raise _changed(
-            [f"{path.replace(':', '.')}: expected to be there, found nothing"]
-        ) from error
-
-
-def _changed(problems: Sequence[str]) -> ConfigurationError:
-    try:
-        own = "shardeddp " + version("shardeddp")
-    except PackageNotFoundError:  # used from its source
-        own = "shardeddp"
-    lightning = import_module(NAMESPACE).__version__
-    return ConfigurationError(
-        f"Lightning {lightning} has changed {'; '.join(problems)}. {own} needs lightning {NEEDS}"
-    )
 
 
 # -- Imported names
@@ -97,23 +54,21 @@ if TYPE_CHECKING:
     )
     from lightning.pytorch.utilities.model_summary import ModelSummary
 else:
-    DeviceDtypeModuleMixin = _named("fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin")
-    all_gather_ddp_if_available = _named(
-        "fabric.utilities.distributed:_all_gather_ddp_if_available"
-    )
-    init_dist_connection = _named("fabric.utilities.distributed:_init_dist_connection")
-    load_state = _named("pytorch.core.saving:_load_state")
-    FitLoop = _named("pytorch.loops:_FitLoop")
-    PrefetchDataFetcher = _named("pytorch.loops.fetchers:_PrefetchDataFetcher")
-    ProcessedTracker = _named("pytorch.loops.progress:_ProcessedTracker")
-    MultiProcessingLauncher = _named(
+    DeviceDtypeModuleMixin = named("fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin")
+    all_gather_ddp_if_available = named("fabric.utilities.distributed:_all_gather_ddp_if_available")
+    init_dist_connection = named("fabric.utilities.distributed:_init_dist_connection")
+    load_state = named("pytorch.core.saving:_load_state")
+    FitLoop = named("pytorch.loops:_FitLoop")
+    PrefetchDataFetcher = named("pytorch.loops.fetchers:_PrefetchDataFetcher")
+    ProcessedTracker = named("pytorch.loops.progress:_ProcessedTracker")
+    MultiProcessingLauncher = named(
         "pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
     )
-    SubprocessScriptLauncher = _named(
+    SubprocessScriptLauncher = named(
         "pytorch.strategies.launchers.subprocess_script:_SubprocessScriptLauncher"
     )
-    migrate_checkpoint = _named("pytorch.utilities.migration.utils:_pl_migrate_checkpoint")
-    ModelSummary = _named("pytorch.utilities.model_summary:ModelSummary")
+    migrate_checkpoint = named("pytorch.utilities.migration.utils:_pl_migrate_checkpoint")
+    ModelSummary = named("pytorch.utilities.model_summary:ModelSummary")
 
 
 # -- Modules
@@ -335,7 +290,7 @@ def replace_summary(callback: Any, summarize: Callable[[nn.Module, int], ModelSu
         callback: The callback; one with a summary of its own keeps it.
         summarize: A module and the depth to its summary.
     """
-    if _summary_of(type(callback)) is _summary_of(_named("pytorch.callbacks:ModelSummary")):
+    if _summary_of(type(callback)) is _summary_of(named("pytorch.callbacks:ModelSummary")):
         vars(callback)["_summary"] = partial(_summarize, summarize, callback._max_depth)
 
 
@@ -470,7 +425,7 @@ class Reliance:
             namespace: Which of Lightning's two packages.
         """
         try:
-            owner = _named(self.owner, namespace)
+            owner = named(self.owner, namespace)
         except ConfigurationError:
             return f"{self.owner.replace(':', '.')}: expected to be there, found nothing"
         place = f"{owner.__name__.rpartition('.')[2]}.{self.name}"
@@ -670,4 +625,4 @@ def check_lightning() -> None:
     """
     problems = [problem for reliance in RELIANCES if (problem := reliance.problem())]
     if problems:
-        raise _changed(problems)
+        raise changed_release(problems)

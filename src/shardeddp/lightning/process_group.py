@@ -28,12 +28,11 @@ from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     ClusterEnvironment,
     LightningEnvironment,
-    all_gather_ddp_if_available,
-    init_dist_connection,
     rank_zero_info,
     rank_zero_only,
     rank_zero_warn,
 )
+from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.plan.topology import RankInfo, check_runs, node_order
 

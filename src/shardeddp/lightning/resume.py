@@ -23,15 +23,8 @@ from shardeddp.checkpoint.snapshot import ParameterNames
 from shardeddp.comm.agreement import gather_to_first
 from shardeddp.errors import CheckpointError
 from shardeddp.lightning import private
-from shardeddp.lightning.api import (
-    FitLoop,
-    LightningModule,
-    PrefetchDataFetcher,
-    ProcessedTracker,
-    Trainer,
-    TrainerFn,
-    has_iterable_dataset,
-)
+from shardeddp.lightning.api import LightningModule, Trainer, TrainerFn, has_iterable_dataset
+from shardeddp.lightning.private import FitLoop, PrefetchDataFetcher, ProcessedTracker
 from shardeddp.lightning.process_group import ProcessGroup
 
 # -- Loader states of all ranks

@@ -50,7 +50,7 @@ from shardeddp.lightning.api import (
     Precision,
     Trainer,
     TrainerFn,
-    check_lightning,
+    introduction,
     rank_zero_only,
     reset_seed,
 )
@@ -60,8 +60,8 @@ from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
 from shardeddp.lightning.precision import shard_precision
+from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
-from shardeddp.lightning.registry import introduction
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers

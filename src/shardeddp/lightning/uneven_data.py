@@ -17,7 +17,6 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     GradientAccumulationScheduler,
-    PrefetchDataFetcher,
     Trainer,
     TrainerFn,
     callbacks_of,
@@ -25,6 +24,7 @@ from shardeddp.lightning.api import (
     reloads_dataloaders,
     sized_len,
 )
+from shardeddp.lightning.private import PrefetchDataFetcher
 
 # -- Uneven evaluation: each rank runs its own batches
 

@@ -1,12 +1,12 @@
 """Attachment of optimizers to sharded parameters; scope (`scope.py`) decides what each steps on.
 
-- ``element``: :class:`LocalStep`, on this rank's elements (`local_step.py`).
-- ``parameter``: :class:`OwnedStep`, on whole parameters, each on one rank (`owned_step.py`).
+- ``element``: :class:`LocalStep`, on this rank's elements (`elementwise.py`).
+- ``parameter``: :class:`OwnedStep`, on whole parameters, each on one rank (`whole_parameter.py`).
 - ``model``, or unknown: :class:`GlobalStep`, on the sharded tensors themselves, whose operations
   give global answers: right, and slow.
 
 The first two put plain tensors in the optimizer's hands while it steps, and take them back
-(`swapped_step.py`).
+(`swap.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import optim
 
-from shardeddp.tensor.memoryless import stored_gradients
+from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes
 from shardeddp.tensor.unsharded import OfSharded, outside_of
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from shardeddp.tensor.backward import asking, retaining
-from shardeddp.tensor.memoryless import stored_gradient
+from shardeddp.tensor.backward import asking, retaining, stored_gradient
 from shardeddp.tensor.operations import asks_only_about
 from shardeddp.tensor.shard_tensor import (
     ShardTensor,

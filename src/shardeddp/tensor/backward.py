@@ -1,9 +1,45 @@
-"""Running backward: whether it returns gradients instead of accumulating, and retains its graph."""
+"""Backward: gradients as autograd has them, past the `grad` property, and the running call."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+
+import torch
+
+from shardeddp.torch_private import get_gradient, set_gradient, without_torch_function
+
+# -- Gradients past the ``grad`` property
+
+
+def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Gradient of a parameter in autograd and in the engine."""
+    with without_torch_function():
+        return get_gradient(parameter)
+
+
+def stored_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The same of many."""
+    with without_torch_function():
+        return [get_gradient(parameter) for parameter in parameters]
+
+
+def store_gradients(
+    parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]
+) -> None:
+    """Set that of many."""
+    with without_torch_function():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            set_gradient(parameter, gradient)
+
+
+def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set that gradient, and leave gradients that wait for their reduction alone."""
+    with without_torch_function():
+        set_gradient(parameter, gradient)
+
+
+# -- The running backward: whether it returns gradients, and retains its graph
 
 # One entry per running call; threads of devices look at them as well.
 _ASKED: list[object] = []  # of `torch.autograd.grad`

@@ -39,13 +39,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
 from shardeddp.plan.layout import Box, Interval, boxes
-from shardeddp.tensor.backward import are_asked
+from shardeddp.tensor.backward import are_asked, store_gradient, stored_gradient
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
-from shardeddp.tensor.memoryless import Memoryless, never_traced, store_gradient, stored_gradient
 from shardeddp.tensor.unsharded import OfSharded, SameParameter, part_from_aliases, sharded_of
 from shardeddp.torch_private import (
     make_subclass,
     make_wrapper_subclass,
+    never_traced,
     pytree,
     refuse_data_pointer,
     without_torch_function,
@@ -161,6 +161,36 @@ class KeepsWrites(Protocol):
     def keep_write_of(self, index: int) -> None:
         """The same, asked because of one of them."""
         ...
+
+
+class Memoryless:
+    """Refused access to raw memory of sharded tensors and views: writes could not be seen."""
+
+    def data_ptr(self) -> int:  # noqa: D102
+        raise self._refusal("data_ptr")
+
+    def untyped_storage(self) -> torch.UntypedStorage:  # noqa: D102
+        raise self._refusal("untyped_storage")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise self._refusal("__dlpack__")
+
+    def apply_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
+        raise self._refusal("apply_")
+
+    def map_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
+        raise self._refusal("map_")
+
+    def map2_(self, *arguments: Any, **options: Any) -> Any:  # noqa: D102
+        raise self._refusal("map2_")
+
+    def _refusal(self, asked: str) -> RuntimeError:
+        tensor: Any = self  # both have a spec
+        return RuntimeError(
+            f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask "
+            f"to_local() for this rank's elements, or full_tensor() for a copy of all of them, and "
+            f"write to it with copy_()"
+        )
 
 
 class ShardTensor(Memoryless, torch.Tensor):

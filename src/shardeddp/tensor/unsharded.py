@@ -11,9 +11,10 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardeddp.tensor.memoryless import never_traced, store_gradient, stored_gradient
+from shardeddp.tensor.backward import store_gradient, stored_gradient
 from shardeddp.torch_private import (
     make_subclass,
+    never_traced,
     no_torch_function,
     pytree,
     swap_tensor_impl,

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from shardeddp.comm import agree_on_highest_alike
-from shardeddp.tensor.memoryless import Memoryless
 from shardeddp.tensor.operations import (
     RECEIVES,
     communicates,
@@ -20,6 +19,7 @@ from shardeddp.tensor.operations import (
     written,
 )
 from shardeddp.tensor.shard_tensor import (
+    Memoryless,
     ShardSpec,
     ShardTensor,
     gather,
