@@ -48,7 +48,7 @@ $(VENV)/.installed: $(LOCK)
 	@echo "installing into $(VENV) (once, a minute or more)"
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH) setuptools
-	$(INSTALL) --quiet --no-build-isolation --editable .
+	$(INSTALL) --quiet --no-build-isolation --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
