@@ -22,7 +22,7 @@ LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-versions test-models test-fidelity test-cluster torture torture-cluster lint types bench clean
+.PHONY: help demo test test-slow test-all test-versions test-models test-fidelity test-cluster torture torture-cluster lint types docs bench clean
 
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
@@ -36,6 +36,7 @@ help:
 	@echo "make torture-cluster  twenty preemptions, killed ranks and lost nodes there (half an hour)"
 	@echo "make lint             ruff: rules and format"
 	@echo "make types            pyright, strict on src"
+	@echo "make docs             the documentation as a site, in build/site; warnings and broken links are errors"
 	@echo "make bench            step time and peak memory against DDP, FSDP1 and FSDP2"
 	@echo "make clean            remove $(VENV), caches and build leftovers"
 
@@ -48,7 +49,7 @@ $(VENV)/.installed: $(LOCK)
 	@echo "installing into $(VENV) (once, a minute or more)"
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH) setuptools
-	$(INSTALL) --quiet --no-build-isolation --editable .
+	$(INSTALL) --quiet --no-build-isolation --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
@@ -61,6 +62,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed-test
 
 $(VENV)/.installed-models: $(VENV)/.installed-test
 	$(INSTALL) --quiet --no-build-isolation --editable '.[test,models]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(INSTALL) --quiet --no-build-isolation --editable '.[demo,docs]'
 	@touch $@
 
 # An environment that holds one release of Lightning, and what that needs otherwise, in front of the packages of $(VENV).
@@ -115,6 +120,11 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The pictures in docs/images are committed; `python docs/pictures.py` draws them again.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step_time.py

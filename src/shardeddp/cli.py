@@ -14,16 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.text import Text
+from tqdm import tqdm
 
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
 from shardeddp.checkpoint.find import read_manifest
@@ -38,7 +29,7 @@ from shardeddp.checkpoint.verify import (
     tensor_rows,
 )
 from shardeddp.errors import CheckpointError, printable
-from shardeddp.report import human_bytes, inspection_view, verification_view
+from shardeddp.report import human_bytes, inspection_view, terminal_width, verification_view
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B?", flags=re.IGNORECASE)
@@ -81,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def verify(options: argparse.Namespace) -> int:
     """Check every byte of checkpoints."""
     results: list[tuple[Verification, float]] = []
-    console = Console()
     for given in options.directories:
         one = not given.is_dir() or any(
             os.path.lexists(given / name) for name in (MANIFEST, DCP_METADATA)
@@ -96,14 +86,10 @@ def verify(options: argparse.Namespace) -> int:
                 found.append(examine(path, advanced, started))
             results.append((found[-1], time.perf_counter() - start))
             if not options.json:
-                console.print(verification_view(*results[-1]), soft_wrap=True)
+                print("\n".join(verification_view(*results[-1])))
         if not one and not options.json:
             newest = next((each.path for each in found if each.good), None)
-            console.print(
-                Text(printable(f"newest good checkpoint in {given}: {newest or 'none'}")),
-                soft_wrap=True,
-                highlight=False,
-            )
+            print(printable(f"newest good checkpoint in {given}: {newest or 'none'}"))
     if options.json:
         print(json.dumps([_verification_json(*result) for result in results], indent=2))
     return 0 if all(found.good for found, _ in results) else 1
@@ -126,8 +112,8 @@ def inspect(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_json(path, manifest, rows), indent=2))
     else:
-        console = Console()
-        console.print(inspection_view(path, manifest, rows, console.width, folded=not every))
+        shown = inspection_view(path, manifest, rows, terminal_width(), folded=not every)
+        print("\n".join(shown))
     return 0
 
 
@@ -218,22 +204,18 @@ def _progress(
     Yields:
         Function called with the total number of bytes, and with each number that is done.
     """
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    hidden = quiet or not console.is_terminal
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden
+    hidden = quiet or not sys.stderr.isatty()
+    with tqdm(
+        desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=hidden
     ) as bar:
-        task = bar.add_task(title, total=None)
-        yield (
-            (lambda nbytes: bar.update(task, total=nbytes)),
-            (lambda nbytes: bar.advance(task, nbytes)),
-        )
+
+        def started(nbytes: int) -> None:
+            bar.total = nbytes
+
+        def advanced(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        yield started, advanced
 
 
 def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,10 +12,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from shardeddp.checkpoint.manifest import CRC, Manifest
 from shardeddp.checkpoint.verify import Row, Verification, total
@@ -20,12 +19,82 @@ from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import printable
 
+# -- Tables as plain text
+#
+# Without rich: Lightning chooses its progress bar and its summary by whether rich is installed.
+
+_NARROWEST = 80
+_SHORTEST_NAME = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of a table, from its heading to its footer."""
+
+    heading: str
+    cells: Sequence[str]
+    footer: str
+    is_number: bool = True
+    """Numbers stand on the right and are never broken; names are, where the table is too wide."""
+
+
+def text_table(columns: Sequence[Column], width: int) -> list[str]:
+    """Lines of a table with a heading and a footer.
+
+    Args:
+        columns: The columns, all with the same number of cells, at least one of names.
+        width: Columns of the terminal. Names are continued on further lines until the table fits.
+
+    Returns:
+        The lines, without blanks at their ends.
+    """
+    texts = [[column.heading, *column.cells, column.footer] for column in columns]
+    widths = [max(map(len, each)) for each in texts]
+    gaps = 2 * (len(columns) - 1)
+    names = [index for index, column in enumerate(columns) if not column.is_number]
+    while sum(widths) + gaps > width and max(widths[index] for index in names) > _SHORTEST_NAME:
+        widths[max(names, key=widths.__getitem__)] -= 1
+    rows = [_row_lines(columns, row, widths) for row in zip(*texts, strict=True)]
+    rule = _rule() * (sum(widths) + gaps)
+    heading, *body, footer = rows
+    return [*heading, rule, *(line for row in body for line in row), rule, *footer]
+
+
+def _row_lines(columns: Sequence[Column], row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """A row, in as many lines as its longest name takes."""
+    cells = [
+        [text] if column.is_number else textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+        for column, text, width in zip(columns, row, widths, strict=True)
+    ]
+    lines: list[str] = []
+    for number in range(max(map(len, cells))):
+        parts = [cell[number] if number < len(cell) else "" for cell in cells]
+        aligned = [
+            part.rjust(width) if column.is_number else part.ljust(width)
+            for column, part, width in zip(columns, parts, widths, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return lines
+
+
+def _rule() -> str:
+    """What a line is drawn with where this process prints."""
+    try:
+        "\u2500".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "-"
+    return "\u2500"
+
+
+def terminal_width(least: int = 1) -> int:
+    """Columns of the terminal, but no fewer than some; 80 for a log file."""
+    return max(least, shutil.get_terminal_size().columns)
+
+
 # -- Table of units
 
 # One unit of this size or less costs nobody memory worth a warning: 4 MB in fp32.
 SMALL_MODEL_NUMEL = 1_000_000
-
-_NARROWEST = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,54 +144,36 @@ def oversized(rows: Sequence[UnitRow]) -> UnitRow | None:
     return next((row for row in holding if 2 * row.numel > total), None)
 
 
-def unit_table(rows: Sequence[UnitRow], title: str) -> Table:
+def unit_table(rows: Sequence[UnitRow], title: str, width: int) -> list[str]:
     """A table of units with a total; neighbours with equal figures share a row.
 
     Args:
         rows: The units in model order.
-        title: Printed above the table.
+        title: Line above the table.
+        width: Columns of the terminal.
 
     Returns:
-        A table that fits 80 columns, long names on several lines. A row of several units shows the
-        figures of one of them. Trainable parameters have a column only if some are frozen.
+        The lines. A row of several units shows the figures of one of them. Trainable parameters
+        have a column only if some are frozen.
     """
     runs = [list(run) for _, run in groupby(rows, key=_figures)]
-    folded = any(len(run) > 1 for run in runs)
-    table = Table(
-        title=Text(title),
-        caption=Text("(Nx): N units with these figures each") if folded else None,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_footer=True,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
     total = _total(rows)
     any_frozen = total.trainable_numel != total.numel
-    table.add_column(
-        "unit", f"total ({len(rows):,} {'unit' if len(rows) == 1 else 'units'})", overflow="fold"
+    footers = _cells(total, any_frozen)
+    figures = [_cells(run[0], any_frozen) for run in runs]
+    names = Column(
+        heading="unit",
+        cells=[_run_name(run) for run in runs],
+        footer=f"total ({len(rows):,} {'unit' if len(rows) == 1 else 'units'})",
+        is_number=False,
     )
-    for heading, cell in _cells(total, any_frozen).items():
-        table.add_column(heading, cell, justify="right", no_wrap=True)
-    for run in runs:
-        table.add_row(_run_name(run), *_cells(run[0], any_frozen).values())
-    return table
-
-
-def print_unit_table(rows: Sequence[UnitRow], title: str, console: Console | None = None) -> None:
-    """Prints the table of units; the caller decides on which rank.
-
-    Args:
-        rows: The units in model order.
-        title: Printed above the table.
-        console: Where to; None: standard output, at the width of the terminal, but no less than 80
-            columns, which is also the width of a log file.
-    """
-    if console is None:
-        detected = Console()
-        console = detected if detected.width >= _NARROWEST else Console(width=_NARROWEST)
-    console.print(unit_table(rows, title))
+    numbers = [
+        Column(heading=heading, cells=[each[heading] for each in figures], footer=footer)
+        for heading, footer in footers.items()
+    ]
+    folded = any(len(run) > 1 for run in runs)
+    legend = ["(Nx): N units with these figures each"] if folded else []
+    return [title, *text_table([names, *numbers], width), *legend]
 
 
 def human_count(count: int) -> str:
@@ -205,11 +256,11 @@ def _percent(part: int, whole: int) -> str:
     return "<0.1%" if share < 0.05 else f"{share:.1f}%"
 
 
-def _run_name(run: Sequence[UnitRow]) -> Text:
-    """``layers.0 ... layers.31 (32x)``, as text in which brackets mean nothing to rich."""
+def _run_name(run: Sequence[UnitRow]) -> str:
+    """``layers.0 ... layers.31 (32x)``."""
     if len(run) == 1:
-        return Text(run[0].name)
-    return Text(f"{run[0].name} ... {run[-1].name} ({len(run)}x)")
+        return run[0].name
+    return f"{run[0].name} ... {run[-1].name} ({len(run)}x)"
 
 
 # -- Messages about a sharded model
@@ -238,7 +289,8 @@ def describe_units(sharding_strategy: str, runtime: Runtime) -> str:
 
 def print_units(sharding_strategy: str, runtime: Runtime) -> None:
     """Print the table of units of a sharded model."""
-    print_unit_table(_rows(runtime), _title(sharding_strategy, runtime))
+    title = _title(sharding_strategy, runtime)
+    print("\n".join(unit_table(_rows(runtime), title, terminal_width(_NARROWEST))))
 
 
 def _rows(runtime: Runtime) -> list[UnitRow]:
@@ -296,8 +348,8 @@ _NARROW = 100
 
 def inspection_view(
     path: Path, manifest: Manifest, rows: Sequence[Row], width: int, folded: bool
-) -> RenderableType:
-    """A checkpoint as a list of facts and a table of tensors.
+) -> list[str]:
+    """A checkpoint as lines: facts, and a table of tensors.
 
     Args:
         path: Of the checkpoint.
@@ -306,36 +358,31 @@ def inspection_view(
         width: Of the terminal, in columns.
         folded: Whether a row may stand for several tensors.
     """
-    hint = [
-        Text("one row per module; --all lists every tensor, --tensors PATTERN some", style="dim")
-    ]
-    return Group(
-        _facts(path, manifest), Text(), _tensor_table(rows, width), *(hint if folded else [])
-    )
+    hint = "one row per module; --all lists every tensor, --tensors PATTERN some"
+    hints = textwrap.wrap(hint, width) if folded else []
+    return [*_facts(path, manifest, width), "", *_tensor_table(rows, width), *hints]
 
 
-def verification_view(found: Verification, seconds: float) -> RenderableType:
+def verification_view(found: Verification, seconds: float) -> list[str]:
     """One line for a good checkpoint, a line for each damage of another."""
     speed = f"{human_bytes(found.nbytes)} in {seconds:.1f} s"
-    path = printable(str(found.path))
     step = "" if found.step is None else f", step {found.step:,}"
-    if found.good:
-        head = Text.assemble(("good     ", "bold green"), f"{path} ({speed}{step})")
-    else:
-        count = f"{len(found.damages):,} place{'s' * (len(found.damages) > 1)}"
-        head = Text.assemble(("DAMAGED  ", "bold red"), f"{path} ({count}{step})")
-    lines = [Text(printable(f"  {damage}")) for damage in found.damages[:MAX_DAMAGES]]
+    count = f"{len(found.damages):,} place{'s' * (len(found.damages) > 1)}"
+    head = (
+        f"good     {found.path} ({speed}{step})"
+        if found.good
+        else f"DAMAGED  {found.path} ({count}{step})"
+    )
+    lines = [head, *(f"  {damage}" for damage in found.damages[:MAX_DAMAGES])]
     if len(found.damages) > MAX_DAMAGES:
-        lines.append(Text(f"  and {len(found.damages) - MAX_DAMAGES:,} more; --json has them all"))
+        lines.append(f"  and {len(found.damages) - MAX_DAMAGES:,} more; --json has them all")
     if found.unchecked:
         names = ", ".join(found.unchecked[:3]) + (", ..." if len(found.unchecked) > 3 else "")
-        lines.append(
-            Text(printable(f"  not checked, for it was written without a checksum: {names}"))
-        )
-    return Group(head, *lines)
+        lines.append(f"  not checked, for it was written without a checksum: {names}")
+    return [printable(line) for line in lines]
 
 
-def _facts(path: Path, manifest: Manifest) -> Table:
+def _facts(path: Path, manifest: Manifest, width: int) -> list[str]:
     run = manifest.run
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
     files = "one file" if manifest.algorithm == CRC else f"{len(manifest.files) + 1:,} files"
@@ -348,42 +395,60 @@ def _facts(path: Path, manifest: Manifest) -> Table:
         "versions": versions,
         "holds": f"{len(manifest.tensors):,} tensors, {human_bytes(manifest.nbytes)}, {files}",
     }
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), show_edge=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for name, fact in facts.items():
-        table.add_row(Text(name), Text(printable(fact)))
-    return table
+    return [
+        line
+        for name, fact in facts.items()
+        for line in textwrap.wrap(
+            f"{name:<12}{printable(fact)}",
+            width,
+            subsequent_indent=" " * 12,
+            break_on_hyphens=False,
+        )
+    ]
 
 
-def _tensor_table(rows: Sequence[Row], width: int) -> Table:
+def _tensor_table(rows: Sequence[Row], width: int) -> list[str]:
     together = total(rows)
-    wide = width >= _NARROW
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_footer=True,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
+    names = [
+        Column(heading="tensor", cells=[_name(r) for r in rows], footer="total", is_number=False),
+        Column(
+            heading="shape",
+            cells=[_shape(r) for r in rows],
+            footer=f"{together.num_tensors:,} tensors",
+            is_number=False,
+        ),
+        Column(
+            heading="dtype",
+            cells=[", ".join(r.dtypes) for r in rows],
+            footer="",
+            is_number=False,
+        ),
+    ]
+    figures = [
+        Column(
+            heading="elements",
+            cells=[human_count(r.numel) for r in rows],
+            footer=human_count(together.numel),
+        ),
+        Column(
+            heading="parts",
+            cells=[f"{r.num_parts:,}" for r in rows],
+            footer=f"{together.num_parts:,}",
+        ),
+    ]
+    size = Column(
+        heading="size",
+        cells=["tied" if r.same_as else human_bytes(r.nbytes) for r in rows],
+        footer=human_bytes(together.nbytes),
     )
-    table.add_column("tensor", "total", overflow="fold")
-    table.add_column("shape", f"{together.num_tensors:,} tensors", overflow="fold")
-    table.add_column("dtype", overflow="fold")
-    if wide:
-        table.add_column("elements", human_count(together.numel), justify="right", no_wrap=True)
-        table.add_column("parts", f"{together.num_parts:,}", justify="right", no_wrap=True)
-    table.add_column("size", human_bytes(together.nbytes), justify="right", no_wrap=True)
-    for row in rows:
-        figures = [human_count(row.numel), f"{row.num_parts:,}"] if wide else []
-        size = human_bytes(row.nbytes) if not row.same_as else "tied"
-        table.add_row(_name(row), _shape(row), ", ".join(row.dtypes), *figures, size)
-    return table
+    return text_table([*names, *(figures if width >= _NARROW else []), size], width)
 
 
-def _name(row: Row) -> Text:
-    return Text(printable(f"{row.name} (is {row.same_as})" if row.same_as else row.name))
+def _name(row: Row) -> str:
+    return printable(f"{row.name} (is {row.same_as})" if row.same_as else row.name)
 
 
-def _shape(row: Row) -> Text:
+def _shape(row: Row) -> str:
     if row.shape is None:
-        return Text(f"{row.num_tensors:,} tensors", style="dim")
-    return Text(" x ".join(map(str, row.shape)) or "scalar")
+        return f"{row.num_tensors:,} tensors"
+    return " x ".join(map(str, row.shape)) or "scalar"

@@ -77,8 +77,8 @@ _DEFAULTS = CheckpointOptions()
 class ShardedDP(ParallelStrategy):
     """Trains an unmodified LightningModule with sharded parameters, gradients and optimizer states.
 
-    Runs on CPU (gloo) exactly as on CUDA (NCCL), and gives the result that one process would give
-    on the whole batch.
+    Gives the result that one process would give on the whole batch. Runs on CPUs (gloo) and on CUDA
+    (NCCL), of which only the former has been tested.
 
     Args:
         sharding_strategy: The state split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP),
