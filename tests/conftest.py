@@ -1,7 +1,9 @@
 """What all tests share: the pool of rank processes."""
 
+import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -24,3 +26,20 @@ def world() -> Iterator[Worlds]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def reference(world: Worlds) -> Callable[..., list[Any]]:
+    """``reference(n, function, *args)`` is ``world(n).run(function, *args)``, run once for all tests of a file.
+
+    For training by DistributedDataParallel that several cases are compared with; nobody may change what it returns.
+    """
+    known: dict[bytes, list[Any]] = {}
+
+    def run(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        key = pickle.dumps((size, function, arguments))
+        if key not in known:
+            known[key] = world(size).run(function, *arguments)
+        return known[key]
+
+    return run

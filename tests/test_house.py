@@ -171,6 +171,18 @@ def test_the_map_of_the_architecture_names_every_file_once() -> None:
     ]
 
 
+def test_the_questions_of_the_map_are_answered_by_files_and_names_that_exist() -> None:
+    rows = (ROOT / "docs/architecture.md").read_text().partition("| question | files |")[2]
+    answers = [line.split("|")[2] for line in rows.splitlines()[2:] if line.startswith("| ")]
+    assert len(answers) == 8
+    for answer in answers:
+        quoted = re.findall(r"`([^`]+)`", answer)
+        files = [name for name in quoted if name.endswith(".py")]
+        text = "".join((ROOT / SRC / name).read_text() for name in files)
+        names = [part for name in quoted if name not in files for part in name.split(".")]
+        assert [name for name in names if not re.search(rf"\b{name}\b", text)] == [], answer
+
+
 def test_words_that_the_vocabulary_has_replaced_are_not_used() -> None:
     table = (ROOT / "docs/vocabulary.md").read_text().partition("## Words that are not used")[2]
     words = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]

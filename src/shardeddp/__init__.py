@@ -8,7 +8,6 @@ from shardeddp.errors import (
     LayoutMismatchError,
     RankError,
 )
-from shardeddp.lightning.api import register_names
 from shardeddp.lightning.load import load_from_checkpoint, read_directories_too
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
@@ -40,5 +39,4 @@ __all__ = [
     "load_from_checkpoint",
 ]
 
-register_names(ShardedDP)
 read_directories_too()

@@ -107,8 +107,14 @@ References = Callable[[str], list[Trained]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "strategy"),
+    [
+        *(("blocks in place", strategy) for strategy in STRATEGIES),
+        *((way, "full_shard") for way in WAYS if way != "blocks in place"),
+        *((way, "no_shard") for way in WAYS if way != "blocks in place"),
+    ],
+)
 def test_every_loss_and_all_weights_equal_eager_ddp(
     world: Worlds, reference: References, way: str, strategy: str
 ) -> None:

@@ -29,6 +29,20 @@ ALL = [
     ("no_shard", None),
     ("hybrid_shard", 2),
 ]
+FORMATS = [
+    *((*each, "auto") for each in ALL),
+    *(("full_shard", None, "sharded"), ("no_shard", None, "sharded")),
+]
+"""Without optimizer states, formats differ only by whether there are shards."""
+
+Reference = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def ddp(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """``ddp(n, function)`` is what a run leaves under DDP on n ranks, found once."""
+    path = str(tmp_path_factory.mktemp("ddp") / "last.ckpt")
+    return lambda size, *functions: reference(size, *functions, path, "ddp", None)
 
 
 def strategy_of(name: str, size: int | None, kind: Any = "auto") -> Any:
@@ -166,10 +180,10 @@ def save_and_resume(path: str, *strategy: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["auto", "sharded"])
 @pytest.mark.parametrize(("strategy", "size"), ALL)
 def test_copies_of_parameters_go_on_as_under_ddp(
-    world: Worlds, tmp_path: Path, strategy: str, size: int | None, kind: str
+    world: Worlds, ddp: Reference, tmp_path: Path, strategy: str, size: int | None, kind: str
 ) -> None:
     ranks = 4 if size else 2
-    expected = world(ranks).run(save_and_resume, str(tmp_path / "ddp.ckpt"), "ddp", None)
+    expected = ddp(ranks, save_and_resume)
     found = world(ranks).run(save_and_resume, str(tmp_path / "ours.ckpt"), strategy, size, kind)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same_weights(mine["kept"], theirs["kept"])
@@ -198,15 +212,12 @@ def train_without_optimizers(path: str, *strategy: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["auto", "sharded"])
-@pytest.mark.parametrize(("strategy", "size"), ALL)
+@pytest.mark.parametrize(("strategy", "size", "kind"), FORMATS)
 def test_a_module_without_optimizers_is_saved_and_resumed(
-    world: Worlds, tmp_path: Path, strategy: str, size: int | None, kind: str
+    world: Worlds, ddp: Reference, tmp_path: Path, strategy: str, size: int | None, kind: str
 ) -> None:
     ranks = 4 if size else 2
-    expected = world(ranks).run(
-        quietly, train_without_optimizers, str(tmp_path / "ddp.ckpt"), "ddp", None
-    )
+    expected = ddp(ranks, quietly, train_without_optimizers)
     found = world(ranks).run(
         quietly, train_without_optimizers, str(tmp_path / "ours.ckpt"), strategy, size, kind
     )
@@ -240,13 +251,12 @@ def resume_stripped(path: str, *strategy: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["auto", "sharded"])
-@pytest.mark.parametrize(("strategy", "size"), ALL)
+@pytest.mark.parametrize(("strategy", "size", "kind"), FORMATS)
 def test_a_checkpoint_without_optimizer_states_is_gone_on_from(
-    world: Worlds, tmp_path: Path, strategy: str, size: int | None, kind: str
+    world: Worlds, ddp: Reference, tmp_path: Path, strategy: str, size: int | None, kind: str
 ) -> None:
     ranks = 4 if size else 2
-    expected = world(ranks).run(quietly, resume_stripped, str(tmp_path / "ddp.ckpt"), "ddp", None)
+    expected = ddp(ranks, quietly, resume_stripped)
     found = world(ranks).run(
         quietly, resume_stripped, str(tmp_path / "ours.ckpt"), strategy, size, kind
     )

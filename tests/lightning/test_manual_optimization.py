@@ -1,5 +1,6 @@
 """Manual optimization and the user's own clipping: two optimizers in turn, direct backward, closures, own hooks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,11 +70,11 @@ GAN = Run(model=Gan, loader=token_loader, steps=10, ddp={"find_unused_parameters
 @pytest.mark.parametrize("units", [{nn.Linear}, None])
 @pytest.mark.parametrize("model", [Gan, GanWithDirectBackward])
 def test_a_gan_with_toggled_optimizers_equals_ddp(
-    world: Worlds, model: type[Gan], units: Any
+    world: Worlds, reference: Callable[..., list[Any]], model: type[Gan], units: Any
 ) -> None:
     run = Run(model=model, loader=token_loader, steps=GAN.steps, warns=OUTSIDE)
     found = world(2).run(run.sharded_by, {"auto_wrap_policy": units})
-    assert_same_training(found, world(2).run(GAN.under_ddp))
+    assert_same_training(found, reference(2, GAN.under_ddp))
 
 
 def test_a_toggled_optimizer_freezes_the_parameters_of_the_other(world: Worlds) -> None:
@@ -99,11 +100,11 @@ class ClipsValuesWithTorch(TinyGpt):
 @pytest.mark.parametrize("model", [ClipsThroughLightning, ClipsWithTorch, ClipsValuesWithTorch])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_clipping_in_an_overridden_hook_is_global(
-    world: Worlds, model: type[TinyGpt], strategy: str
+    world: Worlds, reference: Callable[..., list[Any]], model: type[TinyGpt], strategy: str
 ) -> None:
     run = Run(model=model, loader=token_loader)
     arguments = {"sharding_strategy": strategy, "auto_wrap_policy": {Block}}
-    assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp))
+    assert_same_training(world(2).run(run.sharded_by, arguments), reference(2, run.under_ddp))
 
 
 class StepsWithAClosure(TinyGpt):
@@ -208,9 +209,9 @@ class ClampsWeights(TinyGpt):
 @pytest.mark.parametrize("units", [{Block}, None])
 @pytest.mark.parametrize("model", [Momentum, MomentumByData, MomentumByAssignment, ClampsWeights])
 def test_what_a_step_writes_to_parameters_stays(
-    world: Worlds, model: type[TinyGpt], units: Any
+    world: Worlds, reference: Callable[..., list[Any]], model: type[TinyGpt], units: Any
 ) -> None:
     run = Run(model=model, loader=token_loader)
     assert_same_training(
-        world(2).run(run.sharded_by, {"auto_wrap_policy": units}), world(2).run(run.under_ddp)
+        world(2).run(run.sharded_by, {"auto_wrap_policy": units}), reference(2, run.under_ddp)
     )

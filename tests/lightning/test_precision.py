@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +102,28 @@ def test_a_sharded_precision_converts_as_the_stock_one_does(stock: Precision) ->
     ("precision", "rtol"), [("bf16-mixed", 1e-5), ("bf16-true", 1e-2), ("64-true", 1e-13)]
 )
 def test_training_equals_ddp(
-    world: Worlds, precision: str, rtol: float, arguments: dict[str, Any]
+    world: Worlds,
+    reference: Callable[..., list[Any]],
+    precision: str,
+    rtol: float,
+    arguments: dict[str, Any],
 ) -> None:
     run = Run(
         model=TinyGpt,
         loader=token_loader,
         options={"precision": precision, "gradient_clip_val": 0.5},
     )
-    assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), rtol)
+    assert_same_training(world(2).run(run.sharded_by, arguments), reference(2, run.under_ddp), rtol)
 
 
 @pytest.mark.parametrize("name", ["no_shard", "shard_optimizer"])
 def test_gradients_of_micro_batches_add_up_in_float32_as_under_ddp(
-    world: Worlds, name: str
+    world: Worlds, reference: Callable[..., list[Any]], name: str
 ) -> None:
     options = {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     run = Run(model=TinyGpt, loader=token_loader, options=options)
     arguments = {"sharding_strategy": name, **UNITS}
-    assert_same_training(world(2).run(run.sharded_by, arguments), world(2).run(run.under_ddp), 1e-5)
+    assert_same_training(world(2).run(run.sharded_by, arguments), reference(2, run.under_ddp), 1e-5)
 
 
 SKIPPED_FIRST = "Detected call of `lr_scheduler.step"
@@ -139,11 +144,11 @@ def scaled(precision: str = "16-mixed") -> dict[str, Any]:
     "arguments", STRATEGIES, ids=lambda arguments: arguments["sharding_strategy"]
 )
 def test_training_with_a_loss_scaler_equals_ddp_with_the_steps_that_it_skips(
-    world: Worlds, arguments: dict[str, Any]
+    world: Worlds, reference: Callable[..., list[Any]], arguments: dict[str, Any]
 ) -> None:
     options = {**scaled(), "gradient_clip_val": 0.5}
     run = Run(model=TinyGpt, loader=token_loader, steps=12, options=options, warns=SKIPPED_FIRST)
-    expected = world(2).run(run.under_ddp)
+    expected = reference(2, run.under_ddp)
     assert_same_training(world(2).run(run.sharded_by, arguments), expected, rtol=1e-5)
     losses = expected[0].losses
     assert losses[0] != losses[-1] and all(map(math.isfinite, losses))
@@ -245,9 +250,9 @@ class InsistsOnItsDtype(TinyGpt):
 
 @pytest.mark.parametrize("units", [{Block}, None])
 def test_a_module_that_is_cast_in_a_step_to_the_dtype_it_has_trains_as_under_ddp(
-    world: Worlds, units: Any
+    world: Worlds, reference: Callable[..., list[Any]], units: Any
 ) -> None:
     run = Run(model=InsistsOnItsDtype, loader=token_loader, options={"precision": "bf16-mixed"})
     assert_same_training(
-        world(2).run(run.sharded_by, {"auto_wrap_policy": units}), world(2).run(run.under_ddp)
+        world(2).run(run.sharded_by, {"auto_wrap_policy": units}), reference(2, run.under_ddp)
     )

@@ -61,7 +61,9 @@ def test_a_step_on_whole_parameters_that_fails_keeps_no_memory_and_loses_no_stat
     names = [state.keys() for state in trial.optimizer.state_dict()["state"].values()]
     trial.optimizer.load_state_dict(trial.optimizer.state_dict())
     wholes = list(map(owned_step_of(trial.optimizer)._wholes.of, trial.model.parameters()))
-    held = [whole.tensor for whole in wholes if whole.tensor is not None and not whole.at_home]
+    held = [
+        whole.tensor for whole in wholes if whole.tensor is not None and not whole.owner_has_all
+    ]
 
     def fails(error: type[Exception]) -> None:
         trial.backward(square)
@@ -74,13 +76,13 @@ def test_a_step_on_whole_parameters_that_fails_keeps_no_memory_and_loses_no_stat
             each.zero_grad()
 
     for calls in ([MemoryError], [mock.DEFAULT, MemoryError]):  # for values, for gradients
-        with mock.patch.object(whole_parameter, "bring", side_effect=calls):
+        with mock.patch.object(whole_parameter, "gather_to_owners", side_effect=calls):
             fails(MemoryError)
     trial.optimizer.refuses = "early"
     fails(ValueError)
     trial.optimizer.refuses = ""
     trial.train(square, steps=2)
-    with mock.patch.object(whole_parameter, "take_back", side_effect=MemoryError):
+    with mock.patch.object(whole_parameter, "scatter_from_owners", side_effect=MemoryError):
         fails(MemoryError)
     for refuses in ("", "late"):
         trial.backward(square)

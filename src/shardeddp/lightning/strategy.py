@@ -52,6 +52,7 @@ from shardeddp.lightning.api import (
     TrainerFn,
     introduction,
     rank_zero_only,
+    register_names,
     reset_seed,
 )
 from shardeddp.lightning.callbacks import CallbackAdapters
@@ -758,3 +759,6 @@ class ShardedDP(ParallelStrategy):
             and not self.trainer.interrupted
         ):
             self._group.current.give_back()
+
+
+register_names(ShardedDP)

@@ -176,7 +176,7 @@ class LocalStep(SwappedStep):
         self._memory = HostCopies() if self._offload else DeviceShards()
         self._seen, self._tensors, self._marked = [], [], []
 
-    def _swap_in(
+    def _pre_step(
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
     ) -> list[list[torch.Tensor]]:
         if len(self._tensors) != len(groups):
@@ -193,10 +193,10 @@ class LocalStep(SwappedStep):
                 tensor.requires_grad_(parameter.requires_grad)
         return [list(each) for each in self._tensors]
 
-    def _bring_back(self) -> None:
+    def _post_step(self) -> None:
         self._memory.end_step()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for tensor, _ in self._marked:
             tensor.requires_grad_(False)
 

@@ -33,7 +33,7 @@ class OutsideStates(MutableMapping[torch.Tensor, State]):
     def __init__(self) -> None:
         self.inside = defaultdict(dict)
 
-    def tell(self) -> None:
+    def sync_forms(self) -> None:
         """A step has ended on all ranks: exchange the forms of changed states."""
 
 
@@ -70,7 +70,7 @@ class SwappedStep(ABC):
 
         The next step takes them over.
         """
-        self._give_up()
+        self._rollback()
         if self._optimizer.state is self._states:
             seen = {parameter: dict(state) for parameter, state in self._states.items()}
             self._optimizer.state = defaultdict(dict, seen)
@@ -81,17 +81,17 @@ class SwappedStep(ABC):
         """Let go of everything that was made of the parameters as they are sharded now."""
 
     @abstractmethod
-    def _swap_in(
+    def _pre_step(
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
     ) -> list[list[torch.Tensor]]:
         """The filled plain tensors for the parameters of every group, with these gradients."""
 
     @abstractmethod
-    def _bring_back(self) -> None:
+    def _post_step(self) -> None:
         """Bring new values of plain tensors to the sharded parameters."""
 
     @abstractmethod
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Return tensors that the step was lent, also after a failed step.
 
         The step may have failed at any point, perhaps on this rank alone.
@@ -120,8 +120,8 @@ class SwappedStep(ABC):
         if _is_inner_step(optimizer):
             return
         self._leave()
-        self._bring_back()
-        self._let_go()
+        self._post_step()
+        self._release()
         stepped, self._stepped = self._stepped, []
         _keep_gradients(optimizer, stepped)
         if stepped and stepped[0].spec.mesh.owners.size > 1:
@@ -129,7 +129,7 @@ class SwappedStep(ABC):
                 type(optimizer).__name__, optimizer.param_groups
             )
         self.on_step(stepped)
-        self._states.tell()
+        self._states.sync_forms()
 
     def _surround_step(self, optimizer: optim.Optimizer) -> None:
         """Swap after the hooks that users have set by now; undo the swap if the step fails.
@@ -145,12 +145,12 @@ class SwappedStep(ABC):
             try:
                 return step(*args, **kwargs)
             except BaseException:
-                self._give_up()
+                self._rollback()
                 raise
 
         optimizer.step = MethodType(surrounded, optimizer)  # type: ignore[method-assign]
 
-    def _give_up(self) -> None:
+    def _rollback(self) -> None:
         """Leave a failed step: values already written to shards stay, as without sharding.
 
         Writes to copies are lost.
@@ -163,10 +163,10 @@ class SwappedStep(ABC):
             torch.autograd.graph.increment_version(
                 [it.raw_local for it in held if isinstance(it, ShardTensor)]
             )
-        self._let_go()
+        self._release()
 
     def _enter(self) -> None:
-        self._give_up()  # an earlier step may have failed that was not called as a method of the optimizer
+        self._rollback()  # an earlier step may have failed that was not called as a method of the optimizer
         if self._optimizer.state is not self._states:
             self._adopt_state(self._optimizer)  # somebody has assigned another mapping
         take_sharded(self._optimizer)  # the closure may have added some
@@ -174,7 +174,7 @@ class SwappedStep(ABC):
         keep_writes(chain.from_iterable(groups))  # or the step would change shards that lack them
         gradients = [stored_gradients(parameters) for parameters in groups]
         self._stepped = _with_gradient(chain.from_iterable(groups), chain.from_iterable(gradients))
-        plain = self._swap_in(groups, gradients)
+        plain = self._pre_step(groups, gradients)
         self._sharded = groups
         for group, parameters in zip(self._optimizer.param_groups, plain, strict=True):
             group["params"] = parameters

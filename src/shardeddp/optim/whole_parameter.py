@@ -69,11 +69,11 @@ def step_cost(shape: Sequence[int]) -> int:
     return numel * min(shape[0], numel // shape[0])
 
 
-# -- Relocation: shards to whole tensors on the owner, and back
+# -- Owner transfers: shards to whole tensors on the owner, and back
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Relocated:
+class OwnerTransfer:
     """One sharded tensor that travels between its shards and a whole tensor at its owner."""
 
     sharded: ShardTensor
@@ -84,25 +84,25 @@ class Relocated:
     """Of the parameter's shape and dtype; at the owner only."""
 
 
-def bring(tensors: Sequence[Relocated], mesh: Mesh) -> None:
+def gather_to_owners(tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
     """Fill the whole tensors from the shards: one all-to-all, in which each rank sends its shards.
 
     Args:
         tensors: The same on every rank of ``mesh.owners``, in the same order.
         mesh: Theirs.
     """
-    _Exchange(tensors, mesh).bring()
+    _Exchange(tensors, mesh).gather_to_owners()
 
 
-def take_back(tensors: Sequence[Relocated], mesh: Mesh) -> None:
+def scatter_from_owners(tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
     """Send the owners' results in the whole tensors to the shards; the inverse of :func:`bring`."""
-    _Exchange(tensors, mesh).take_back()
+    _Exchange(tensors, mesh).scatter_from_owners()
 
 
 class _Exchange:
     """Pieces that a rank sends to and gets from every other, as bytes, so that dtypes can mix."""
 
-    def __init__(self, tensors: Sequence[Relocated], mesh: Mesh) -> None:
+    def __init__(self, tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
         self._group, self._stream = mesh.owners, mesh.gather_stream
         me, size = self._group.rank, self._group.size
         # By peer: parts of its tensors that are here, and parts of this rank's that are there.
@@ -126,13 +126,13 @@ class _Exchange:
                     self._own.append((local, part))
 
     @torch.no_grad()
-    def bring(self) -> None:
+    def gather_to_owners(self) -> None:
         self._run(self._here, self._there)
         for local, part in self._own:
             part.copy_(local)
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def scatter_from_owners(self) -> None:
         self._run(self._there, self._here)
         for local, part in self._own:
             local.copy_(part)
@@ -181,7 +181,7 @@ class WholeParameter:
     owner: int
     """Among ``mesh.owners``."""
 
-    at_home: bool
+    owner_has_all: bool
     """Whether the owner's shard is all of it, so that nothing travels."""
 
     tensor: torch.Tensor | None
@@ -191,15 +191,15 @@ class WholeParameter:
     """
 
     @property
-    def values(self) -> Relocated:
+    def values(self) -> OwnerTransfer:
         """The parameter on its way to the owner, for an immediate use."""
-        if self.tensor is not None and not self.at_home:
+        if self.tensor is not None and not self.owner_has_all:
             allocate(self.tensor)
-        return Relocated(sharded=self.parameter, owner=self.owner, whole=self.tensor)
+        return OwnerTransfer(sharded=self.parameter, owner=self.owner, whole=self.tensor)
 
-    def take_gradient(self, gradient: torch.Tensor) -> list[Relocated]:
+    def take_gradient(self, gradient: torch.Tensor) -> list[OwnerTransfer]:
         """Give the whole parameter its gradient; return the transfers that this needs."""
-        travels = isinstance(gradient, ShardTensor) and not self.at_home
+        travels = isinstance(gradient, ShardTensor) and not self.owner_has_all
         if self.tensor is not None:
             here = gradient.to_local() if isinstance(gradient, ShardTensor) else gradient
             self.tensor.grad = (
@@ -207,10 +207,10 @@ class WholeParameter:
                 if travels
                 else here.reshape(self.tensor.shape)
             )
-        if not isinstance(gradient, ShardTensor) or self.at_home:
+        if not isinstance(gradient, ShardTensor) or self.owner_has_all:
             return []
         return [
-            Relocated(
+            OwnerTransfer(
                 sharded=gradient,
                 owner=self.owner,
                 whole=None if self.tensor is None else self.tensor.grad,
@@ -221,7 +221,7 @@ class WholeParameter:
         """Give back the memory of a step."""
         if self.tensor is not None:
             self.tensor.grad = None
-            if not self.at_home:
+            if not self.owner_has_all:
                 release(self.tensor)
 
 
@@ -251,20 +251,22 @@ class WholeParameters:
 
     def _assign(self, parameter: ShardTensor, owner: int) -> WholeParameter:
         spec, local = parameter.spec, parameter.to_local()
-        at_home = spec.intervals[owner].numel == spec.numel
+        owner_has_all = spec.intervals[owner].numel == spec.numel
         tensor = None
         if owner == self._mesh.owners.rank:
             tensor = (
                 local.detach().view(spec.shape)
-                if at_home
+                if owner_has_all
                 else torch.empty(spec.shape, dtype=local.dtype, device=local.device)
             )
             # As the user's: an optimizer may leave out a parameter that says that it is not
             # trained.
             tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-            if not at_home:
+            if not owner_has_all:
                 release(tensor)
-        return WholeParameter(parameter=parameter, owner=owner, at_home=at_home, tensor=tensor)
+        return WholeParameter(
+            parameter=parameter, owner=owner, owner_has_all=owner_has_all, tensor=tensor
+        )
 
 
 # -- State form: structure of a state without its elements and numbers, as JSON
@@ -438,10 +440,10 @@ class OwnedStates(OutsideStates):
 
     # -- Before and after a step
 
-    def settle(self) -> None:
+    def sync_to_owners(self) -> None:
         """Bring assignments since the last step to the owners.
 
-        It stays shown until :meth:`tell`.
+        It stays shown until :meth:`sync_forms`.
         """
         for parameter in [it for it in self._parameters() if it in self._shown]:
             whole = self._wholes.of(parameter)
@@ -453,7 +455,7 @@ class OwnedStates(OutsideStates):
             if whole.tensor is not None:
                 self.inside[whole.tensor] = settled
 
-    def tell(self) -> None:
+    def sync_forms(self) -> None:
         """Tell all ranks the forms of the owners' states.
 
         If none is new, it is an agreement of one byte on the host.
@@ -497,7 +499,7 @@ class OwnedStates(OutsideStates):
 
     # -- Numbers of other ranks
 
-    def bring_numbers(self) -> None:
+    def gather_numbers(self) -> None:
         """Tell all ranks all numbers among the states.
 
         A collective, unless all ranks know them or there are none.
@@ -515,8 +517,8 @@ class OwnedStates(OutsideStates):
         parameters = self._parameters()
         self._numbers = {parameters[number]: found for number, found in self._from_owners(answers)}
         for parameter, state in self._shown.items():
-            brought = partial(_brought, self._numbers.get(parameter, {}))
-            state.update(pytree.tree_map_only(NumberElsewhere, brought, dict(state)))
+            number_at = partial(_number_at, self._numbers.get(parameter, {}))
+            state.update(pytree.tree_map_only(NumberElsewhere, number_at, dict(state)))
 
     # -- Shown states
 
@@ -543,7 +545,7 @@ class OwnedStates(OutsideStates):
         if kind == "number":
             known = (self._numbers or {}).get(whole.parameter, {})
             return (
-                _brought(known, NumberElsewhere(whole.parameter.spec.fqn, path))
+                _number_at(known, NumberElsewhere(whole.parameter.spec.fqn, path))
                 if held is None
                 else held
             )
@@ -563,7 +565,7 @@ class OwnedStates(OutsideStates):
     def _sharded(
         self, content: Sequence[Any], held: torch.Tensor | None, whole: WholeParameter, path: str
     ) -> Any:
-        shape, dtype, device = torch.Size(content[0]), _dtype(content[1]), content[2]
+        shape, dtype, device = torch.Size(content[0]), getattr(torch, content[1]), content[2]
         spec = self._specs.get((whole.parameter, path))
         if spec is None or spec.shape != shape:
             spec = self._specs[whole.parameter, path] = self._spec(shape, whole, path)
@@ -575,7 +577,7 @@ class OwnedStates(OutsideStates):
         return ShardTensor(local, spec)
 
     def _spec(self, shape: torch.Size, whole: WholeParameter, path: str) -> ShardSpec:
-        if whole.at_home and shape == whole.parameter.shape:
+        if whole.owner_has_all and shape == whole.parameter.shape:
             return whole.parameter.spec
         everything, nothing = Interval(0, shape.numel()), Interval(0, 0)
         return ShardSpec(
@@ -601,12 +603,10 @@ def _whole_of(parameter: WholeParameter, value: torch.Tensor) -> torch.Tensor | 
     return gather(value)
 
 
-def _brought(numbers: Mapping[str, Number], elsewhere: NumberElsewhere) -> Number | NumberElsewhere:
+def _number_at(
+    numbers: Mapping[str, Number], elsewhere: NumberElsewhere
+) -> Number | NumberElsewhere:
     return numbers.get(elsewhere.path, elsewhere)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 # -- OwnedStep: each whole parameter is stepped on its owner
@@ -635,15 +635,15 @@ class OwnedStep(SwappedStep):
         # Parameters with a gradient; their memory is released after the step.
         self._moved: list[WholeParameter] = []
         super().__init__(optimizer, on_step)
-        optimizer.register_state_dict_pre_hook(lambda _: self._states.bring_numbers())
+        optimizer.register_state_dict_pre_hook(lambda _: self._states.gather_numbers())
 
-    def _swap_in(
+    def _pre_step(
         self, groups: list[list[torch.Tensor]], gradients: list[Gradients]
     ) -> list[list[torch.Tensor]]:
         self._wholes.follow([it for group in groups for it in group])
-        self._states.settle()
+        self._states.sync_to_owners()
         found: list[list[torch.Tensor]] = []
-        moved: list[Relocated] = []
+        moved: list[OwnerTransfer] = []
         for group in zip(groups, gradients, strict=True):
             mine: list[torch.Tensor] = []
             for parameter, gradient in zip(*group, strict=True):
@@ -657,14 +657,18 @@ class OwnedStep(SwappedStep):
                         mine.append(whole.tensor)
             found.append(mine)
         # One after the other: a tensor in transfer is in memory twice.
-        bring([whole.values for whole in self._moved if not whole.at_home], self._mesh)
-        bring(moved, self._mesh)
+        gather_to_owners(
+            [whole.values for whole in self._moved if not whole.owner_has_all], self._mesh
+        )
+        gather_to_owners(moved, self._mesh)
         return found
 
-    def _bring_back(self) -> None:
-        take_back([whole.values for whole in self._moved if not whole.at_home], self._mesh)
+    def _post_step(self) -> None:
+        scatter_from_owners(
+            [whole.values for whole in self._moved if not whole.owner_has_all], self._mesh
+        )
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for whole in self._moved:
             whole.release()
         self._moved = []
