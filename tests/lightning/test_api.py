@@ -155,7 +155,7 @@ def test_what_is_asked_for_has_to_be_one_of_the_two() -> None:
 
 
 def test_without_any_lightning_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardeddp.lightning.namespace.find_spec", lambda name: None)
+    monkeypatch.setattr("shardeddp.lightning.api.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install lightning"):
         choose_namespace({}, {})
 
