@@ -70,7 +70,7 @@ class EpochLines(RichProgressBar):
 
 
 class StepsBar(L.Callback):
-    """One bar over the optimizer steps of several fits, on rank 0.
+    """One bar over the optimizer steps of several fits, on rank 0, drawn between steps only.
 
     Args:
         total: Steps of all fits.
@@ -78,7 +78,8 @@ class StepsBar(L.Callback):
 
     def __init__(self, total: int) -> None:
         super().__init__()
-        self._bar = Progress(*COLUMNS, transient=True, disable=rank_zero_only.rank != 0)
+        hidden = rank_zero_only.rank != 0
+        self._bar = Progress(*COLUMNS, transient=True, auto_refresh=False, disable=hidden)
         self._task = self._bar.add_task("", total=total)
         self._step = 0  # of the running fit
 
@@ -100,3 +101,4 @@ class StepsBar(L.Callback):
         """Advance by the steps that have been made."""
         self._bar.advance(self._task, trainer.global_step - self._step)
         self._step = trainer.global_step
+        self._bar.refresh()
