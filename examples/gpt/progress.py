@@ -15,7 +15,6 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from torch import Tensor
@@ -23,10 +22,9 @@ from torch import Tensor
 REFRESHES_PER_S = 4  # drawing takes a core's time away from training
 COLUMNS = (
     TextColumn("{task.description}"),
-    BarColumn(12, complete_style="cyan", finished_style="cyan"),
+    BarColumn(7, complete_style="cyan", finished_style="cyan"),
     MofNCompleteColumn(),
-    TimeElapsedColumn(),
-    TimeRemainingColumn(),
+    TimeRemainingColumn(elapsed_when_finished=True),
 )
 
 
@@ -37,6 +35,7 @@ class EpochLines(RichProgressBar):
         super().__init__(refresh_rate=REFRESHES_PER_S, leave=True)
         self._epoch_began_s = 0.0
         self._tokens = 0  # of all ranks, in this epoch
+        self._tokens_per_s = 0.0
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start to count."""
@@ -53,10 +52,11 @@ class EpochLines(RichProgressBar):
     ) -> None:
         """Count the tokens of the batch; all ranks have as many."""
         self._tokens += batch[0].numel() * trainer.world_size
+        self._tokens_per_s = self._tokens / (time.perf_counter() - self._epoch_began_s)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def configure_columns(self, trainer: L.Trainer) -> list[ProgressColumn]:
-        """Epoch, bar, batches, time that has passed and that is left; Lightning appends the metrics."""
+        """Epoch, bar, batches, time that is left (at the end: that it took); Lightning appends the metrics."""
         return [*COLUMNS]
 
     def get_metrics(
@@ -65,8 +65,8 @@ class EpochLines(RichProgressBar):
         """What the module logs for the bar, without the number of the run, and tokens per second."""
         logged = super().get_metrics(trainer, pl_module)
         logged.pop("v_num", None)
-        passed_s = time.perf_counter() - self._epoch_began_s
-        return {"tok/s": f"{self._tokens / passed_s:,.0f}", **logged} if self._tokens else logged
+        rate = {"tok/s": f"{self._tokens_per_s:,.0f}"} if self._tokens else {}
+        return {**rate, **logged}
 
 
 class StepsBar(L.Callback):
