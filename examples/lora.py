@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from shardeddp import ShardedDP
 
 BLOCK, TARGETS = 64, ["q_proj", "v_proj"]
-SMALL = LlamaConfig(256, 64, 128, num_hidden_layers=4, num_attention_heads=4)
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+SMALL = LlamaConfig(**SIZES, num_hidden_layers=4, num_attention_heads=4)
 
 
 class UInt8Linear(nn.Linear):

@@ -70,12 +70,10 @@ class ByteModel(L.LightningModule):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
-    arguments = parser.parse_args()
+    steps = parser.parse_args().steps
     L.seed_everything(0, workers=True, verbose=False)
     saves = ModelCheckpoint("checkpoints", every_n_train_steps=10, save_last=True)
-    trainer = L.Trainer(
-        devices=2, strategy=ShardedDP(), max_steps=arguments.steps, callbacks=[saves]
-    )
+    trainer = L.Trainer(devices=2, strategy=ShardedDP(), max_steps=steps, callbacks=[saves])
     trainer.fit(
         ByteModel(), ckpt_path="last"
     )  # the highest step, or the beginning if there is none

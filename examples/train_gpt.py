@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -25,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero_only
 import shardeddp  # noqa: F401  (its strategies become known to the Trainer by name)
 from gpt.data import PydocText
 from gpt.model import GPTModule
+from gpt.progress import StepsBar
 from gpt.report import Figures, StepMeter, middle, print_closing_table
 from gpt.sampling import TextSampler
 
@@ -76,7 +78,9 @@ class TrainGPT(LightningCLI):
             return
         # A single rank draws its batches in another order than DDP's sampler would, and has nobody to talk to.
         compares = self.config.fit.report.ddp and self.trainer.world_size > 1
-        print_closing_table(*self.compare_with_ddp() if compares else (self.meter.figures, None))
+        figures = self.compare_with_ddp() if compares else (self.meter.figures, None)
+        folder = self.trainer.log_dir if self.trainer.loggers else None
+        print_closing_table(*figures, folder and Path(folder))
 
     def compare_with_ddp(self) -> tuple[Figures | None, Figures | None]:
         """Measure the same steps under both in turn, so that a drift of the machine meets both."""
@@ -85,19 +89,22 @@ class TrainGPT(LightningCLI):
         say(
             f"[dim]Measuring the same {steps} steps under DDP and here, {ROUNDS} times in turn ...[/]"
         )
-        ours, ddp = [self.meter.figures], [self.fit_again("DDP", DDP)]
-        for _ in range(ROUNDS - 1):
-            ours.append(self.fit_again(self.meter.label, strategy))
-            ddp.append(self.fit_again("DDP", DDP))
+        ours, ddp = [self.meter.figures], list[Figures | None]()
+        with StepsBar((2 * ROUNDS - 1) * self.meter.last_step) as bar:
+            for number in range(ROUNDS):
+                if number:
+                    ours.append(self.fit_again(self.meter.label, strategy, bar))
+                ddp.append(self.fit_again("DDP", DDP, bar))
         return middle(ours), middle(ddp)
 
-    def fit_again(self, label: str, strategy: str | Namespace) -> Figures | None:
+    def fit_again(self, label: str, strategy: str | Namespace, bar: StepsBar) -> Figures | None:
         """Train the same model from the same weights on the same batches, until all steps are measured."""
         config = self.config.fit
         meter = StepMeter(label, config.report.steps, stop=True)
+        bar.begin(label)
         changed: dict[str, Any] = {
             "strategy": strategy if isinstance(strategy, str) else instantiate(strategy),
-            "callbacks": [meter],
+            "callbacks": [meter, bar],
             "logger": False,
             "limit_val_batches": 0,
             "enable_checkpointing": False,

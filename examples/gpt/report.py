@@ -7,12 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import lightning as L
-import rich
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
@@ -222,12 +223,13 @@ def middle(fits: Sequence[Figures | None]) -> Figures | None:
 
 
 @rank_zero_only
-def print_closing_table(this: Figures, ddp: Figures | None) -> None:
+def print_closing_table(this: Figures, ddp: Figures | None, folder: Path | None = None) -> None:
     """Print the figures of a fit, next to those of the same model under DDP if there are any.
 
     Args:
         this: The fit to report.
         ddp: The comparison, measured over the same steps.
+        folder: The table is kept there as `report.txt` and as a picture, `report.svg`; None: it is not.
     """
     fits = [this] if ddp is None else [this, ddp]
     table = Table(box=box.SIMPLE_HEAD)
@@ -240,8 +242,13 @@ def print_closing_table(this: Figures, ddp: Figures | None) -> None:
         values = [value_of(fit) for fit in fits]
         ratio = [] if ddp is None else [_ratio(*values)]
         table.add_row(row, *map(_four_digits, values), *ratio)
-    rich.print(table)
-    rich.print(f"[dim]{NOTES}[/]")
+    console = Console(record=True)
+    console.print(table)
+    console.print(f"[dim]{NOTES}[/]")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        console.save_text(str(folder / "report.txt"), clear=False)
+        console.save_svg(str(folder / "report.svg"), title=f"{this.label}, {this.num_steps} steps")
 
 
 def _four_digits(value: float) -> str:

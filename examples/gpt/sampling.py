@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import lightning as L
 import rich
 from lightning.pytorch.utilities import rank_zero_only
@@ -53,13 +55,16 @@ class TextSampler(L.Callback):
         self.text = decode(tokens[0])
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Print, now that the progress bar has left the terminal."""
+        """Print it, now that the progress bar has left the terminal, and keep it in the run's folder."""
         if self.text:
-            self._print()
+            self._print(Path(trainer.log_dir) if trainer.log_dir and trainer.loggers else None)
 
     @rank_zero_only
-    def _print(self) -> None:
+    def _print(self, folder: Path | None) -> None:
         text = Text.assemble((self.prompt, "bold"), self.text.removeprefix(self.prompt))
         rich.print(
             Panel(text, title="sample", title_align="left", border_style="dim", padding=(1, 2))
         )
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "sample.txt").write_text(self.text + "\n", encoding="utf-8")

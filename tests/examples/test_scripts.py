@@ -13,7 +13,7 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 LONGER = {"train_gpt.py"}
 """A command line that reports and compares, and no script to copy."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(380)
 
 
 def losses(printed: str) -> dict[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -202,7 +203,7 @@ def test_state_counts_parameters_gradients_and_moments_and_a_tied_weight_once() 
 
 
 def test_a_fit_is_measured_in_optimizer_steps_ended_after_them_and_sampled(
-    module: GPTModule, capsys: pytest.CaptureFixture[str]
+    module: GPTModule, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     meter = StepMeter("plain", num_steps=3, warmup_steps=1, stop=True)
     trainer = L.Trainer(
@@ -227,8 +228,10 @@ def test_a_fit_is_measured_in_optimizer_steps_ended_after_them_and_sampled(
     )  # batches, samples, bytes
     counters = 4 * len(list(module.parameters()))
     assert figures.state_nbytes == 4 * sum(p.nbytes for p in module.parameters()) + counters
-    print_closing_table(figures, figures)
+    print_closing_table(figures, figures, tmp_path)
     out = capsys.readouterr().out
+    assert "steps 2 to 4" in (tmp_path / "report.txt").read_text(encoding="utf-8")
+    assert "<svg" in (tmp_path / "report.svg").read_text(encoding="utf-8")
     assert "The " in out, "no sample was printed"
     assert "steps 2 to 4" in out
     assert "1.000" in out

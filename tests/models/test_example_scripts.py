@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from support.example_scripts import EXAMPLES, run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(380)
 
 SMALL = LlamaConfig(
     vocab_size=256,

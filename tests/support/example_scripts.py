@@ -15,7 +15,7 @@ def run(folder: Path, *arguments: str) -> str:
     environment = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
         env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -23,12 +23,11 @@ def run(folder: Path, *arguments: str) -> str:
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )
-    try:
-        out, err = process.communicate(timeout=280)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all of it has ended by itself
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    ) as process:
+        try:
+            out, err = process.communicate()  # the test has a limit, which raises here
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all of it has ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, err
     return out

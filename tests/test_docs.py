@@ -1,0 +1,93 @@
+"""Documentation: links lead somewhere, quoted messages are those of the code, and included files exist."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "examples/**/*.md",
+        "configs/*.md",
+        "benchmarks/**/*.md",
+    )
+    for path in ROOT.glob(pattern)
+)
+LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)\s#]*)(?:#([^)\s]*))?", flags=re.MULTILINE)
+FOREIGN = {"IsADirectoryError", "The total norm of order 2.0 ... is non-finite"}
+"""Messages of Lightning and of torch."""
+
+
+def text_of(page: Path) -> str:
+    """The page without its blocks of code."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.sub(r"^\s*```.*?^\s*```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in an address."""
+    headings = re.findall(r"^#+ (.*)$", text_of(page), flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_to_files_and_to_headings(page: Path) -> None:
+    broken = []
+    for target, anchor in LINK.findall(text_of(page)):
+        if ":" in target:
+            continue
+        path = ((ROOT / page).parent / target).resolve() if target else ROOT / page
+        known = path.exists() and (
+            not anchor or path.suffix != ".md" or anchor in anchors(path.relative_to(ROOT))
+        )
+        if not known:
+            broken.append(f"{target}#{anchor}")
+    assert broken == []
+
+
+def test_included_files_exist() -> None:
+    included = [
+        name
+        for page in PAGES
+        for name in re.findall(r'^--8<-- "(.*)"$', (ROOT / page).read_text(), flags=re.MULTILINE)
+    ]
+    assert included
+    assert [name for name in included if not (ROOT / name).is_file()] == []
+
+
+@cache
+def literals() -> list[str]:
+    """Every text of the package as one reads it, with a gap where a value is filled in."""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.ClassDef):
+                found.append(node.name)
+    return found
+
+
+def is_said(message: str) -> bool:
+    """Whether all fragments of a message stand in one text of the code."""
+    fragments = [part.strip() for part in message.split("...") if len(part.strip()) > 3]
+    return any(all(part in text for part in fragments) for text in literals())
+
+
+def test_troubleshooting_quotes_messages_of_the_code() -> None:
+    rows = re.findall(
+        r"^\| `([^`]+)`", text_of(Path("docs/troubleshooting.md")), flags=re.MULTILINE
+    )
+    assert len(rows) > 30
+    assert [row for row in rows if row not in FOREIGN and not is_said(row)] == []
