@@ -8,8 +8,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from support.example_scripts import EXAMPLES, run
+from support.real_models import DEPRECATED
 
-pytestmark = pytest.mark.timeout(380)
+pytestmark = [
+    pytest.mark.timeout(380),
+    pytest.mark.filterwarnings(f"ignore:{DEPRECATED}:FutureWarning"),
+]
 
 SMALL = LlamaConfig(
     vocab_size=256,
