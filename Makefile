@@ -136,8 +136,9 @@ dist: $(VENV)/.installed
 	@rm -rf build dist
 	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist"); build_meta.build_wheel("dist")'
 	$(PIP) wheel --quiet --no-deps --no-index --no-build-isolation --wheel-dir dist/from-sdist dist/*.tar.gz
-	@test "$$(unzip -l dist/*.whl | tail -1 | awk '{print $$1, $$2}')" = "$$(unzip -l dist/from-sdist/*.whl | tail -1 | awk '{print $$1, $$2}')" \
-	    || { echo "the sdist makes another wheel"; exit 1; }
+	@$(BIN)/python -c 'import sys, zipfile; \
+	    one, other = ({it.filename: it.CRC for it in zipfile.ZipFile(path).infolist()} for path in sys.argv[1:]); \
+	    sys.exit("the sdist makes another wheel" if one != other else 0)' dist/*.whl dist/from-sdist/*.whl
 	$(BIN)/python -m venv dist/empty
 	dist/empty/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-index dist/*.whl
 	@dist/empty/bin/python -c 'from importlib.util import find_spec; from pathlib import Path; \

@@ -463,10 +463,9 @@ _MODEL_PARALLEL: dict[str, Rule] = {
 
 
 def _stage(made: Translation, key: str, value: Any) -> None:
-    if isinstance(value, str) and value.isdigit():
-        value = int(value)
-    if value in range(4):
-        made.options["sharding_strategy"] = _BY_STAGE[value]
+    stage = int(value) if isinstance(value, str) and value.isdigit() else value
+    if stage in range(4):
+        made.options["sharding_strategy"] = _BY_STAGE[int(stage)]
     else:
         made.lose(key, f"{value!r} is not known: expected 0, 1, 2 or 3")
 
