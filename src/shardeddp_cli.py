@@ -97,8 +97,12 @@ def _add_inspect(commands: Any) -> None:
         metavar="PATTERN",
         help="tensors whose names match: 'model.blocks.0.*', or a part",
     )
+    state = "what else it holds: hyper-parameters, callbacks with their metrics, loops, schedulers"
+    which.add_argument("--state", action="store_true", help=state)
     which.add_argument("--all", action="store_true", help="every tensor, not one row per module")
     parser.add_argument("--json", action="store_true", help="print it as JSON, with every tensor")
+    danger = "unpickle anything: that runs the code of whoever wrote it"
+    parser.add_argument("--trust-pickle", action="store_true", help=danger)
 
 
 def _add_consolidate(commands: Any) -> None:

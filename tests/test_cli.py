@@ -366,3 +366,37 @@ def test_help_and_version_import_neither_torch_nor_lightning(argument: str) -> N
         "sys.exit(bool({'torch', 'lightning', 'shardeddp'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code, argument], check=True, timeout=50)
+
+
+def test_a_plain_file_of_another_strategy_is_inspected(tmp_path: Path, capsys: Output) -> None:
+    state = {"state_dict": {"net.weight": torch.ones(2, 3)}, "optimizer_states": []}
+    torch.save(state, tmp_path / "ddp.ckpt")
+    status, out, err = run(capsys, "inspect", tmp_path / "ddp.ckpt")
+    assert (status, err) == (0, "")
+    assert "net.weight" in out
+    assert "2 x 3" in out
+    assert run(capsys, "inspect", "--tensors", "bias", tmp_path / "ddp.ckpt")[0] == 1
+    assert run(capsys, "inspect", "--json", tmp_path / "ddp.ckpt")[0] == 2
+
+
+def test_hyper_parameters_and_metrics_are_shown(tmp_path: Path, capsys: Output) -> None:
+    state = {
+        "state_dict": {"weight": torch.ones(2)},
+        "hyper_parameters": {"lr": 0.5, "betas": [1, 2]},
+        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.25)}},
+    }
+    torch.save(state, tmp_path / "ddp.ckpt")
+    status, out, err = run(capsys, "inspect", "--state", tmp_path / "ddp.ckpt")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "hyper_parameters.lr: 0.5",
+        "hyper_parameters.betas.0: 1",
+        "hyper_parameters.betas.1: 2",
+        "callbacks.ModelCheckpoint.best_model_score: 0.25",
+    ]
+
+
+def test_the_state_of_a_directory_is_shown(path: Path, capsys: Output) -> None:
+    status, out, err = run(capsys, "inspect", "--state", path)
+    assert (status, err) == (0, "")
+    assert "global_step: 7" in out

@@ -9,19 +9,28 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from tqdm import tqdm
 
-from shardeddp.checkpoint.contents import WEIGHTS, Contents, read_contents, read_file_contents
+from shardeddp.checkpoint.contents import (
+    OPTIMIZERS,
+    WEIGHTS,
+    Contents,
+    read_contents,
+    read_file_contents,
+)
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
-from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.find import carries_index, read_manifest
 from shardeddp.checkpoint.interop import write_metadata
+from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.verify import (
+    Row,
     Verification,
     as_json,
     checkpoints_in,
@@ -32,7 +41,13 @@ from shardeddp.checkpoint.verify import (
 from shardeddp.errors import CheckpointError, ConfigurationError, printable
 from shardeddp.migrate import migrate as read_file
 from shardeddp.migrate import report
-from shardeddp.report import human_bytes, inspection_view, terminal_width, verification_view
+from shardeddp.report import (
+    human_bytes,
+    inspection_view,
+    tensor_table,
+    terminal_width,
+    verification_view,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -96,6 +111,11 @@ def verify(options: argparse.Namespace) -> int:
 def inspect(options: argparse.Namespace) -> int:
     """Show the contents of a checkpoint."""
     path = _require_checkpoint(options.directory, foreign=False)
+    if options.state:
+        print("\n".join(_state(_contents(path, options).checkpoint)))
+        return 0
+    if path.is_file() and not carries_index(path):
+        return _inspect_file(path, options)
     manifest = read_manifest(path)
     every = options.all or options.tensors is not None
     rows = (
@@ -113,6 +133,49 @@ def inspect(options: argparse.Namespace) -> int:
         shown = inspection_view(path, manifest, rows, terminal_width(), folded=not every)
         print("\n".join(shown))
     return 0
+
+
+def _inspect_file(path: Path, options: argparse.Namespace) -> int:
+    """Show the tensors of a plain file of another strategy or tool; it is mapped, not read."""
+    if options.json:
+        raise _UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
+    named = _tensors(_contents(path, options).checkpoint, weights_only=False)
+    wanted = options.tensors or ""
+    wanted = wanted if any(sign in wanted for sign in "*?[") else f"*{wanted}*"
+    rows = [
+        Row(
+            name=name,
+            num_tensors=1,
+            shape=tuple(tensor.shape),
+            dtypes=(str(tensor.dtype).removeprefix("torch."),),
+            numel=tensor.numel(),
+            nbytes=tensor.nbytes,
+            num_parts=1,
+        )
+        for name, tensor in named
+        if fnmatchcase(name, wanted)
+    ]
+    if not rows:
+        raise CheckpointError(f"{path}: no tensor has a name like {options.tensors or '*'!r}")
+    print(printable(f"checkpoint  {path}, a plain file of another strategy or tool"))
+    print("\n".join(["", *tensor_table(rows, terminal_width())]))
+    return 0
+
+
+def _state(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Lines of what is not the model's nor an optimizer's: numbers and texts as they are."""
+    if not path:
+        value = {key: it for key, it in value.items() if key not in (WEIGHTS, OPTIMIZERS, KEY)}
+    if isinstance(value, (Mapping, list, tuple)) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(cast("list[Any]", value))
+        for key, item in items:
+            yield from _state(item, (*path, str(key)))
+    elif isinstance(value, torch.Tensor) and value.numel() != 1:
+        yield printable(f"{'.'.join(path)}: tensor of shape {tuple(value.shape)}, {value.dtype}")
+    else:
+        whole = value.whole() if isinstance(value, LazyTensor) else value
+        shown = whole.item() if isinstance(whole, torch.Tensor) else whole
+        yield printable(f"{'.'.join(path)}: {shown!r}")
 
 
 def consolidate(options: argparse.Namespace) -> int:
@@ -189,7 +252,7 @@ def diff(options: argparse.Namespace) -> int:
 
 def _contents(path: Path, options: argparse.Namespace) -> Contents:
     path = _require_checkpoint(path, foreign=False)
-    keys = (WEIGHTS,) if options.weights_only else None
+    keys = (WEIGHTS,) if vars(options).get("weights_only") else None
     if path.is_file():
         return read_file_contents(path, options.trust_pickle)
     return read_contents(path, keys, trust_pickle=options.trust_pickle)
