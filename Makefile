@@ -22,7 +22,7 @@ LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all test-versions test-models test-fidelity test-cluster torture torture-cluster lint types docs bench clean
+.PHONY: help demo dist test test-slow test-all test-versions test-models test-fidelity test-cluster torture torture-cluster lint types docs bench clean
 
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
@@ -38,6 +38,7 @@ help:
 	@echo "make types            pyright, strict on src"
 	@echo "make docs             the documentation as a site, in build/site; warnings and broken links are errors"
 	@echo "make bench            step time and peak memory against DDP, FSDP1 and FSDP2"
+	@echo "make dist             sdist and wheel in dist/, each tried in an empty environment"
 	@echo "make clean            remove $(VENV), caches and build leftovers"
 
 # A stamp says what an environment holds: it is younger than the lock, or the installation runs again.
@@ -128,6 +129,22 @@ docs: $(VENV)/.installed-docs
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step_time.py
+
+# Built by the setuptools of $(VENV), without a further tool. The wheel is installed into an environment that holds nothing else,
+# where the command line answers and the marker of types is there; the sdist has to make the same wheel.
+dist: $(VENV)/.installed
+	@rm -rf build dist
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist"); build_meta.build_wheel("dist")'
+	$(PIP) wheel --quiet --no-deps --no-index --no-build-isolation --wheel-dir dist/from-sdist dist/*.tar.gz
+	@$(BIN)/python -c 'import sys, zipfile; \
+	    one, other = ({it.filename: it.CRC for it in zipfile.ZipFile(path).infolist()} for path in sys.argv[1:]); \
+	    sys.exit("the sdist makes another wheel" if one != other else 0)' dist/*.whl dist/from-sdist/*.whl
+	$(BIN)/python -m venv dist/empty
+	dist/empty/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-index dist/*.whl
+	@dist/empty/bin/python -c 'from importlib.util import find_spec; from pathlib import Path; \
+	    assert (Path(find_spec("shardeddp").origin).parent / "py.typed").is_file(), "not typed"'
+	dist/empty/bin/shardeddp --version
+	@rm -rf build dist/empty dist/from-sdist
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

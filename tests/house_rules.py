@@ -17,7 +17,7 @@ SRC = f"src/{PACKAGE}/"
 
 # From the bottom up; a file is in the layer of its first folder, or of its own name.
 LAYERS = (
-    ("errors", "config", "torch_private"),
+    ("errors", "config", "torch_private", "translate"),
     ("plan",),
     ("comm",),
     ("tensor",),
@@ -27,13 +27,14 @@ LAYERS = (
     ("checkpoint",),
     ("report",),
     ("lightning",),
-    ("cli", "__main__"),
+    ("fabric",),
+    ("cli", "migrate", "__main__"),
     ("__init__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
-LIGHTNING_USERS = "lightning/"
+LIGHTNING_USERS = ("lightning/", "fabric.py")
 LIGHTNING_API = f"{PACKAGE}.lightning.api"
 LIGHTNING_CLASS = re.compile(rf"{re.escape(LIGHTNING_API)}\.[A-Z]\w*\.")
 LIGHTNING_PRIVATE = "lightning/private.py"
@@ -59,8 +60,11 @@ TORCH_PRIVATES = frozenset(
         "_get_sequence_number_for_group",
         "_indices",
         "_is_param",
+        "_lambda_fn",
         "_load_from_state_dict",
         "_load_state_dict_pre_hooks",
+        "_module_classes",
+        "_module_classes_to_ignore",
         "_modules",
         "_non_persistent_buffers_set",
         "_optimizer_step_post_hooks",
@@ -391,7 +395,7 @@ def stray_lightning(files: Sequence[Source]) -> Iterator[Finding]:
             elif name.is_under(LIGHTNING_API, "lightning_utilities") and not file.inner.startswith(
                 LIGHTNING_USERS
             ):
-                problem = f"Lightning is known only to {LIGHTNING_USERS}"
+                problem = f"Lightning is known only to {' and '.join(LIGHTNING_USERS)}"
             if problem:
                 yield Finding(path=file.path, line=name.line, subject=name.target, problem=problem)
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardeddp.checkpoint import write
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
-from shardeddp.cli import main
+from shardeddp_cli import main
 from support.exporting import checkpoint, flip, put, read_safetensors, weights
 
 pytestmark = [
@@ -303,3 +303,100 @@ def test_metadata_that_is_there_is_not_replaced(
     assert run(capsys, "consolidate", path, "-o", whole)[0] == 0
     status, _, err = run(capsys, "metadata", whole)
     assert status == 1 and "is one plain file" in err
+
+
+# -- diff, migrate, and what needs no torch
+
+
+def test_equal_checkpoints_have_no_difference(tmp_path: Path, capsys: Output) -> None:
+    one, other = put(tmp_path / "one.ckpt"), put(tmp_path / "other.ckpt")
+    status, out, err = run(capsys, "diff", one, other)
+    assert (status, err) == (0, "")
+    assert out.startswith("equal: ")
+
+
+def test_names_shapes_dtypes_and_values_that_differ_are_said(
+    tmp_path: Path, capsys: Output
+) -> None:
+    tensors = {"same": torch.ones(2), "off": torch.zeros(3), "shape": torch.ones(2, 2)}
+    torch.save({"state_dict": {**tensors, "gone": torch.ones(1)}}, tmp_path / "one.ckpt")
+    tensors |= {"off": torch.tensor([0.0, 0.5, -2.0]), "shape": torch.ones(4)}
+    tensors["same"] = tensors["same"].double()
+    torch.save({"state_dict": tensors}, tmp_path / "other.ckpt")
+    status, out, err = run(capsys, "diff", tmp_path / "one.ckpt", tmp_path / "other.ckpt")
+    assert (status, err) == (1, "")
+    assert out.splitlines() == [
+        f"state_dict.gone: only in {tmp_path / 'one.ckpt'}",
+        "state_dict.same: torch.float32 and torch.float64",
+        "state_dict.off: 2 of 3 values differ, by up to 2",
+        "state_dict.shape: shape (2, 2) and (4,)",
+        "4 differences; largest of values 2, in 3 tensors of both",
+    ]
+
+
+def test_a_directory_and_the_file_made_of_it_are_compared(
+    path: Path, tmp_path: Path, capsys: Output
+) -> None:
+    assert run(capsys, "consolidate", path, "-o", tmp_path / "whole.ckpt")[0] == 0
+    assert run(capsys, "diff", "--weights-only", path, tmp_path / "whole.ckpt")[0] == 0
+    os.unlink(path / DATA)
+    status, out, err = run(capsys, "diff", path, tmp_path / "whole.ckpt")
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+
+
+def test_migrate_exits_with_1_where_something_is_lost(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("Trainer(strategy='fsdp')")
+    status, out, err = run(capsys, "migrate", file)
+    assert (status, err) == (0, "")
+    assert "strategy=ShardedDP()" in out
+    file.write_text("FSDPStrategy(ignored_modules=[x])")
+    assert run(capsys, "migrate", file)[0] == 1
+    file.write_text("nothing")
+    status, out, err = run(capsys, "migrate", file)
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_import_neither_torch_nor_lightning(argument: str) -> None:
+    code = (
+        "import sys, shardeddp_cli\n"
+        "try: shardeddp_cli.main([sys.argv[1]])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'lightning', 'shardeddp'} & sys.modules.keys()))"
+    )
+    subprocess.run([sys.executable, "-c", code, argument], check=True, timeout=50)
+
+
+def test_a_plain_file_of_another_strategy_is_inspected(tmp_path: Path, capsys: Output) -> None:
+    state = {"state_dict": {"net.weight": torch.ones(2, 3)}, "optimizer_states": []}
+    torch.save(state, tmp_path / "ddp.ckpt")
+    status, out, err = run(capsys, "inspect", tmp_path / "ddp.ckpt")
+    assert (status, err) == (0, "")
+    assert "net.weight" in out
+    assert "2 x 3" in out
+    assert run(capsys, "inspect", "--tensors", "bias", tmp_path / "ddp.ckpt")[0] == 1
+    assert run(capsys, "inspect", "--json", tmp_path / "ddp.ckpt")[0] == 2
+
+
+def test_hyper_parameters_and_metrics_are_shown(tmp_path: Path, capsys: Output) -> None:
+    state = {
+        "state_dict": {"weight": torch.ones(2)},
+        "hyper_parameters": {"lr": 0.5, "betas": [1, 2]},
+        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.25)}},
+    }
+    torch.save(state, tmp_path / "ddp.ckpt")
+    status, out, err = run(capsys, "inspect", "--state", tmp_path / "ddp.ckpt")
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "hyper_parameters.lr: 0.5",
+        "hyper_parameters.betas.0: 1",
+        "hyper_parameters.betas.1: 2",
+        "callbacks.ModelCheckpoint.best_model_score: 0.25",
+    ]
+
+
+def test_the_state_of_a_directory_is_shown(path: Path, capsys: Output) -> None:
+    status, out, err = run(capsys, "inspect", "--state", path)
+    assert (status, err) == (0, "")
+    assert "global_step: 7" in out

@@ -2,7 +2,7 @@
 
 import sys
 
-from shardeddp.cli import main
+from shardeddp_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,26 +1,36 @@
-"""The command line: verify, inspect, consolidate and index checkpoints, without GPU or process group."""
+"""Commands: verify, inspect, compare, consolidate and index checkpoints, and migrate files."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
 
+from shardeddp.checkpoint.contents import (
+    OPTIMIZERS,
+    WEIGHTS,
+    Contents,
+    read_contents,
+    read_file_contents,
+)
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
-from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.find import carries_index, read_manifest
 from shardeddp.checkpoint.interop import write_metadata
+from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.verify import (
+    Row,
     Verification,
     as_json,
     checkpoints_in,
@@ -28,32 +38,35 @@ from shardeddp.checkpoint.verify import (
     module_rows,
     tensor_rows,
 )
-from shardeddp.errors import CheckpointError, printable
-from shardeddp.report import human_bytes, inspection_view, terminal_width, verification_view
+from shardeddp.errors import CheckpointError, ConfigurationError, printable
+from shardeddp.migrate import migrate as read_file
+from shardeddp.migrate import report
+from shardeddp.report import (
+    human_bytes,
+    inspection_view,
+    tensor_table,
+    terminal_width,
+    verification_view,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B?", flags=re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-_EPILOG = "Exit status: 0 all is well, 1 a checkpoint is damaged or something failed, 2 the command line is wrong."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run one command.
 
     Args:
-        arguments: Of the command line; None: this process's.
+        options: Of the command line, as :mod:`shardeddp_cli` has parsed it.
 
     Returns:
         The exit status.
     """
-    options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        return _COMMANDS[options.name](options)
     except _UsageError as error:
         print(f"shardeddp {options.name}: {error}", file=sys.stderr)
         return 2
-    except (CheckpointError, NotImplementedError) as error:
+    except (CheckpointError, ConfigurationError, NotImplementedError) as error:
         print(f"shardeddp {options.name}: {error}", file=sys.stderr)
     except BrokenPipeError:
         # The reader of the output has closed it. A flush at exit would fail again.
@@ -98,6 +111,11 @@ def verify(options: argparse.Namespace) -> int:
 def inspect(options: argparse.Namespace) -> int:
     """Show the contents of a checkpoint."""
     path = _require_checkpoint(options.directory, foreign=False)
+    if options.state:
+        print("\n".join(_state(_contents(path, options).checkpoint)))
+        return 0
+    if path.is_file() and not carries_index(path):
+        return _inspect_file(path, options)
     manifest = read_manifest(path)
     every = options.all or options.tensors is not None
     rows = (
@@ -115,6 +133,49 @@ def inspect(options: argparse.Namespace) -> int:
         shown = inspection_view(path, manifest, rows, terminal_width(), folded=not every)
         print("\n".join(shown))
     return 0
+
+
+def _inspect_file(path: Path, options: argparse.Namespace) -> int:
+    """Show the tensors of a plain file of another strategy or tool; it is mapped, not read."""
+    if options.json:
+        raise _UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
+    named = _tensors(_contents(path, options).checkpoint, weights_only=False)
+    wanted = options.tensors or ""
+    wanted = wanted if any(sign in wanted for sign in "*?[") else f"*{wanted}*"
+    rows = [
+        Row(
+            name=name,
+            num_tensors=1,
+            shape=tuple(tensor.shape),
+            dtypes=(str(tensor.dtype).removeprefix("torch."),),
+            numel=tensor.numel(),
+            nbytes=tensor.nbytes,
+            num_parts=1,
+        )
+        for name, tensor in named
+        if fnmatchcase(name, wanted)
+    ]
+    if not rows:
+        raise CheckpointError(f"{path}: no tensor has a name like {options.tensors or '*'!r}")
+    print(printable(f"checkpoint  {path}, a plain file of another strategy or tool"))
+    print("\n".join(["", *tensor_table(rows, terminal_width())]))
+    return 0
+
+
+def _state(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Lines of what is not the model's nor an optimizer's: numbers and texts as they are."""
+    if not path:
+        value = {key: it for key, it in value.items() if key not in (WEIGHTS, OPTIMIZERS, KEY)}
+    if isinstance(value, (Mapping, list, tuple)) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(cast("list[Any]", value))
+        for key, item in items:
+            yield from _state(item, (*path, str(key)))
+    elif isinstance(value, torch.Tensor) and value.numel() != 1:
+        yield printable(f"{'.'.join(path)}: tensor of shape {tuple(value.shape)}, {value.dtype}")
+    else:
+        whole = value.whole() if isinstance(value, LazyTensor) else value
+        shown = whole.item() if isinstance(whole, torch.Tensor) else whole
+        yield printable(f"{'.'.join(path)}: {shown!r}")
 
 
 def consolidate(options: argparse.Namespace) -> int:
@@ -154,6 +215,88 @@ def metadata(options: argparse.Namespace) -> int:
     count = write_metadata(path, options.force)
     print(printable(f"wrote {path / DCP_METADATA} for {count:,} pieces"))
     return 0
+
+
+_SHOWN = 20
+"""Differences that ``diff`` names without ``--all``."""
+
+
+def diff(options: argparse.Namespace) -> int:
+    """Compare the tensors of two checkpoints, one after the other."""
+    first, second = (
+        dict(_tensors(_contents(path, options).checkpoint, options.weights_only))
+        for path in (options.first, options.second)
+    )
+    found = [(name, f"only in {options.first}") for name in first if name not in second]
+    found += [(name, f"only in {options.second}") for name in second if name not in first]
+    largest = 0.0
+    for name in first:
+        if name in second:
+            text, difference = _compare(first[name], second[name])
+            largest = max(largest, difference)
+            found += [(name, text)] if text else []
+    shown = found if options.all else found[:_SHOWN]
+    for name, text in shown:
+        print(printable(f"{name}: {text}"))
+    if len(shown) < len(found):
+        print(f"... and {len(found) - len(shown):,} more (--all)")
+    both = len(first.keys() & second.keys())
+    if found:
+        print(
+            f"{len(found):,} differences; largest of values {largest:.6g}, in {both:,} tensors of both"
+        )
+    else:
+        print(f"equal: {both:,} tensors")
+    return 1 if found else 0
+
+
+def _contents(path: Path, options: argparse.Namespace) -> Contents:
+    path = _require_checkpoint(path, foreign=False)
+    keys = (WEIGHTS,) if vars(options).get("weights_only") else None
+    if path.is_file():
+        return read_file_contents(path, options.trust_pickle)
+    return read_contents(path, keys, trust_pickle=options.trust_pickle)
+
+
+def _tensors(
+    value: Any, weights_only: bool, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield ".".join(path), value
+    elif isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(cast("list[Any]", value))
+        for key, item in items:
+            if path or not weights_only or key == WEIGHTS:
+                yield from _tensors(item, weights_only, (*path, str(key)))
+
+
+def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:
+    """How two tensors differ, and by how much at most; nothing where they are equal."""
+    if first.shape != second.shape:
+        return f"shape {tuple(first.shape)} and {tuple(second.shape)}", 0.0
+    dtypes = "" if first.dtype == second.dtype else f"{first.dtype} and {second.dtype}"
+    whole = [it.whole() if isinstance(it, LazyTensor) else it for it in (first, second)]
+    wide = torch.complex128 if any(it.is_complex() for it in whole) else torch.float64
+    one, other = (it.to(wide) for it in whole)
+    unequal = ~((one == other) | (one.isnan() & other.isnan()))
+    if not bool(unequal.any()):
+        return dtypes, 0.0
+    difference = (one - other).abs()[unequal]
+    largest = float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
+    text = f"{int(unequal.sum()):,} of {unequal.numel():,} values differ, by up to {largest:.6g}"
+    return ", ".join(filter(None, (dtypes, text))), largest
+
+
+def migrate(options: argparse.Namespace) -> int:
+    """Say what takes the place of another strategy in a file."""
+    found = read_file(options.file)
+    print(printable(report(found)))
+    return 1 if any(each.translation.loses for each in found) else 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    each.__name__: each for each in (verify, inspect, consolidate, metadata, diff, migrate)
+}
 
 
 class _UsageError(Exception):
@@ -241,125 +384,3 @@ def _verification_json(found: Verification, seconds: float) -> dict[str, Any]:
         "damages": damages,
         "unchecked": found.unchecked,
     }
-
-
-# -- Command line
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=28)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardeddp",
-        description="Tools for checkpoints. They need no GPU and no process group.",
-        epilog=_EPILOG,
-        formatter_class=_formatter,
-    )
-    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    _add_verify(commands)
-    _add_inspect(commands)
-    _add_consolidate(commands)
-    _add_metadata(commands)
-    return parser
-
-
-def _add_command(
-    commands: Any, function: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        function.__name__,
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        epilog=_EPILOG,
-        formatter_class=_formatter,
-    )
-    parser.set_defaults(command=function)
-    return parser
-
-
-def _add_verify(commands: Any) -> None:
-    parser = _add_command(commands, verify, "compare every byte of checkpoints with its checksum")
-    where = (
-        "a checkpoint: a directory of shardeddp or torch.distributed.checkpoint, a plain file, or a "
-        "directory of those"
-    )
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=where)
-    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
-
-
-def _add_inspect(commands: Any) -> None:
-    parser = _add_command(
-        commands, inspect, "show what is in a checkpoint, without reading its tensors"
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--tensors",
-        metavar="PATTERN",
-        help="tensors whose names match: 'model.blocks.0.*', or a part",
-    )
-    which.add_argument("--all", action="store_true", help="every tensor, not one row per module")
-    parser.add_argument("--json", action="store_true", help="print it as JSON, with every tensor")
-
-
-def _add_consolidate(commands: Any) -> None:
-    parser = _add_command(
-        commands, consolidate, "make a safetensors or a .ckpt file of a checkpoint"
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
-    kinds = "NAME.safetensors: the weights; NAME.ckpt: all, as Lightning writes it without sharding"
-    parser.add_argument("-o", "--output", required=True, type=_output, metavar="FILE", help=kinds)
-    parser.add_argument(
-        "--weights-only", action="store_true", help=".ckpt: no optimizers, schedulers, callbacks"
-    )
-    parser.add_argument(
-        "--ema",
-        action="store_true",
-        help="the averaged weights that Lightning's WeightAveraging saved",
-    )
-    parser.add_argument(
-        "--strip-prefix", default="", metavar="PREFIX", help="drop this from names: 'net.'"
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="safetensors: of all floating-point tensors"
-    )
-    limit = "safetensors: begin another file above this (default 5GB)"
-    parser.add_argument("--max-shard-size", default="5GB", type=_nbytes, metavar="SIZE", help=limit)
-    parser.add_argument(
-        "--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP"
-    )
-    parser.add_argument("--force", action="store_true", help="replace what is there")
-    danger = "unpickle anything: that runs the code of whoever wrote it"
-    parser.add_argument("--trust-pickle", action="store_true", help=danger)
-
-
-def _add_metadata(commands: Any) -> None:
-    text = "let torch.distributed.checkpoint read a checkpoint of so many pieces that it was saved without .metadata"
-    parser = _add_command(commands, metadata, text)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
-    parser.add_argument("--force", action="store_true", help="replace one that was made before")
-
-
-def _output(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in (".safetensors", ".ckpt"):
-        raise argparse.ArgumentTypeError(
-            f"expected a name that ends in .safetensors or .ckpt, found {text!r}"
-        )
-    return path
-
-
-def _nbytes(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"expected a size like 5GB, 500MB or 2GiB, found {text!r}")
-    unit = found[2].upper()
-    return max(
-        1,
-        int(
-            float(found[1])
-            * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit.removesuffix("I")]
-        ),
-    )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.translate import options_of
 
 T = TypeVar("T")
 
@@ -307,15 +308,16 @@ def resolve_offload(value: object) -> CPUOffload:
     Raises:
         ConfigurationError: It is none of these.
     """
-    if isinstance(value, CPUOffload):
-        return value
+    value = options_of("cpu_offload", value)
+    if isinstance(value, Mapping) and value and set(value) <= {"params", "optimizer"}:
+        value = CPUOffload(**value)
     if value is None or isinstance(value, bool):
         return CPUOffload(params=bool(value), optimizer=bool(value))
-    if isinstance(value, Mapping) and set(value) <= {"params", "optimizer"}:
-        return CPUOffload(**value)
+    if isinstance(value, CPUOffload) and (value.params or value.optimizer):
+        return value
     raise ConfigurationError(
-        f"cpu_offload={value!r}: expected True (everything), False, or CPUOffload(params=..., "
-        f"optimizer=...)"
+        f"cpu_offload={value!r}: expected True (everything), False, or what to offload: "
+        f"CPUOffload(optimizer=True), in YAML {{optimizer: true}}, or params"
     )
 
 
@@ -325,6 +327,7 @@ def resolve_mixed_precision(value: object) -> MixedPrecision | None:
     Raises:
         ConfigurationError: It is none of these, or a dtype in it is not known.
     """
+    value = options_of("mixed_precision", value)
     if value is None or isinstance(value, MixedPrecision):
         return value
     if isinstance(value, (str, torch.dtype)):

@@ -360,7 +360,7 @@ def inspection_view(
     """
     hint = "one row per module; --all lists every tensor, --tensors PATTERN some"
     hints = textwrap.wrap(hint, width) if folded else []
-    return [*_facts(path, manifest, width), "", *_tensor_table(rows, width), *hints]
+    return [*_facts(path, manifest, width), "", *tensor_table(rows, width), *hints]
 
 
 def verification_view(found: Verification, seconds: float) -> list[str]:
@@ -407,7 +407,13 @@ def _facts(path: Path, manifest: Manifest, width: int) -> list[str]:
     ]
 
 
-def _tensor_table(rows: Sequence[Row], width: int) -> list[str]:
+def tensor_table(rows: Sequence[Row], width: int) -> list[str]:
+    """Lines of a table with a row for each tensor or module.
+
+    Args:
+        rows: At least one.
+        width: Of the terminal, in columns.
+    """
     together = total(rows)
     names = [
         Column(heading="tensor", cells=[_name(r) for r in rows], footer="total", is_number=False),

@@ -260,3 +260,20 @@ def backend_config(group: dist.ProcessGroup) -> str:
 def coalesces() -> bool:
     """Whether collectives are being coalesced."""
     return bool(_world.pg_coalesce_state)
+
+
+def content_of_fsdp_policy(policy: Any) -> Any:
+    """The classes of a ``ModuleWrapPolicy`` of torch's FSDP, or the function of a ``CustomPolicy``.
+
+    Args:
+        policy: Known by its name: the engine that it belongs to is not imported here.
+
+    Raises:
+        ConfigurationError: The installed release keeps it elsewhere.
+    """
+    for name in ("_module_classes", "_lambda_fn"):
+        if name in vars(policy):
+            return vars(policy)[name]
+    raise _changed(
+        f"{type(policy).__name__}: expected _module_classes or _lambda_fn, found neither"
+    )

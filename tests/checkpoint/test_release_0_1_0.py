@@ -16,8 +16,8 @@ from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.checkpoint.find import find_checkpoints, read_manifest
 from shardeddp.checkpoint.manifest import MANIFEST
 from shardeddp.checkpoint.verify import examine, tensor_rows, verify
-from shardeddp.cli import main
 from shardeddp.plan.layout import Interval
+from shardeddp_cli import main
 from support.exporting import flip, read_safetensors
 from support.resuming import fit
 from support.tables import edit_manifest, pieces_of

@@ -20,7 +20,7 @@ from shardeddp.checkpoint.find import find_checkpoints, read_manifest
 from shardeddp.checkpoint.items import records_of
 from shardeddp.checkpoint.manifest import Item
 from shardeddp.checkpoint.verify import verify
-from shardeddp.cli import main
+from shardeddp_cli import main
 from support.resuming import fit, same_batches
 from support.tasks import Block, TinyGpt
 from support.trainers import full_weights, make_trainer

@@ -37,8 +37,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import shardeddp  # noqa: E402
-import shardeddp.cli  # noqa: E402
 import shardeddp.lightning.api  # noqa: E402
+import shardeddp_cli  # noqa: E402
 
 pl: Any = importlib.import_module(TESTED)
 cli: Any = importlib.import_module(f"{TESTED}.cli")
@@ -130,7 +130,7 @@ def convert(folder: Path) -> bool:
     """Whether a directory, and a file of it, load alike, by this package and by Lightning."""
     source, target = folder / "directory.ckpt", folder / "plain.ckpt"
     assert source.is_dir()
-    if shardeddp.cli.main(["consolidate", str(source), "-o", str(target)]):
+    if shardeddp_cli.main(["consolidate", str(source), "-o", str(target)]):
         return False
     loaded = [Regression.load_from_checkpoint(path).state_dict() for path in (source, target)]
     loaded += [

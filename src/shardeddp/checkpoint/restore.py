@@ -120,6 +120,13 @@ def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: 
     )
 
 
+def load_staged(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
+    """Load as :func:`load_model` does, when all that this rank needs has been read and checked."""
+    stage([state], module)
+    give_memory(module)
+    load_model(module, state, strict, cast)
+
+
 def load_optimizer(
     optimizer: optim.Optimizer,
     state: Mapping[str, Any],

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
@@ -144,6 +144,7 @@ def changed_release(problems: Sequence[str]) -> ConfigurationError:
 PUBLIC = {
     "fabric.plugins": "CheckpointIO ClusterEnvironment TorchCheckpointIO",
     "fabric.plugins.environments": "LightningEnvironment SLURMEnvironment",
+    "fabric.strategies": "DDPStrategy",
     "fabric.utilities.data": "AttributeDict has_iterable_dataset sized_len",
     "fabric.utilities.rank_zero": "rank_zero_only",
     "fabric.utilities.seed": "reset_seed",
@@ -168,6 +169,7 @@ PUBLIC = {
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+    from lightning.fabric.strategies import DDPStrategy
     from lightning.fabric.utilities.data import AttributeDict, has_iterable_dataset, sized_len
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
@@ -202,6 +204,22 @@ else:
     for _module, _names in PUBLIC.items():
         globals().update((_name, named(f"{_module}:{_name}")) for _name in _names.split())
     LIGHTNING_VERSION = named("pytorch:__version__")
+
+
+# -- Objects with a state
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Object that a checkpoint of Fabric holds by its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take a state over."""
+        ...
 
 
 # -- Reading of ``load_from_checkpoint``

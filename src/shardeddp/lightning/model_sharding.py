@@ -20,7 +20,7 @@ from shardeddp.engine.takeover import Takeover, is_taken_over
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
-from shardeddp.lightning.api import LightningModule, Precision, rank_zero_info
+from shardeddp.lightning.api import Precision, rank_zero_info
 from shardeddp.lightning.precision import (
     ShardedPrecision,
     assign_dtypes,
@@ -150,7 +150,7 @@ class ModelSharding:
 
     def shard(
         self,
-        module: LightningModule,
+        module: nn.Module,
         precision: Precision,
         replace_layers: Callable[[], None],
         *,
@@ -213,7 +213,7 @@ class ModelSharding:
             self._group.debug,
         )
 
-    def _take_over(self, module: LightningModule) -> Takeover:
+    def _take_over(self, module: nn.Module) -> Takeover:
         """Parameters that are sharded already, of this module or of others, as plain ones."""
         sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
         set_down(sharded, parameters_changed)
@@ -226,12 +226,12 @@ class ModelSharding:
             takeover.make_plain()
         return takeover
 
-    def _convert(self, module: LightningModule, precision: Precision) -> None:
+    def _convert(self, module: nn.Module, precision: Precision) -> None:
         record_resets(module, self._recording)
         with self._recording.active():
             precision.convert_module(module)
 
-    def _shard(self, module: LightningModule, precision: Precision, takeover: Takeover) -> Runtime:
+    def _shard(self, module: nn.Module, precision: Precision, takeover: Takeover) -> Runtime:
         mesh = self._group.mesh
         units = run_on_all_ranks(
             "finding units", partial(self._plan, module, precision), mesh.control

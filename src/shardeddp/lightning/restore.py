@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shardeddp.checkpoint import clean
@@ -119,7 +120,15 @@ class Restore:
             reading = partial(open_file, path, weights_only, part)
         else:
             torch.cuda.empty_cache()  # as Lightning does here
-            return io.load_checkpoint(path, weights_only=weights_only)
+            try:
+                return io.load_checkpoint(path, weights_only=weights_only)
+            except (EOFError, RuntimeError) as error:
+                if type(io) is not TorchCheckpointIO or kind == "missing":
+                    raise
+                raise CheckpointError(
+                    f"{path} is no checkpoint that can be read, or was cut off while it was "
+                    f"written or copied: {type(error).__name__}: {error}"
+                ) from error
         try:
             return self._group.run_on_all_ranks("reading the checkpoint", reading)
         except CheckpointError as error:
@@ -175,7 +184,7 @@ class Restore:
         pending, self._pending = self._pending, None
         return pending
 
-    def load(self, action: Callable[[], None] | None, module: LightningModule) -> None:
+    def load(self, action: Callable[[], None] | None, module: nn.Module) -> None:
         """Load something into a sharded module on all ranks; None on all ranks: nothing."""
         if action is None:
             return

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from traceback import extract_tb
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,6 +39,7 @@ from shardeddp.config import (
 )
 from shardeddp.engine.runtime import Prefetch, Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
+from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import (
     ActivationCheckpointingLike,
@@ -69,10 +73,28 @@ from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyName, choose_sharding
 from shardeddp.report import print_units
+from shardeddp.translate import explain_unknown, prefetch_of, sharding_of
 from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
 
 # An instance as default gives the command line a flag for each field.
 _DEFAULTS = CheckpointOptions()
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return value is not default and (type(value) is not type(default) or value != default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Parts of a strategy that work without a Trainer."""
+
+    group: ProcessGroup
+    model_sharding: ModelSharding
+    checkpoints: Checkpoints
+    options: CheckpointOptions
+    optimizer_scope: Mapping[str, Scope]
+    offloads_optimizer: bool
+    """Whether optimizer states alone live in host memory."""
 
 
 class ShardedDP(ParallelStrategy):
@@ -146,6 +168,7 @@ class ShardedDP(ParallelStrategy):
         cluster_environment: Source of ranks and addresses; None: the one that Lightning detects.
         checkpoint_io: How files are written and read; None: Lightning's own.
         precision_plugin: Set by the Trainer from ``precision``.
+        others: Nothing; arguments of other strategies are refused with the line to write.
     """
 
     def __init__(
@@ -161,7 +184,7 @@ class ShardedDP(ParallelStrategy):
         optimizer_shard: OptimizerShard = "group",
         optimizer_scope: Mapping[str, Scope] | None = None,
         forward_prefetch: int = 1,
-        backward_prefetch: int = 1,
+        backward_prefetch: int | str = 1,
         reduce_every_backward: bool | None = None,
         uneven_batches: UnevenBatches = "error",
         uneven_units: bool = False,
@@ -176,7 +199,21 @@ class ShardedDP(ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **others: Any,
     ) -> None:
+        if others:
+            known = {**signature(ShardedDP).parameters}
+            given = {
+                name: value
+                for name, value in locals().items()
+                if name in known and name != "others" and _differs(value, known[name].default)
+            }
+            raise TypeError(explain_unknown(others, {**given, **others}, known.keys() - {"others"}))
+        if (other := sharding_of(sharding_strategy)) is not None:
+            sharding_strategy = other["sharding_strategy"]
+            if reshard_after_forward is None:
+                reshard_after_forward = other.get("reshard_after_forward")
+        depth = prefetch_of(backward_prefetch)
         check_lightning()
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
@@ -196,7 +233,10 @@ class ShardedDP(ParallelStrategy):
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
         self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
         self.optimizer_scope = resolve_optimizer_scope(optimizer_scope)
-        self.prefetch = Prefetch(forward=forward_prefetch, backward=backward_prefetch)
+        self.prefetch = Prefetch(
+            forward=int(forward_prefetch) if forward_prefetch is True else forward_prefetch,
+            backward=cast(int, backward_prefetch) if depth is None else depth,
+        )
         self.uneven_units = uneven_units
         self.checkpoint_options = checkpoint_options
         self.timeout = resolve_timeout(timeout)
@@ -232,6 +272,18 @@ class ShardedDP(ParallelStrategy):
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(uneven_batches)
         self._runtime: Runtime | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """The parts that work without a Trainer."""
+        return Parts(
+            group=self._group,
+            model_sharding=self._model_sharding,
+            checkpoints=self._checkpoints,
+            options=self.checkpoint_options,
+            optimizer_scope=self.optimizer_scope,
+            offloads_optimizer=self.offload.optimizer and not self.offload.params,
+        )
 
     @override
     def __repr__(self) -> str:
@@ -493,6 +545,22 @@ class ShardedDP(ParallelStrategy):
         """
         with self._model_sharding.building(self.precision_plugin, empty_init):
             yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None]:
+        """Surround ``configure_model``, which may have been written for ModelParallelStrategy."""
+        try:
+            yield
+        except TypeError as error:
+            if "device_mesh" not in (extract_tb(error.__traceback__)[-1].line or ""):
+                raise
+            raise ConfigurationError(
+                "configure_model asks for a device_mesh, which ModelParallelStrategy makes and "
+                "ShardedDP does not need: take fully_shard(...) and parallelize_module(...) out of "
+                "configure_model and leave the bare modules. auto_wrap_policy says which modules "
+                "are units, and tensor parallelism is not there"
+            ) from error
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -3,14 +3,17 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias, TypeGuard
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeAlias, TypeGuard, cast
 
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.torch_private import content_of_fsdp_policy
 from shardeddp.wrap.tree import (
     class_of,
     has_forward,
@@ -505,6 +508,8 @@ def resolve_policy(value: object) -> Policy:
     """
     if isinstance(value, Policy):
         return value
+    if (translated := _of_torch(value)) is not None:
+        return translated
     if value is None:
         return SingleUnitPolicy()
     if isinstance(value, str):
@@ -580,6 +585,47 @@ def _resolve_callable(value: Callable[..., Any]) -> Policy:
             f"predicate(name, module)."
         )
     return PredicatePolicy(value)
+
+
+def _of_torch(value: object) -> Policy | None:
+    """The policy that one of torch's FSDP means, by its name; None for anything else."""
+    arguments: Mapping[str, Any] = {}
+    if isinstance(value, partial):
+        value, arguments = cast("partial[Any]", value).func, value.keywords
+    named = value if isinstance(value, FunctionType) else type(value)
+    if not (named.__module__.startswith("torch.") and named.__module__.endswith(".fsdp.wrap")):
+        return None
+    match named.__name__:
+        case "ModuleWrapPolicy" | "CustomPolicy":
+            chosen = content_of_fsdp_policy(value)
+            return PredicatePolicy(_OfModule(chosen)) if callable(chosen) else ClassPolicy(chosen)
+        case "transformer_auto_wrap_policy" if "transformer_layer_cls" in arguments:
+            return ClassPolicy(arguments["transformer_layer_cls"])
+        case "lambda_auto_wrap_policy" if "lambda_fn" in arguments:
+            return PredicatePolicy(_OfModule(arguments["lambda_fn"]))
+        case "size_based_auto_wrap_policy":
+            return SizePolicy(min_numel=arguments.get("min_num_params", 100_000_000))
+        case "always_wrap_policy":
+            return PredicatePolicy(_OfModule(lambda module: True))
+        case _:
+            return None
+
+
+class _OfModule:
+    """A predicate that does not look at names.
+
+    Args:
+        function: Called with each module.
+    """
+
+    def __init__(self, function: Callable[[nn.Module], Any]) -> None:
+        self.function = function
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        return bool(self.function(module))
+
+    def __repr__(self) -> str:
+        return repr(self.function)
 
 
 def _reject_module_name(value: str) -> None:

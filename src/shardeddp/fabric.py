@@ -1,0 +1,289 @@
+"""Fabric: the strategy for loops of one's own, on the engine that the Trainer's strategy has."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
+from shardeddp.checkpoint.find import require_intact
+from shardeddp.checkpoint.full import save_full
+from shardeddp.checkpoint.kept_shards import KEY, NAMES
+from shardeddp.checkpoint.restore import load_optimizer, load_staged, parameter_names, stage
+from shardeddp.config import StartMethod, check_choice
+from shardeddp.engine.runtime import Runtime, parameters_changed
+from shardeddp.errors import CheckpointError, ConfigurationError
+from shardeddp.lightning.api import LIGHTNING_VERSION, DDPStrategy, Stateful, rank_zero_only
+from shardeddp.lightning.precision import ShardedPrecision
+from shardeddp.lightning.restore import open_any
+from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
+from shardeddp.optim.attach import attach_optimizer, follow_optimizers
+from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
+from shardeddp.tensor.shard_tensor import ShardTensor
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io")
+_FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all without tensors
+
+
+class ShardedForward(nn.Module):
+    """A sharded module whose call is a step of the engine.
+
+    Args:
+        module: The sharded module.
+        runtime: Its engine.
+    """
+
+    def __init__(self, module: nn.Module, runtime: Runtime) -> None:
+        super().__init__()
+        self.module, self.runtime = module, runtime
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        kind = "training_step" if torch.is_grad_enabled() else "validation_step"
+        with self.runtime.step(kind) as outputs:
+            outputs.append(self.module(*args, **kwargs))
+        return outputs[0]
+
+
+class ShardedDP(DDPStrategy):
+    """Trains unmodified modules sharded: ``Fabric(strategy=shardeddp.fabric.ShardedDP(...))``.
+
+    Args:
+        sharding_strategy: As :class:`shardeddp.ShardedDP` takes it; see there.
+        state_dict_type: ``sharded``: ``fabric.save`` writes a directory that every rank writes its
+            part of, which the Trainer's strategy reads. ``full``: one file, as Fabric's other
+            strategies write and read it. All of these are loaded, whatever is said here.
+        start_method: How ranks start where nothing else starts them.
+        options: All that :class:`shardeddp.ShardedDP` takes; ``uneven_batches`` is the Trainer's.
+
+    Raises:
+        ConfigurationError: An option does not go with Fabric, or is wrong by itself.
+    """
+
+    def __init__(
+        self,
+        sharding_strategy: str = "full_shard",
+        *,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        start_method: StartMethod = "popen",
+        **options: Any,
+    ) -> None:
+        lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
+        lightning["precision"] = options.pop("precision", None)
+        parts = TrainerStrategy(
+            sharding_strategy, state_dict_type="sharded", start_method=start_method, **options
+        ).parts
+        if parts.options.asynchronous or "uneven_batches" in options:
+            raise ConfigurationError(
+                "asynchronous=True and uneven_batches go with the Trainer: a loop of one's own ends "
+                "epochs by itself, and nobody would wait for the last checkpoint. Leave them out"
+            )
+        super().__init__(**lightning, start_method=start_method)
+        self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
+        self._parts, self._group = parts, parts.group
+        self._backward_sync_control = cast(Any, self)  # whom Fabric asks to surround micro-batches
+
+    @override
+    def setup_environment(self) -> None:
+        if self.cluster_environment is None or self.accelerator is None:
+            raise RuntimeError("ShardedDP has no environment yet: Fabric finds one when it is made")
+        self.accelerator.setup_device(self.root_device)
+        nodes, processes = self.num_nodes, self.num_processes
+        self.cluster_environment.set_global_rank(self.node_rank * processes + self.local_rank)
+        self.cluster_environment.set_world_size(nodes * processes)
+        rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
+        self._group.set_up(self.cluster_environment, self.root_device, nodes, processes, None)
+        follow_optimizers(parameters_changed)
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._group.reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        return self._group.gather(tensor, group, sync_grads)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._group.barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._group.broadcast(obj, src)
+
+    # -- modules and optimizers
+
+    @contextmanager
+    def no_backward_sync(self, module: Any, enabled: bool) -> Generator[None]:
+        """Surround a micro-batch whose gradients are not communicated yet."""
+        runtime: Runtime = module.runtime
+        runtime.sync_gradients = not enabled
+        try:
+            yield
+        finally:
+            runtime.sync_gradients = True
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """With ``empty_init=True`` a module is built on the meta device, until it is set up."""
+        return self._parts.model_sharding.building(cast(Any, self.precision), empty_init)
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: parameters reach the device as shards, when the module is set up."""
+
+    @override
+    def setup_module(self, module: nn.Module) -> Any:
+        precision = ShardedPrecision()  # Fabric's own converts, and surrounds forwards
+        precision.precision = cast(Any, self.precision.precision)
+        precision.autocast = _AUTOCAST.get(str(self.precision.precision))
+        shard = self._parts.model_sharding.shard
+        return ShardedForward(module, shard(module, precision, lambda: None, fitting=True))
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        held = [it for group in optimizer.param_groups for it in group["params"]]
+        if self.world_size > 1 and not any(isinstance(it, ShardTensor) for it in held):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} holds no parameter of a module that is set up: call "
+                f"fabric.setup_module(module) first, or fabric.setup(module, optimizer)"
+            )
+        offloads = self._parts.offloads_optimizer and self.root_device.type != "cpu"
+        attach_optimizer(optimizer, parameters_changed, offloads, self._parts.optimizer_scope)
+        return optimizer
+
+    @override
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self.precision.unscale_gradients(optimizer)
+        return clip_grad_norm_(self.precision.main_params(optimizer), max_norm, *args, **kwargs)
+
+    @override
+    def clip_gradients_value(self, module: Any, optimizer: Optimizer, clip_val: float) -> None:
+        self.precision.unscale_gradients(optimizer)
+        clip_grad_value_(self.precision.main_params(optimizer), clip_val)
+
+    # -- checkpoints
+
+    @override
+    def save_checkpoint(
+        self, path: str | Path, state: Any, storage_options: Any = None, filter: Any = None
+    ) -> None:
+        bare = {key: _bare(it) for key, it in state.items()}
+        plain = {k: it.state_dict() if isinstance(it, Stateful) else it for k, it in bare.items()}
+        if self._kind == "full":
+            for key, keeps in (filter or {}).items():
+                plain[key] = {name: it for name, it in plain[key].items() if keeps(name, it)}
+            target, write = self.broadcast(str(path)), self.checkpoint_io.save_checkpoint
+            mesh = self._group.current
+            save_full(plain, target, lambda full: write(full, target, storage_options), mesh)
+            return
+        if filter:
+            raise NotImplementedError("fabric.save(filter=...) needs state_dict_type='full'")
+        root, optimizers = _together(bare), _keys(bare, Optimizer)
+        names = partial(parameter_names, root, [bare[key] for key in optimizers])
+        modules = _keys(bare, nn.Module)
+        rest = {key: it for key, it in plain.items() if key not in (*modules, *optimizers)}
+        checkpoint = {
+            **{key: it for key, it in rest.items() if key in ("epoch", "global_step")},
+            "pytorch-lightning_version": LIGHTNING_VERSION,
+            WEIGHTS: root.state_dict(),
+            OPTIMIZERS: [plain[key] for key in optimizers],
+            "lr_schedulers": [],
+            KEY: {NAMES: names()},
+            _FABRIC: {"modules": modules, "optimizers": optimizers, "state": rest},
+        }
+        self._parts.checkpoints.save(checkpoint, path, storage_options, self.checkpoint_io, names)
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: Any = None
+    ) -> dict[str, Any]:
+        read = partial(self._read, Path(self.broadcast(str(path))), weights_only)
+        checkpoint = self._group.run_on_all_ranks("reading the checkpoint", read)
+        if not state:
+            return checkpoint
+        raw = not isinstance(state, dict)
+        wanted: dict[str, Any] = {"": state} if raw else state
+        entries = {"": checkpoint.get(WEIGHTS, checkpoint)} if raw else _entries(checkpoint, wanted)
+        if strict and (missing := [key for key in wanted if key not in entries]):
+            raise KeyError(f"{path} has no {missing[0]!r}: found {', '.join(entries)}")
+        load = partial(self._load, checkpoint, wanted, entries, strict)
+        self._group.run_on_all_ranks("loading the checkpoint", load)
+        return {} if raw else entries
+
+    def _read(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist")
+        mesh, options = self._group.current, self._parts.options
+        part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
+        if path.is_dir():
+            own = {"foreign": options.foreign, "trust_pickle": options.trust_pickle}
+            return open_any(path, weights_only, **own, part=part)
+        require_intact(path, part)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+
+    def _load(
+        self, checkpoint: Any, state: dict[str, Any], entries: dict[str, Any], strict: bool
+    ) -> None:
+        root, saved = _together({key: _bare(it) for key, it in state.items()}), _names(checkpoint)
+        for key, it in state.items():
+            it, value = _bare(it), entries.pop(key, None)
+            if value is None:
+                continue
+            if isinstance(it, nn.Module):
+                load_staged(it, value, strict, self._parts.options.cast)
+            elif isinstance(it, Optimizer):
+                stage([value], root)
+                load_optimizer(it, value, saved.get(key), parameter_names(root, [it])[0])
+            elif isinstance(it, Stateful):
+                it.load_state_dict(value)
+            else:
+                state[key] = value
+
+
+def _bare(value: Any) -> Any:
+    return value.module if isinstance(value, ShardedForward) else value
+
+
+def _keys(state: Mapping[str, Any], kind: type) -> list[str]:
+    return [key for key, it in state.items() if isinstance(_bare(it), kind)]
+
+
+def _together(state: Mapping[str, Any]) -> nn.Module:
+    """The only module of a state, or one that holds all of them by their keys."""
+    modules = {key: it for key, it in state.items() if isinstance(it, nn.Module)}
+    return next(iter(modules.values())) if len(modules) == 1 else nn.ModuleDict(modules)
+
+
+def _names(checkpoint: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """Names of the parameters of each optimizer that Fabric has saved."""
+    keys, names = checkpoint.get(_FABRIC, {}).get("optimizers", ()), checkpoint.get(KEY, {})
+    return dict(zip(keys, names.get(NAMES, ()), strict=False))
+
+
+def _entries(checkpoint: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has for each key of a state; one of the Trainer has no such keys."""
+    if WEIGHTS not in checkpoint:
+        return checkpoint
+    rest = {it: value for it, value in checkpoint.items() if it not in (WEIGHTS, OPTIMIZERS, KEY)}
+    own = {"modules": _keys(state, nn.Module), "optimizers": _keys(state, Optimizer), "state": rest}
+    saved = checkpoint.get(_FABRIC, own)
+    weights, several = checkpoint[WEIGHTS], len(saved["modules"]) > 1
+    modules = {key: _below(f"{key}." * several, weights) for key in saved["modules"]}
+    optimizers = zip(saved["optimizers"], checkpoint.get(OPTIMIZERS, ()), strict=False)
+    return {**saved["state"], **modules, **dict(optimizers)}
+
+
+def _below(prefix: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {k.removeprefix(prefix): it for k, it in weights.items() if k.startswith(prefix)}

@@ -1,0 +1,899 @@
+"""Translation of other strategies' arguments into those of ShardedDP, with what changes its meaning.
+
+It knows names and plain values alone: a call in a file, an entry of YAML and an object of a running
+program are made into the same :class:`Call`, and nothing of the other engines is imported.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: SIM905  # tables of words are read as text
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, cast
+
+from shardeddp.errors import ConfigurationError
+
+
+class Expression(str):
+    """Python code that stands for a value which is not known before it runs."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """An object by the call that makes it."""
+
+    path: str
+    """Class or function, as it was written."""
+
+    positional: tuple[Any, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def name(self) -> str:
+        """The path's last word."""
+        return self.path.rpartition(".")[2]
+
+    def get(self, name: str, place: int | None = None) -> Any:
+        """An argument by its name, or by its place; None where it is not given."""
+        if name in self.arguments:
+            return self.arguments[name]
+        return (
+            self.positional[place] if place is not None and place < len(self.positional) else None
+        )
+
+    def __repr__(self) -> str:
+        shown = [
+            *map(repr, self.positional),
+            *(f"{key}={it!r}" for key, it in self.arguments.items()),
+        ]
+        return f"{self.path}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """What a reader has to know about one key."""
+
+    key: str
+    text: str
+    lost: bool = False
+    """Whether something that was asked for cannot be had, so the run will not be the same."""
+
+
+@dataclass(kw_only=True)
+class Translation:
+    """Arguments of ShardedDP, and what to know about them."""
+
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    trainer: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the Trainer that go with them."""
+
+    notes: list[Note] = field(default_factory=list[Note])
+    unneeded: list[str] = field(default_factory=list[str])
+    """Keys that ask for what is always so, or tune parts that are not there."""
+
+    @property
+    def loses(self) -> bool:
+        """Whether something that was asked for cannot be had."""
+        return any(note.lost for note in self.notes)
+
+    def note(self, key: str, text: str) -> None:
+        """Say how a key changes its meaning."""
+        self.notes.append(Note(key=key, text=text))
+
+    def lose(self, key: str, text: str) -> None:
+        """Say that something cannot be had."""
+        self.notes.append(Note(key=key, text=text, lost=True))
+
+
+Rule = Callable[[Translation, str, Any], None]
+"""Takes a key and its value into a translation."""
+
+
+# -- values
+
+
+def described(value: Any) -> Any:
+    """A value of a running program, as it would be read from a file.
+
+    Enumerations become their names, dtypes theirs, and option objects of other libraries the calls
+    that make them; classes and functions stay.
+    """
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, partial):
+        made = cast("partial[Any]", value)
+        arguments = {key: described(it) for key, it in made.keywords.items()}
+        return Call(
+            path="functools.partial", positional=(made.func, *made.args), arguments=arguments
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return Call(
+            path=type(value).__name__,
+            arguments={
+                each.name: described(getattr(value, each.name))
+                for each in dataclasses.fields(value)
+                if getattr(value, each.name) is not None
+            },
+        )
+    return value
+
+
+def _word(value: Any) -> str:
+    """An enumeration's member, a name or a dotted path, as its last word in capitals."""
+    word = value.name if isinstance(value, Enum) else str(value)
+    return word.rpartition(".")[2].strip("'\"").lstrip("_").upper()
+
+
+def _dtype(value: Any) -> Any:
+    """The name of a dtype that is written as ``torch.bfloat16``."""
+    text = str(value)
+    return text.removeprefix("torch.") if text.startswith("torch.") else value
+
+
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {"sharding_strategy": "full_shard"},
+    "SHARD_GRAD_OP": {"sharding_strategy": "shard_grad_op"},
+    "HYBRID_SHARD": {"sharding_strategy": "hybrid_shard"},
+    "HYBRID_SHARD_ZERO2": {"sharding_strategy": "hybrid_shard", "reshard_after_forward": False},
+    "NO_SHARD": {"sharding_strategy": "no_shard"},
+    "SHARD_OPTIMIZER": {"sharding_strategy": "shard_optimizer"},
+    "FSDP": {"sharding_strategy": "full_shard"},
+    "FSDP2": {"sharding_strategy": "full_shard"},
+    "HSDP": {"sharding_strategy": "hybrid_shard"},
+    "DDP": {"sharding_strategy": "no_shard"},
+    **{
+        f"{prefix}{stage}": {"sharding_strategy": name}
+        for stage, name in enumerate(("no_shard", "shard_optimizer", "shard_grad_op", "full_shard"))
+        for prefix in ("ZERO", "ZERO_", "ZERO-", "STAGE", "STAGE_")
+    },
+}
+_BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Of Accelerate, from 1."""
+
+_BY_STAGE = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+
+
+def sharding_of(value: Any) -> dict[str, Any] | None:
+    """Our arguments for a sharding strategy of other libraries; None where it is not known.
+
+    Args:
+        value: A name in any case (``HYBRID_SHARD_ZERO2``, ``zero3``, ``hsdp``), or a member of
+            torch's ``ShardingStrategy``.
+    """
+    found = _STRATEGIES.get(_word(value))
+    return None if found is None else dict(found)
+
+
+def prefetch_of(value: Any) -> int | None:
+    """Our number of units for torch's ``BackwardPrefetch``; None where it is something else."""
+    return {"BACKWARD_PRE": 1, "BACKWARD_POST": 1, "NO_PREFETCH": 0}.get(_word(value))
+
+
+# -- rules that several strategies share
+
+
+def _same(made: Translation, key: str, value: Any) -> None:
+    if value is not None:
+        made.options[key] = value
+
+
+def _unneeded(made: Translation, key: str, value: Any) -> None:
+    made.unneeded.append(key)
+
+
+def _always(text: str, *, when: Any) -> Rule:
+    """A switch that is always in one position here."""
+
+    def rule(made: Translation, key: str, value: Any) -> None:
+        if value is None or value == when:
+            made.unneeded.append(key)
+        else:
+            made.note(key, text)
+
+    return rule
+
+
+def _lost(text: str, *, unless: Sequence[Any] = (None, False)) -> Rule:
+    def rule(made: Translation, key: str, value: Any) -> None:
+        if any(value is harmless or value == harmless for harmless in unless):
+            made.unneeded.append(key)
+        else:
+            made.lose(key, text)
+
+    return rule
+
+
+def _of_trainer(made: Translation, key: str, value: Any) -> None:
+    if value is not None:
+        made.lose(
+            key, "a Trainer argument here: Trainer(precision='bf16-mixed') or the one that it is"
+        )
+
+
+def _sharding(made: Translation, key: str, value: Any) -> None:
+    number = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, str) and value.isdigit():
+        number = int(value)
+    if number is not None and 1 <= number <= len(_BY_NUMBER):
+        value = _BY_NUMBER[number - 1]
+    found = sharding_of(value)
+    if found is None:
+        made.lose(key, f"{value!r} is not known: expected one of {', '.join(_BY_NUMBER)}")
+    else:
+        made.options |= found
+
+
+def _policy(made: Translation, key: str, value: Any, option: str = "auto_wrap_policy") -> None:
+    """A wrap policy: torch's objects, partials of its functions, classes, or None."""
+    if isinstance(value, Call) and value.name == "partial":
+        function = value.positional[0] if value.positional else None
+        name = getattr(function, "__name__", str(function)).rpartition(".")[2]
+        value = Call(path=name, arguments=value.arguments)
+    if isinstance(value, Expression) and value.rpartition(".")[2] in _POLICY_FUNCTIONS:
+        value = Call(path=value)
+    if not isinstance(value, Call):
+        made.options[option] = value
+        return
+    match value.name:
+        case "ModuleWrapPolicy":
+            classes = value.get("module_classes", 0)
+        case "transformer_auto_wrap_policy" | "_module_wrap_policy":
+            classes = value.get("transformer_layer_cls") or value.get("module_classes")
+        case "size_based_auto_wrap_policy":
+            size = value.get("min_num_params") or 100_000_000
+            made.options[option] = Call(path="shardeddp.SizePolicy", arguments={"min_numel": size})
+            if value.get("exclude_wrap_modules") or value.get("force_leaf_modules"):
+                made.note(key, "sizes alone decide: exclude_wrap_modules and force_leaf_modules "
+                               "have no counterpart; name the classes instead")  # fmt: skip
+            return
+        case "CustomPolicy" | "lambda_auto_wrap_policy":
+            function = value.get("lambda_fn", 0)
+            made.options[option] = Expression(f"lambda name, module: bool(({function})(module))")
+            return
+        case "always_wrap_policy":
+            made.options[option] = Expression("lambda name, module: True")
+            return
+        case _:
+            made.options[option] = value
+            return
+    if classes is None:
+        made.lose(key, f"{value!r} names no classes: write {option}={{Block}}")
+    else:
+        made.options[option] = classes
+
+
+_POLICY_FUNCTIONS = ("size_based_auto_wrap_policy", "always_wrap_policy")
+
+
+def _checkpointing(made: Translation, key: str, value: Any) -> None:
+    if value is not None:
+        _policy(made, key, value, "activation_checkpointing")
+
+
+def _offload(made: Translation, key: str, value: Any) -> None:
+    if isinstance(value, Call):
+        value = bool(value.get("offload_params", 0)) or value.name == "CPUOffloadPolicy"
+    if value is None or value is False:
+        return
+    made.options["cpu_offload"] = value
+
+
+def _mixed_precision(made: Translation, key: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Call):
+        made.options[key] = value
+        return
+    found = dict(value.arguments)
+    ours = {
+        name: _dtype(found.pop(name))
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+        if found.get(name) is not None
+    }
+    if "param_dtype" in ours and "reduce_dtype" not in ours:
+        ours["reduce_dtype"] = ours["param_dtype"]
+        made.note(key, "gradients are reduced in param_dtype there where reduce_dtype is not "
+                       "given, in float32 here: leave reduce_dtype out for that")  # fmt: skip
+    # FSDP1 casts the inputs of the root even where it casts no others, and the rest follows from it.
+    casts_root = found.pop("cast_root_forward_inputs", value.name == "MixedPrecision")
+    if found.pop("cast_forward_inputs", None) is False and not casts_root:
+        ours["cast_forward_inputs"] = False
+    ignored = found.pop("_module_classes_to_ignore", None)
+    if ignored and [_word(getattr(it, "__name__", it)) for it in ignored] != ["BATCHNORM"]:
+        ours["keep_fp32"] = ignored  # batch norms, the default, may not be in the model
+    if found.pop("keep_low_precision_grads", None):
+        made.lose(key, "keep_low_precision_grads: gradients of shards have the shards' own dtype")
+    for name in found:
+        made.lose(key, f"{name} is not known")
+    made.options[key] = Call(path="shardeddp.MixedPrecision", arguments=ours)
+
+
+def _device_mesh(made: Translation, key: str, value: Any) -> None:
+    if value is None:
+        return
+    sizes: Any = value
+    if isinstance(value, Call):
+        sizes = value.get("mesh_shape", 1)
+    elif not isinstance(value, (tuple, list)):
+        mesh = vars(value).get("mesh") if not isinstance(value, str) else None
+        sizes = None if mesh is None else tuple(mesh.shape)
+    if not isinstance(sizes, (tuple, list)) or not all(isinstance(size, int) for size in sizes):
+        made.lose(key, "write shard_size=, the number of ranks that share one model (the last "
+                       "number of the mesh), with 'hybrid_shard'")  # fmt: skip
+    elif len(sizes) == 2:
+        made.options.setdefault("sharding_strategy", "hybrid_shard")
+        if made.options["sharding_strategy"] == "full_shard":
+            made.options["sharding_strategy"] = "hybrid_shard"
+        made.options["shard_size"] = sizes[1]
+    elif len(sizes) == 1:
+        made.unneeded.append(key)
+    else:
+        made.lose(key, f"{tuple(sizes)} has tensor, context or pipeline parallel dimensions, "
+                       f"which are not there: parameters are sharded, computation is not")  # fmt: skip
+
+
+def _backward_prefetch(made: Translation, key: str, value: Any) -> None:
+    if value is None:
+        made.options[key] = 0
+        return
+    depth = prefetch_of(value)
+    if depth is None:
+        made.options[key] = value
+    elif _word(value) == "BACKWARD_POST":
+        made.note(key, "BACKWARD_POST gathers a unit later than here, where 1 is as early as "
+                       "BACKWARD_PRE; backward_prefetch=0 takes the least memory")  # fmt: skip
+    elif depth != 1:
+        made.options[key] = depth
+
+
+def _forward_prefetch(made: Translation, key: str, value: Any) -> None:
+    if value is True or value is None:
+        made.unneeded.append(key)
+    elif value is False:
+        made.note(key, "one unit is gathered ahead here, which False does without saying so by "
+                       "running the host ahead; forward_prefetch=0 for none")  # fmt: skip
+    else:
+        made.options[key] = value
+
+
+def _reshard(made: Translation, key: str, value: Any) -> None:
+    if isinstance(value, str) and sharding_of(value):
+        _sharding(made, key, value)
+    elif value is False or (isinstance(value, int) and value is not True):
+        made.options[key] = value
+    else:
+        made.unneeded.append(key)
+
+
+def _unused_parameters(made: Translation, key: str, value: Any) -> None:
+    if value:
+        made.note(key, "not needed: a parameter without a gradient keeps none. Where ranks use "
+                       "different parts of the model in a step, write uneven_units=True")  # fmt: skip
+    else:
+        made.unneeded.append(key)
+
+
+_IGNORED = _lost(
+    "every parameter is sharded, and nothing can be left out: a module that must stay whole "
+    "has to be kept out of the LightningModule's attributes"
+)
+_FP32_MASTER = (
+    "DeepSpeed keeps float32 master weights and steps on them whatever the precision; here "
+    "precision='bf16-mixed' or '16-mixed' does that, and 'bf16-true' steps on bfloat16 itself"
+)
+
+_SHARED: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("cluster_environment", "checkpoint_io", "process_group_backend", "timeout"), _same
+    ),
+    **dict.fromkeys(("accelerator", "parallel_devices"), _unneeded),
+    "precision_plugin": _of_trainer,
+}
+
+# -- torch's FSDP, in its two generations
+
+_FSDP: dict[str, Rule] = {
+    **_SHARED,
+    "sharding_strategy": _sharding,
+    "device_mesh": _device_mesh,
+    "cpu_offload": _offload,
+    "offload_policy": _offload,
+    "mixed_precision": _mixed_precision,
+    "mp_policy": lambda made, key, value: _mixed_precision(made, "mixed_precision", value),
+    "auto_wrap_policy": _policy,
+    "activation_checkpointing": _checkpointing,
+    "activation_checkpointing_policy": _checkpointing,
+    "state_dict_type": _same,
+    "backward_prefetch": _backward_prefetch,
+    "forward_prefetch": _forward_prefetch,
+    "reshard_after_forward": _reshard,
+    "use_orig_params": _always(
+        "parameters always keep their names, shapes and identity", when=True
+    ),
+    "sync_module_states": _always("rank 0's values always reach all ranks", when=True),
+    "limit_all_gathers": _always(
+        "how far the host runs ahead is always limited: by forward_prefetch and backward_prefetch",
+        when=True,
+    ),
+    "ignored_modules": _IGNORED,
+    "ignored_states": _IGNORED,
+    "ignored_parameters": _IGNORED,
+    "ignored_params": _IGNORED,
+    "param_init_fn": _lost(
+        "modules built on the meta device get the values that their own construction gives; "
+        "leave the function out, or write in configure_model what it does"
+    ),
+    "process_group": _lost("groups follow from sharding_strategy and shard_size"),
+    "mesh": _device_mesh,
+    "dp_mesh_dims": _lost("shard_size says how many ranks share one model"),
+    "shard_placement_fn": _lost("flat buffers are cut evenly over ranks, whatever the dimension"),
+    "device_id": _unneeded,
+}
+
+# -- ModelParallelStrategy
+
+
+def _save_distributed(made: Translation, key: str, value: Any) -> None:
+    made.options["state_dict_type"] = "full" if value is False else "sharded"
+
+
+def _tensor_parallel(made: Translation, key: str, value: Any) -> None:
+    if value != 1:
+        made.lose(key, "tensor parallelism is not there: parameters are sharded, computation is "
+                       "not. All ranks are data parallel")  # fmt: skip
+
+
+_MODEL_PARALLEL: dict[str, Rule] = {
+    **_SHARED,
+    "data_parallel_size": _unneeded,
+    "tensor_parallel_size": _tensor_parallel,
+    "save_distributed_checkpoint": _save_distributed,
+}
+
+# -- DeepSpeed, by arguments and by its JSON
+
+
+def _stage(made: Translation, key: str, value: Any) -> None:
+    stage = int(value) if isinstance(value, str) and value.isdigit() else value
+    if stage in range(4):
+        made.options["sharding_strategy"] = _BY_STAGE[int(stage)]
+    else:
+        made.lose(key, f"{value!r} is not known: expected 0, 1, 2 or 3")
+
+
+def _zero(made: Translation, key: str, value: Any) -> None:
+    if value is False:
+        made.options["sharding_strategy"] = "no_shard"
+
+
+def _offload_of(part: str) -> Rule:
+    def rule(made: Translation, key: str, value: Any) -> None:
+        device = value.get("device", "none") if isinstance(value, Mapping) else value
+        if device == "nvme":
+            made.lose(key, "disks are not offloaded to: host memory is the last resort")
+        if device in (None, False, "none"):
+            return
+        if part == "params":
+            made.options["cpu_offload"] = True
+        else:
+            made.options.setdefault("cpu_offload", {"optimizer": True})
+
+    return rule
+
+
+def _device_of_offload(made: Translation, key: str, value: Any) -> None:
+    if value == "nvme":
+        made.lose(key, "disks are not offloaded to: host memory is the last resort")
+    else:
+        made.unneeded.append(key)
+
+
+def _cpu_checkpointing(made: Translation, key: str, value: Any) -> None:
+    if value:
+        made.options["activation_checkpointing"] = Call(
+            path="shardeddp.ActivationCheckpointing", arguments={"cpu_offload": True}
+        )
+
+
+def _hpz(made: Translation, key: str, value: Any) -> None:
+    if isinstance(value, int) and value > 1:
+        made.options["reshard_after_forward"] = value
+        made.note(key, "hpZ is reshard_after_forward: each rank keeps its part of what was "
+                       "gathered, and this many neighbours gather for the backward")  # fmt: skip
+
+
+def _mics(made: Translation, key: str, value: Any) -> None:
+    if isinstance(value, int) and value > 0:
+        made.options |= {"sharding_strategy": "hybrid_shard", "shard_size": value}
+
+
+def _gather_on_save(made: Translation, key: str, value: Any) -> None:
+    if value:
+        made.options["state_dict_type"] = "full"
+
+
+_TUNING = (
+    "params_buffer_count params_buffer_size max_in_cpu optimizer_buffer_count block_size "
+    "queue_depth single_submit overlap_events thread_count pin_memory sub_group_size "
+    "contiguous_gradients overlap_comm allgather_partitions reduce_scatter allgather_bucket_size "
+    "reduce_bucket_size zero_allow_untested_optimizer logging_batch_size_per_gpu logging_level "
+    "contiguous_memory_optimization synchronize_checkpoint_boundary load_full_weights nvme_path "
+    "round_robin_gradients ignore_unused_parameters stage3_max_live_parameters "
+    "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold elastic_checkpoint legacy_stage1 memory_efficient_linear "
+    "override_module_apply use_multi_rank_bucket_allreduce mics_hierarchical_params_gather "
+    "param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance prefetch_bucket_size load_from_fp32_weights"
+).split()
+
+_SCALER = (
+    "the loss scaler is the Trainer's: Trainer(plugins=MixedPrecision('16-mixed', 'cuda', "
+    "scaler=torch.amp.GradScaler(...)))"
+)
+_ZERO: dict[str, Rule] = {
+    **dict.fromkeys(_TUNING, _unneeded),
+    "stage": _stage,
+    "offload_optimizer": _offload_of("optimizer"),
+    "offload_param": _offload_of("params"),
+    "cpu_offload": _offload_of("optimizer"),
+    "cpu_offload_params": _offload_of("params"),
+    "zero_hpz_partition_size": _hpz,
+    "mics_shard_size": _mics,
+    "gather_16bit_weights_on_model_save": _gather_on_save,
+    "stage3_gather_16bit_weights_on_model_save": _gather_on_save,
+    "stage3_gather_fp16_weights_on_model_save": _gather_on_save,
+    "zero_quantized_weights": _lost("parameters travel in their compute dtype, never in int8"),
+    "zero_quantized_nontrainable_weights": _lost("parameters travel in their compute dtype"),
+    "zero_quantized_gradients": _lost("gradients travel in reduce_dtype, never in int8"),
+}
+
+
+def _zero_optimization(made: Translation, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        _zero(made, key, value)
+    elif isinstance(value, Mapping):
+        _apply(made, _ZERO, cast("Mapping[str, Any]", value), f"{key}.")
+    else:
+        made.lose(key, f"expected a mapping or a flag, found {value!r}")
+
+
+def _mixed(precision: str) -> Rule:
+    def rule(made: Translation, key: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value.get("enabled") not in (False, None):
+            made.trainer["precision"] = precision
+            scaling = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+                       "min_loss_scale"} & value.keys()  # fmt: skip
+            if set(map(value.get, scaling)) - {0, 16, 1000, 2, 1, "auto"}:
+                made.lose(key, _SCALER)
+
+    return rule
+
+
+def _to_trainer(name: str) -> Rule:
+    def rule(made: Translation, key: str, value: Any) -> None:
+        if value not in (None, "auto"):
+            made.trainer[name] = value
+
+    return rule
+
+
+def _in_loader(made: Translation, key: str, value: Any) -> None:
+    if value not in (None, "auto"):
+        made.note(key, "the DataLoader says it: DataLoader(batch_size=...), per rank")
+
+
+def _recomputation(made: Translation, key: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        _apply(made, _ACTIVATIONS, cast("Mapping[str, Any]", value), f"{key}.")
+
+
+_IN_CODE = "written in code: configure_optimizers() returns it"
+_ACTIVATIONS: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            "contiguous_memory_optimization",
+            "number_checkpoints",
+            "profile",
+            "synchronize_checkpoint_boundary",
+        ),
+        _unneeded,
+    ),
+    "cpu_checkpointing": _cpu_checkpointing,
+    "partition_activations": _lost("tensor parallelism is not there, so activations are not split"),
+}
+_CONFIG: dict[str, Rule] = {
+    **dict.fromkeys(
+        "steps_per_print dump_state zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+        "prescale_gradients gradient_predivide_factor memory_breakdown checkpoint "
+        "sparse_gradients communication_data_type".split(),
+        _unneeded,
+    ),
+    **dict.fromkeys(
+        "wall_clock_breakdown flops_profiler comms_logger tensorboard wandb csv_monitor".split(),
+        _lost(
+            "a tool of DeepSpeed: use the Trainer's logger and profiler",
+            unless=(None, False, {"enabled": False}),
+        ),
+    ),
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), _in_loader),
+    "zero_optimization": _zero_optimization,
+    "fp16": _mixed("16-mixed"),
+    "bf16": _mixed("bf16-mixed"),
+    "bfloat16": _mixed("bf16-mixed"),
+    "gradient_clipping": _to_trainer("gradient_clip_val"),
+    "gradient_accumulation_steps": _to_trainer("accumulate_grad_batches"),
+    "optimizer": _lost(_IN_CODE),
+    "scheduler": _lost(_IN_CODE),
+    "activation_checkpointing": _recomputation,
+    "aio": _lost("disks are not offloaded to: host memory is the last resort"),
+}
+
+
+def _config(made: Translation, key: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        _apply(made, _CONFIG, cast("Mapping[str, Any]", value), "config.")
+    elif value is not None:
+        made.lose(key, f"{value!r} could not be read: give the JSON file itself to "
+                       f"`shardeddp migrate`")  # fmt: skip
+
+
+_DEEPSPEED: dict[str, Rule] = {
+    **_SHARED,
+    **_ZERO,
+    "zero_optimization": _zero,
+    "offload_parameters": _offload_of("params"),
+    "offload_params_device": _device_of_offload,
+    "offload_optimizer_device": _device_of_offload,
+    "remote_device": _device_of_offload,
+    "config": _config,
+    "partition_activations": _ACTIVATIONS["partition_activations"],
+    "cpu_checkpointing": _cpu_checkpointing,
+    "exclude_frozen_parameters": _lost(
+        "checkpoints hold frozen parameters too; the LightningModule's "
+        "on_save_checkpoint can drop them"
+    ),
+    **dict.fromkeys(
+        ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+        _lost(_SCALER, unless=(None, 0, 16, 1000, 2, 1)),
+    ),
+}
+
+# -- DistributedDataParallel
+
+_HOOK = _lost("gradients are reduced by the engine: mixed_precision's reduce_dtype compresses them")
+_DDP: dict[str, Rule] = {
+    **_SHARED,
+    "start_method": _same,
+    "find_unused_parameters": _unused_parameters,
+    "static_graph": _unneeded,
+    "gradient_as_bucket_view": _unneeded,
+    "bucket_cap_mb": _unneeded,
+    "bucket_cap_mb_list": _unneeded,
+    "init_sync": _always("rank 0's values always reach all ranks", when=True),
+    "broadcast_buffers": _lost(
+        "buffers follow rank 0, as DDP's do by default", unless=(None, True)
+    ),
+    "ddp_comm_hook": _HOOK,
+    "ddp_comm_state": _HOOK,
+    "ddp_comm_wrapper": _HOOK,
+    "mixed_precision": _mixed_precision,
+    **dict.fromkeys(
+        ("batched_grad_copy", "check_reduction", "skip_all_reduce_unused_params"), _unneeded
+    ),
+    **dict.fromkeys(
+        ("delay_all_reduce_named_params", "param_to_hook_all_reduce", "forward_sync_buffers"),
+        _lost("gradients and buffers are communicated by the engine alone"),
+    ),
+    "device_mesh": _lost("replicas are all ranks: 'hybrid_shard' with shard_size for fewer"),
+    "model_averaging_period": _lost("replicas are equal after every step", unless=(None,)),
+}
+
+RULES: dict[str, dict[str, Rule]] = {
+    "FSDPStrategy": _FSDP,
+    "ModelParallelStrategy": _MODEL_PARALLEL,
+    "DeepSpeedStrategy": _DEEPSPEED,
+    "DDPStrategy": _DDP,
+}
+
+_OFFLOAD_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp": ("FSDPStrategy", {}),
+    "fsdp_cpu_offload": ("FSDPStrategy", {"cpu_offload": True}),
+    "deepspeed": ("DeepSpeedStrategy", {}),
+    "deepspeed_stage_1": ("DeepSpeedStrategy", {"stage": 1}),
+    "deepspeed_stage_1_offload": ("DeepSpeedStrategy", {"stage": 1, "offload_optimizer": True}),
+    "deepspeed_stage_2": ("DeepSpeedStrategy", {"stage": 2}),
+    "deepspeed_stage_2_offload": ("DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": ("DeepSpeedStrategy", {"stage": 3}),
+    "deepspeed_stage_3_offload": ("DeepSpeedStrategy", _OFFLOAD_3),
+    "deepspeed_stage_3_offload_nvme": (
+        "DeepSpeedStrategy",
+        {**_OFFLOAD_3, "offload_params_device": "nvme", "offload_optimizer_device": "nvme"},
+    ),
+    "ddp": ("DDPStrategy", {}),
+    "ddp_spawn": ("DDPStrategy", {"start_method": "spawn"}),
+    "ddp_fork": ("DDPStrategy", {"start_method": "fork"}),
+    "ddp_notebook": ("DDPStrategy", {"start_method": "fork"}),
+    "ddp_find_unused_parameters_true": ("DDPStrategy", {"find_unused_parameters": True}),
+}
+"""Names that Lightning's Trainer knows, and the strategies that they stand for."""
+
+_POSITIONS: dict[str, tuple[str, ...]] = {
+    "FSDPStrategy": ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io",
+                     "precision_plugin", "process_group_backend", "timeout", "cpu_offload",
+                     "mixed_precision", "auto_wrap_policy"),
+    "ModelParallelStrategy": ("data_parallel_size", "tensor_parallel_size",
+                              "save_distributed_checkpoint", "process_group_backend", "timeout"),
+    "DeepSpeedStrategy": ("accelerator", "zero_optimization", "stage"),
+    "DDPStrategy": ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+}  # fmt: skip
+
+
+def translate(
+    strategy: str, arguments: Mapping[str, Any], positional: Sequence[Any] = ()
+) -> Translation:
+    """Arguments of ShardedDP for those of another strategy of Lightning.
+
+    Args:
+        strategy: Its class name, one of :data:`RULES`.
+        arguments: By name, as a file has them or :func:`described` makes them.
+        positional: Those without names, in order.
+    """
+    made = Translation()
+    places = _POSITIONS[strategy]
+    given = dict(zip(places, positional, strict=False))
+    for extra in positional[len(places) :]:
+        made.lose(repr(extra), f"argument {len(places) + 1} of {strategy}: give it by name")
+    given |= arguments
+    made.options["sharding_strategy"] = {
+        "DeepSpeedStrategy": "shard_grad_op",
+        "DDPStrategy": "no_shard",
+    }.get(strategy, "full_shard")
+    _apply(made, RULES[strategy], given)
+    _say_defaults(made, strategy, given)
+    return made
+
+
+def translate_config(config: Mapping[str, Any]) -> Translation:
+    """Arguments of ShardedDP for a configuration of DeepSpeed, as its JSON file has it."""
+    made = Translation(options={"sharding_strategy": "no_shard"})
+    _config(made, "config", config)
+    _say_defaults(made, "DeepSpeedStrategy", {})
+    return made
+
+
+_LAST = ("device_mesh", "mesh", "mics_shard_size", "zero_hpz_partition_size")
+"""Keys that are looked at when the sharding strategy is known."""
+
+
+def _apply(
+    made: Translation, rules: Mapping[str, Rule], arguments: Mapping[str, Any], prefix: str = ""
+) -> None:
+    for key in sorted(arguments, key=_LAST.__contains__):
+        rule = rules.get(key)
+        if rule is None:
+            made.lose(f"{prefix}{key}", "no counterpart is known")
+            continue
+        before = len(made.notes), len(made.unneeded)
+        rule(made, key, arguments[key])
+        made.notes[before[0] :] = [
+            dataclasses.replace(note, key=f"{prefix}{note.key}")
+            if not note.key.startswith(prefix)
+            else note
+            for note in made.notes[before[0] :]
+        ]
+
+
+def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) -> None:
+    """What is other than there where nothing was said."""
+    if strategy == "DeepSpeedStrategy":
+        made.note("precision", _FP32_MASTER)
+        made.note("checkpoints", "those of DeepSpeed are not read: make one file of the last with "
+                                 "its zero_to_fp32.py, and load that as a state_dict")  # fmt: skip
+    if strategy == "ModelParallelStrategy":
+        made.note("configure_model", "take fully_shard(...) and parallelize_module(...) out of it: "
+                                     "auto_wrap_policy says which modules are units")  # fmt: skip
+        if "tensor_parallel_size" not in given:
+            _tensor_parallel(made, "tensor_parallel_size", "auto")
+        if "save_distributed_checkpoint" not in given:
+            made.options["state_dict_type"] = "sharded"
+    if strategy == "FSDPStrategy":
+        if "auto_wrap_policy" not in given:
+            made.note("auto_wrap_policy", "without one the whole model is gathered at once there; "
+                                          "here 'auto' finds its repeated blocks")  # fmt: skip
+        if not {"mixed_precision", "precision_plugin"} & given.keys():
+            made.note("precision", "with 'bf16-mixed' FSDP reduces gradients in bfloat16, here "
+                                   "they are reduced in float32")  # fmt: skip
+    if "state_dict_type" not in made.options and strategy != "ModelParallelStrategy":
+        there = "a directory" if strategy == "DeepSpeedStrategy" else "one file"
+        made.note("state_dict_type", f"a checkpoint is {there} there; here one file up to 4 GB and "
+                                     f"a directory of shards beyond: 'full' or 'sharded' decides")  # fmt: skip
+    if "timeout" not in given:
+        made.note("timeout", "ranks wait 600 s for each other here, 1800 s there: timeout=1800.0 "
+                             "keeps that")  # fmt: skip
+    whole = made.options.get("sharding_strategy") in ("no_shard", "shard_optimizer")
+    if whole and made.options.pop("reshard_after_forward", None) is not None:
+        made.lose("reshard_after_forward", "parameters are whole all the time here")
+
+
+# -- what somebody gives to ShardedDP itself
+
+
+def options_of(option: str, value: Any) -> Any:
+    """A value of ``cpu_offload`` or ``mixed_precision`` where torch has a class of its own for it.
+
+    Args:
+        option: Which of the two.
+        value: Any; what is no object of torch's FSDP is returned as it is.
+
+    Raises:
+        ConfigurationError: Something in it cannot be had.
+    """
+    if not type(value).__module__.startswith("torch.distributed."):
+        return value
+    made = Translation()
+    rule: Rule = {"cpu_offload": _offload, "mixed_precision": _mixed_precision}[option]
+    rule(made, option, described(value))
+    if lost := [note.text for note in made.notes if note.lost]:
+        raise ConfigurationError(f"{option}={value!r}: {'; '.join(lost)}")
+    found = made.options.get(option)
+    return dict(found.arguments) if isinstance(found, Call) else found
+
+
+def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Iterable[str]) -> str:
+    """An error's text for arguments that ShardedDP does not have.
+
+    Args:
+        names: Of those arguments.
+        given: All arguments, as the program has them.
+        known: Names of the arguments that ShardedDP has.
+    """
+    known, lines, foreign = list(known), list[str](), dict[str, str]()
+    for name in names:
+        owner = next((each for each, rules in RULES.items() if name in rules), None)
+        if owner is None:
+            near = difflib.get_close_matches(name, known, n=1)
+            lines.append(f"{name}: not known" + (f"; did you mean {near[0]}?" if near else ""))
+        else:
+            foreign[name] = owner
+    made = Translation()
+    for name in sorted(foreign, key=_LAST.__contains__):
+        owner = foreign[name]
+        before = len(made.notes)
+        options = dict(made.options)
+        RULES[owner][name](made, name, described(given[name]))
+        changed = {key: it for key, it in made.options.items() if options.get(key) is not it}
+        if changed:
+            lines.append(f"{name} (of {owner}): write {_shown_options(changed)}")
+        elif len(made.notes) > before:
+            lines += [f"{name} (of {owner}): leave it out; {it.text}" for it in made.notes[before:]]
+        else:
+            lines.append(f"{name} (of {owner}): leave it out; nothing is needed for it")
+    own = {key: it for key, it in given.items() if key in known}
+    line = f"ShardedDP({_shown_options({**own, **made.options})})"
+    listed = "".join(f"\n  {text}" for text in lines)
+    return f"ShardedDP has no such arguments:{listed}\nThe line to write: {line}"
+
+
+def _shown_options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_shown(it)}" for key, it in options.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Call):
+        return f"{value.name}({_shown_options(value.arguments)})"
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inner = ", ".join(map(_shown, cast("Iterable[Any]", value)))
+        return f"{{{inner}}}" if isinstance(value, (set, frozenset)) else f"[{inner}]"
+    return repr(value) if isinstance(value, (str, int, float, bool, dict, type(None))) else "..."

@@ -1,0 +1,190 @@
+"""The command line's parser; a command's code is imported when it is run.
+
+It is a module of its own, beside the package: whatever imports the package imports torch, which
+takes seconds, and ``--help`` does not need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B?", flags=re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+_EPILOG = (
+    "Exit status: 0 all is well, 1 a checkpoint is damaged or differs, something is lost or failed, "
+    "2 the command line is wrong."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Of the command line; None: this process's.
+
+    Returns:
+        The exit status.
+    """
+    options = _parser().parse_args(arguments)
+    return import_module("shardeddp.cli").run(options)
+
+
+def _version() -> str:
+    try:
+        return version("shardeddp")
+    except PackageNotFoundError:
+        return "that is not installed"
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=28)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardeddp",
+        description="Tools for checkpoints and for files of other strategies, without GPU or process group.",
+        epilog=_EPILOG,
+        formatter_class=_formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"shardeddp {_version()}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    _add_verify(commands)
+    _add_inspect(commands)
+    _add_consolidate(commands)
+    _add_diff(commands)
+    _add_metadata(commands)
+    _add_migrate(commands)
+    return parser
+
+
+def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_EPILOG,
+        formatter_class=_formatter,
+    )
+    return parser
+
+
+def _add_verify(commands: Any) -> None:
+    parser = _add_command(commands, "verify", "compare every byte of checkpoints with its checksum")
+    where = (
+        "a checkpoint: a directory of shardeddp or torch.distributed.checkpoint, a plain file, or a "
+        "directory of those"
+    )
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=where)
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = _add_command(
+        commands, "inspect", "show what is in a checkpoint, without reading its tensors"
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        help="tensors whose names match: 'model.blocks.0.*', or a part",
+    )
+    state = "what else it holds: hyper-parameters, callbacks with their metrics, loops, schedulers"
+    which.add_argument("--state", action="store_true", help=state)
+    which.add_argument("--all", action="store_true", help="every tensor, not one row per module")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, with every tensor")
+    danger = "unpickle anything: that runs the code of whoever wrote it"
+    parser.add_argument("--trust-pickle", action="store_true", help=danger)
+
+
+def _add_consolidate(commands: Any) -> None:
+    parser = _add_command(
+        commands, "consolidate", "make a safetensors or a .ckpt file of a checkpoint"
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    kinds = "NAME.safetensors: the weights; NAME.ckpt: all, as Lightning writes it without sharding"
+    parser.add_argument("-o", "--output", required=True, type=_output, metavar="FILE", help=kinds)
+    parser.add_argument(
+        "--weights-only", action="store_true", help=".ckpt: no optimizers, schedulers, callbacks"
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="the averaged weights that Lightning's WeightAveraging saved",
+    )
+    parser.add_argument(
+        "--strip-prefix", default="", metavar="PREFIX", help="drop this from names: 'net.'"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="safetensors: of all floating-point tensors",
+    )
+    limit = "safetensors: begin another file above this (default 5GB)"
+    parser.add_argument("--max-shard-size", default="5GB", type=_nbytes, metavar="SIZE", help=limit)
+    parser.add_argument(
+        "--foreign", action="store_true", help="the directory is one of FSDP, FSDP2 or plain DCP"
+    )
+    parser.add_argument("--force", action="store_true", help="replace what is there")
+    danger = "unpickle anything: that runs the code of whoever wrote it"
+    parser.add_argument("--trust-pickle", action="store_true", help=danger)
+
+
+def _add_metadata(commands: Any) -> None:
+    text = "let torch.distributed.checkpoint read a checkpoint of so many pieces that it was saved without .metadata"
+    parser = _add_command(commands, "metadata", text)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    parser.add_argument("--force", action="store_true", help="replace one that was made before")
+
+
+def _add_diff(commands: Any) -> None:
+    parser = _add_command(
+        commands, "diff", "compare two checkpoints: names, shapes, dtypes and values of all tensors"
+    )
+    for name in ("first", "second"):
+        where = "a checkpoint: a directory of shardeddp, or a plain file"
+        parser.add_argument(name, type=Path, metavar=name.upper(), help=where)
+    parser.add_argument(
+        "--weights-only", action="store_true", help="the model's tensors, nothing of optimizers"
+    )
+    parser.add_argument("--all", action="store_true", help="every difference, not the first 20")
+    danger = "unpickle anything: that runs the code of whoever wrote it"
+    parser.add_argument("--trust-pickle", action="store_true", help=danger)
+
+
+def _add_migrate(commands: Any) -> None:
+    text = "say what takes the place of another strategy in a file, and what changes or is lost"
+    parser = _add_command(commands, "migrate", text)
+    kinds = "Python or YAML for Lightning, YAML of Accelerate, or JSON of DeepSpeed; nothing is run"
+    parser.add_argument("file", type=Path, metavar="FILE", help=kinds)
+
+
+def _output(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".safetensors", ".ckpt"):
+        raise argparse.ArgumentTypeError(
+            f"expected a name that ends in .safetensors or .ckpt, found {text!r}"
+        )
+    return path
+
+
+def _nbytes(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"expected a size like 5GB, 500MB or 2GiB, found {text!r}")
+    unit = found[2].upper()
+    return max(
+        1,
+        int(
+            float(found[1])
+            * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit.removesuffix("I")]
+        ),
+    )

@@ -1,0 +1,236 @@
+"""Fabric's loops run with nothing but the strategy changed, and end where DDP ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+
+import shardeddp
+from shardeddp.fabric import ShardedDP
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.tensor.shard_tensor import ShardTensor
+from support.fabric_runs import (
+    GPT,
+    GPTModule,
+    finetune,
+    launched,
+    pretrain,
+    together,
+    train_with_the_trainer,
+)
+from world import Worlds, on_ranks
+
+pytestmark = [pytest.mark.timeout(100), pytest.mark.slow]
+
+
+def run_loop(name: str, loop: str, folder: str, options: dict[str, Any]) -> list[float]:
+    strategy = DDPStrategy() if name == "ddp" else ShardedDP(name, **options)
+    with launched(strategy) as fabric:
+        return {"pretrain": pretrain, "finetune": finetune}[loop](fabric, Path(folder))
+
+
+@pytest.mark.parametrize("loop", ["pretrain", "finetune"])
+def test_losses_are_those_of_ddp_under_every_strategy(
+    world: Worlds, tmp_path: Path, loop: str
+) -> None:
+    expected = world(2).run(run_loop, "ddp", loop, str(tmp_path / "ddp"), {})
+    assert expected[0][0] > 1.2 * expected[0][-1]
+    for name in SHARDING_STRATEGIES:
+        options = {"shard_size": 1} if name == "hybrid_shard" else {}
+        found = world(2).run(run_loop, name, loop, str(tmp_path / name), options)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4), name
+
+
+@on_ranks(2)
+def test_a_module_is_sharded_and_named_as_before() -> None:
+    with launched(ShardedDP()) as fabric:
+        model = fabric.setup(GPT())
+        assert all(isinstance(it, ShardTensor) for it in model.parameters())
+        assert list(model.state_dict()) == list(GPT().state_dict())
+
+
+@on_ranks(2)
+def test_communication_is_over_all_ranks() -> None:
+    with launched(ShardedDP()) as fabric:
+        rank = fabric.global_rank
+        assert float(fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum")) == 1.0
+        assert fabric.broadcast({"rank": rank}) == {"rank": 0}
+        assert fabric.all_gather(torch.tensor(rank)).tolist() == [0, 1]
+        fabric.barrier()
+
+
+@on_ranks(2)
+def test_modules_built_on_the_meta_device_get_the_values_of_their_construction() -> None:
+    with launched(ShardedDP()) as fabric:
+        torch.manual_seed(5)
+        with fabric.init_module(empty_init=True):
+            model = GPT()
+        assert all(it.is_meta for it in model.parameters())
+        model = fabric.setup(model)
+        torch.manual_seed(5)
+        whole = GPT()
+        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor().detach(), theirs.detach())
+
+
+@on_ranks(2)
+def test_gradients_are_clipped_by_their_global_norm() -> None:
+    with launched(ShardedDP()) as fabric:
+        model = GPT()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        tokens = torch.randint(0, 13, (2, 8), generator=torch.Generator().manual_seed(1))
+        fabric.backward(model(tokens).square().mean())
+        norm = fabric.clip_gradients(model, optimizer, max_norm=1e-3)
+        again = fabric.clip_gradients(model, optimizer, max_norm=1e3)
+        assert float(norm) > 1e-3
+        assert float(again) == pytest.approx(1e-3, rel=1e-3)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_another_module_is_refused() -> None:
+    with launched(ShardedDP()) as fabric:
+        fabric.setup_module(GPT())
+        with pytest.raises(shardeddp.ConfigurationError, match="setup_module"):
+            fabric.setup_optimizers(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+
+
+def two_forwards(name: str) -> list[float]:
+    with launched(DDPStrategy() if name == "ddp" else ShardedDP(name)) as fabric:
+        return together(fabric)
+
+
+def test_two_forwards_may_come_before_their_backward(world: Worlds) -> None:
+    expected = world(2).run(two_forwards, "ddp")
+    for name in ("full_shard", "shard_grad_op", "no_shard"):
+        assert world(2).run(two_forwards, name)[0] == pytest.approx(expected[0], rel=1e-4), name
+
+
+def mixed(name: str) -> list[float]:
+    strategy = DDPStrategy() if name == "ddp" else ShardedDP(name)
+    with launched(strategy, precision="bf16-mixed") as fabric:
+        return together(fabric)
+
+
+def test_mixed_precision_is_that_of_ddp(world: Worlds) -> None:
+    expected = world(2).run(mixed, "ddp")
+    assert world(2).run(mixed, "full_shard")[0] == pytest.approx(expected[0], rel=2e-2)
+
+
+# -- checkpoints
+
+
+def save(kind: str, name: str, path: str) -> dict[str, torch.Tensor]:
+    strategy = DDPStrategy() if name == "ddp" else ShardedDP(name, state_dict_type=kind)
+    with launched(strategy) as fabric:
+        torch.manual_seed(3)
+        model = GPT()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        fabric.backward(model(torch.arange(8)[None] % 13).square().mean())
+        optimizer.step()
+        fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
+        return {key: whole(it).clone() for key, it in model.state_dict().items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor).detach()
+
+
+def load(name: str, path: str) -> tuple[dict[str, torch.Tensor], int, list[float]]:
+    with launched(DDPStrategy() if name == "ddp" else ShardedDP(name)) as fabric:
+        model = GPT()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        assert fabric.load(path, state) == {} or name != "ddp"
+        weights = {key: whole(it).clone() for key, it in model.state_dict().items()}
+        states = optimizer.optimizer.state_dict()["state"]
+        return weights, state["step"], [float(it["step"]) for it in states.values()]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "kind", "loaded_by"),
+    [
+        ("full_shard", "sharded", "full_shard"),
+        ("full_shard", "sharded", "no_shard"),
+        ("shard_grad_op", "full", "ddp"),
+        ("ddp", "full", "full_shard"),
+    ],
+)
+def test_a_checkpoint_is_loaded_by_another_strategy(
+    world: Worlds, tmp_path: Path, saved_by: str, kind: str, loaded_by: str
+) -> None:
+    path = str(tmp_path / "step.ckpt")
+    [saved, _] = world(2).run(save, kind, saved_by, path)
+    assert os.path.isdir(path) == (kind == "sharded")
+    for loaded, step, steps in world(2).run(load, loaded_by, path):
+        torch.testing.assert_close(loaded, saved)
+        assert step == 7
+        assert steps
+        assert set(steps) == {1.0}
+
+
+def load_raw(path: str) -> dict[str, torch.Tensor]:
+    with launched(ShardedDP()) as fabric:
+        model = fabric.setup(GPT())
+        fabric.load_raw(path, model)
+        return {key: whole(it).clone() for key, it in model.state_dict().items()}
+
+
+def test_weights_alone_are_loaded_raw(world: Worlds, tmp_path: Path) -> None:
+    weights = GPT().state_dict()
+    torch.save(weights, tmp_path / "weights.pth")
+    torch.testing.assert_close(
+        world(2).run(load_raw, str(tmp_path / "weights.pth"))[1], dict(weights)
+    )
+
+
+def test_a_module_class_reads_what_fabric_saved(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "step.ckpt")
+    [saved, _] = world(2).run(save, "sharded", "full_shard", path)
+    module = shardeddp.load_from_checkpoint(GPTModule, path)
+    torch.testing.assert_close(dict(module.state_dict()), saved)
+
+
+def resume(path: str) -> float:
+    module = GPTModule()
+    train_with_the_trainer("", module, ckpt_path=path)
+    [optimizer] = module.trainer.optimizers
+    return max(float(it["step"]) for it in optimizer.state_dict()["state"].values())
+
+
+def test_the_trainer_goes_on_from_what_fabric_saved(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "step.ckpt")
+    world(2).run(save, "sharded", "full_shard", path)
+    assert world(2).run(resume, path) == [3.0, 3.0]
+
+
+def load_from_trainer(path: str) -> list[float]:
+    with launched(ShardedDP()) as fabric:
+        model = GPTModule()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        rest = fabric.load(path, {"model": model, "optimizer": optimizer})
+        assert rest["global_step"] == 2
+        states = optimizer.optimizer.state_dict()["state"]
+        return [float(it["step"]) for it in states.values()]
+
+
+def test_fabric_reads_what_the_trainer_saved(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "trained.ckpt")
+    world(2).run(train_with_the_trainer, path)
+    assert set(world(2).run(load_from_trainer, path)[0]) == {2.0}
+
+
+def test_what_goes_with_the_trainer_is_refused() -> None:
+    options = shardeddp.CheckpointOptions(asynchronous=True)
+    with pytest.raises(shardeddp.ConfigurationError, match="nobody would wait"):
+        ShardedDP(checkpoint_options=options)
+    with pytest.raises(TypeError, match="use_orig_params"):
+        ShardedDP(use_orig_params=True)
+    assert isinstance(Fabric(accelerator="cpu", devices=1, strategy=ShardedDP()), Fabric)

@@ -1,0 +1,217 @@
+"""Files of other strategies are read as data, and say what to write and what is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardeddp import ConfigurationError, ShardedDP
+from shardeddp.migrate import Migrated, migrate, report
+
+
+def migrated(tmp_path: Path, name: str, text: str) -> Migrated:
+    (tmp_path / name).write_text(text)
+    [found] = migrate(tmp_path / name)
+    return found
+
+
+def options(found: Migrated) -> dict[str, Any]:
+    """Of the YAML that is printed; they are those that ShardedDP takes."""
+    chosen = yaml.safe_load(found.text)["trainer"]["strategy"]
+    assert chosen["class_path"] == "shardeddp.ShardedDP"
+    given = chosen.get("init_args", {})
+    if not isinstance(given.get("auto_wrap_policy"), dict):
+        ShardedDP(**given)
+    return given
+
+
+FSDP = """
+import torch
+import lightning as L
+from functools import partial
+from lightning.pytorch.strategies import FSDPStrategy as Strategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+policy = partial(size_based_auto_wrap_policy, min_num_params=1000)
+more = dict(use_orig_params=True)
+strategy = Strategy(
+    auto_wrap_policy=policy,
+    sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2,
+    device_mesh=(2, 4),
+    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+    cpu_offload=True,
+    **more,
+)
+raise SystemExit("nothing here is run")
+"""
+
+
+def test_a_python_file(tmp_path: Path) -> None:
+    found = migrated(tmp_path, "train.py", FSDP)
+    assert found.place.endswith("train.py:9")
+    assert found.text.splitlines() == [
+        "from shardeddp import MixedPrecision, ShardedDP, SizePolicy",
+        'strategy=ShardedDP("hybrid_shard", auto_wrap_policy=SizePolicy(min_numel=1000), '
+        'reshard_after_forward=False, mixed_precision=MixedPrecision(param_dtype="bfloat16", '
+        'reduce_dtype="bfloat16"), cpu_offload=True, shard_size=4)',
+    ]
+    assert not found.translation.loses
+    assert "timeout" in [note.key for note in found.translation.notes]
+    assert "use_orig_params" in found.translation.unneeded
+
+
+def test_what_only_the_program_knows_is_lost(tmp_path: Path) -> None:
+    found = migrated(tmp_path, "train.py", "FSDPStrategy(ignored_modules=[x], **options())")
+    assert {note.key for note in found.translation.notes if note.lost} == {
+        "ignored_modules",
+        "**options()",
+    }
+    assert "# LOST     ignored_modules: " in report([found])
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("fsdp", {"sharding_strategy": "full_shard"}),
+        ("fsdp_cpu_offload", {"sharding_strategy": "full_shard", "cpu_offload": True}),
+        ("deepspeed_stage_1", {"sharding_strategy": "shard_optimizer"}),
+        ("deepspeed_stage_2", {"sharding_strategy": "shard_grad_op"}),
+        (
+            "deepspeed_stage_2_offload",
+            {"sharding_strategy": "shard_grad_op", "cpu_offload": {"optimizer": True}},
+        ),
+        ("deepspeed_stage_3_offload", {"sharding_strategy": "full_shard", "cpu_offload": True}),
+        ("ddp_spawn", {"sharding_strategy": "no_shard", "start_method": "spawn"}),
+    ],
+)
+def test_names_of_strategies(tmp_path: Path, word: str, expected: dict[str, Any]) -> None:
+    found = migrated(tmp_path, "config.yaml", f"trainer: {{strategy: {word}}}")
+    assert options(found) == expected
+    assert found.text != migrated(tmp_path, "train.py", f"Trainer(strategy={word!r})").text
+
+
+def test_nvme_is_lost(tmp_path: Path) -> None:
+    found = migrated(tmp_path, "config.yaml", "strategy: deepspeed_stage_3_offload_nvme")
+    assert found.translation.loses
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "overlap_comm": True},
+}
+
+
+def test_a_configuration_of_deepspeed(tmp_path: Path) -> None:
+    found = migrated(tmp_path, "ds.json", json.dumps(CONFIG))
+    assert options(found) == {"sharding_strategy": "full_shard", "reshard_after_forward": 8}
+    trainer = yaml.safe_load(found.text)["trainer"]
+    assert (trainer["precision"], trainer["gradient_clip_val"]) == ("bf16-mixed", 0.5)
+    said = {note.key: note.text for note in found.translation.notes}
+    assert "hpZ" in said["config.zero_optimization.zero_hpz_partition_size"]
+    assert "float32 master weights" in said["precision"]
+    assert not found.translation.loses
+
+
+def test_a_configuration_that_a_strategy_names_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    entry = (
+        "{class_path: lightning.pytorch.strategies.DeepSpeedStrategy, init_args: {config: ds.json}}"
+    )
+    found = migrated(tmp_path, "config.yaml", f"trainer: {{strategy: {entry}}}")
+    assert options(found)["reshard_after_forward"] == 8
+
+
+def test_model_parallel_without_tensor_parallel(tmp_path: Path) -> None:
+    text = "ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)"
+    assert not migrated(tmp_path, "a.py", text).translation.loses
+    assert migrated(tmp_path, "a.py", "ModelParallelStrategy()").translation.loses
+
+
+ACCELERATE = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer,Other
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: true
+  fsdp_sharding_strategy: 2
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_use_orig_params: true
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+machine_rank: 0
+"""
+
+
+def test_a_configuration_of_accelerate(tmp_path: Path) -> None:
+    found = migrated(tmp_path, "accelerate.yaml", ACCELERATE)
+    assert options(found) == {
+        "sharding_strategy": "shard_grad_op",
+        "auto_wrap_policy": ["LlamaDecoderLayer", "Other"],
+        "cpu_offload": True,
+        "state_dict_type": "sharded",
+    }
+    trainer = yaml.safe_load(found.text)["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"], trainer["precision"]) == (2, 8, "bf16-mixed")
+    assert not found.translation.loses
+
+
+def test_a_configuration_of_accelerate_for_fsdp2(tmp_path: Path) -> None:
+    text = """
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true, fsdp_auto_wrap_policy: SIZE_BASED_WRAP,
+  fsdp_min_num_params: 5}
+"""
+    assert options(migrated(tmp_path, "a.yaml", text)) == {
+        "sharding_strategy": "full_shard",
+        "auto_wrap_policy": {"class_path": "shardeddp.SizePolicy", "init_args": {"min_numel": 5}},
+    }
+
+
+def test_a_configuration_of_accelerate_for_deepspeed(tmp_path: Path) -> None:
+    text = """
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu, offload_param_device: none,
+  gradient_accumulation_steps: 4, zero3_init_flag: false}
+"""
+    found = migrated(tmp_path, "a.yaml", text)
+    assert options(found) == {
+        "sharding_strategy": "shard_grad_op",
+        "cpu_offload": {"optimizer": True},
+    }
+    assert yaml.safe_load(found.text)["trainer"]["accumulate_grad_batches"] == 4
+
+
+def test_words_of_others_in_a_file_for_shardeddp(tmp_path: Path) -> None:
+    text = """
+trainer:
+  strategy:
+    class_path: shardeddp.ShardedDP
+    init_args: {sharding_strategy: HYBRID_SHARD, use_orig_params: true, device_mesh: [2, 4]}
+"""
+    assert options(migrated(tmp_path, "a.yaml", text)) == {
+        "sharding_strategy": "hybrid_shard",
+        "shard_size": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "trainer: {devices: 2}", "chooses no strategy"),
+        ("a.yaml", "[1, 2]", "expected a mapping"),
+        ("a.yaml", "a: [1", "cannot be parsed"),
+        ("a.json", "{", "cannot be parsed"),
+        ("a.py", "def", "cannot be parsed"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        migrated(tmp_path, name, text)
