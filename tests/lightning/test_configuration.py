@@ -22,7 +22,11 @@ from support.command_line import STRATEGY, printed, refusal, strategy_of, write
 from support.tasks import TinyGpt
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
-SIGNATURE = inspect.signature(ShardedDP).parameters
+SIGNATURE = {
+    name: parameter
+    for name, parameter in inspect.signature(ShardedDP).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD  # arguments of other strategies, refused
+}
 SET_BY_THE_TRAINER = {"accelerator", "parallel_devices", "precision_plugin"}
 GROUPS = {
     "mixed_precision": MixedPrecision,

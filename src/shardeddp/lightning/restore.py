@@ -122,7 +122,7 @@ class Restore:
             torch.cuda.empty_cache()  # as Lightning does here
             try:
                 return io.load_checkpoint(path, weights_only=weights_only)
-            except (EOFError, RuntimeError) as error:
+            except (EOFError, OSError, RuntimeError) as error:
                 if type(io) is not TorchCheckpointIO or kind == "missing":
                     raise
                 raise CheckpointError(
