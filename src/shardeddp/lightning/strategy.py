@@ -103,6 +103,9 @@ class ShardedDP(ParallelStrategy):
     Gives the result that one process would give on the whole batch. Runs on CPUs (gloo) and on CUDA
     (NCCL), of which only the former has been tested.
 
+    An argument that is not known is a TypeError, which says what to write for those of other
+    strategies.
+
     Args:
         sharding_strategy: The state split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP),
             ``hybrid_shard`` (all inside a node, replicas across nodes: HSDP), ``shard_grad_op``
@@ -168,7 +171,6 @@ class ShardedDP(ParallelStrategy):
         cluster_environment: Source of ranks and addresses; None: the one that Lightning detects.
         checkpoint_io: How files are written and read; None: Lightning's own.
         precision_plugin: Set by the Trainer from ``precision``.
-        others: Nothing; arguments of other strategies are refused with the line to write.
     """
 
     def __init__(
