@@ -604,6 +604,7 @@ ON_EACH: dict[str, Callable[[nn.Parameter], object]] = {
     "mixes data, itself and its gradient": lambda p: p.data.addcmul_(p, p.grad, value=-0.01),
     "moves an alias away": lambda p: p.data.set_(0.9 * p.data),
     "masks": lambda p: p.masked_fill_(p.abs() < 0.05, 0.0),
+    "sorts": lambda p: p.copy_(p.sort(-1).values),
     "clamps": lambda p: p.clamp_(-0.5, 0.5),
     "writes to views": lambda p: (p[:1].fill_(0.5), p.data.view(-1)[-1:].mul_(0.3)),
     "fills by index": lambda p: p.data.index_fill_(0, torch.tensor([0]), 0.1),

@@ -739,11 +739,11 @@ class ShardTensor(Memoryless, torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        named = kwargs or {}
         if any(issubclass(kind, ReleasedParameter) for kind in types):
-            args, kwargs = without_released(args, kwargs)
+            args, named = without_released(args, named)
         with without_torch_function():
-            return handlers.function(func, args, kwargs)
+            return handlers.function(func, args, named)
 
     @classmethod
     @outside_of_graphs

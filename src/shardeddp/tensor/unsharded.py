@@ -252,7 +252,7 @@ class OfSharded(nn.Parameter):
             delattr(sharded_of(self), name)
 
 
-class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride]
+class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
     """The class of an unsharded parameter while it is usable: its memory is a gathered buffer's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
