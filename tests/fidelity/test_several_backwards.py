@@ -344,6 +344,32 @@ class VirtualAdversary(AscendsInsideOfItsStep):
         return clean + self.of(x + 0.1 * slope.sign(), batch)
 
 
+class ThroughFrozenUnits(SmallGpt):
+    """Some weights of each unit are frozen, others for a while, and inputs that are leaves are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+    def of(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        start = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.of(start), start)
+        norms = [block.norm.requires_grad_(False) for block in self.blocks]
+        start = (start + 0.1 * slope.sign()).detach().requires_grad_()
+        self.of(start).backward(inputs=[start])
+        assert start.grad is not None
+        for norm in norms:
+            norm.requires_grad_(True)
+        return self.of(x + 0.1 * start.grad.sign()) + super().loss(batch)
+
+
 class InnerLoop(SmallGpt):
     """MAML: a step on the blocks' weights inside of the step, through which the outer loss is differentiated."""
 
@@ -380,6 +406,7 @@ CASES = [
     case(AscendsInsideOfItsStep),
     case(VirtualAdversary),
     case(InnerLoop),
+    case(ThroughFrozenUnits),
 ]
 
 

@@ -68,6 +68,30 @@ class ClipsAListOfTheFirstStep(ByHand):
         self.optimizers().step()
 
 
+class AssignsToAListOfTheForward(ByHand):
+    """A line search: parameters were listed in the step, before their unit was resharded."""
+
+    def step(self, loss: Tensor, batch: Tensor) -> None:
+        parameters = list(self.parameters())
+        slopes = torch.autograd.grad(loss, parameters, create_graph=True)
+        total = sum(slope.square().sum() for slope in slopes)
+        seconds = torch.autograd.grad(total, parameters)
+        moves = torch.cat([slope.detach().flatten() for slope in seconds])
+        torch.distributed.all_reduce(moves)
+        start = nn.utils.parameters_to_vector(parameters).detach().clone()
+        for size in (1e-2, 1e-3):
+            nn.utils.vector_to_parameters(start - size * moves, parameters)
+            with torch.no_grad():
+                self.losses.append(self.loss(batch).item())
+        for parameter in parameters:
+            parameter.requires_grad = parameter.ndim > 1
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        for parameter in parameters:
+            parameter.requires_grad = True
+        self.optimizers().step()
+
+
 class AssignsGradients(ByHand):
     """Signs of what `autograd.grad` returns, averaged by hand."""
 
@@ -404,6 +428,7 @@ CASES = [
     case(ClipsAfterAnotherForward),
     case(ClipsAListOfTheFirstStep),
     case(AssignsGradients),
+    case(AssignsToAListOfTheForward),
     case(MakesAnOptimizerInTheFirstStep),
     case(StepsTwiceInAStep),
     case(AddsAGroupInAHook),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
@@ -40,6 +40,7 @@ from shardeddp.torch_private import (
     foreach_copy_,
     never_traced,
     temporarily_clear_interpreter_stack,
+    will_execute,
     without_torch_function,
 )
 
@@ -383,7 +384,7 @@ def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
                 continue
             # A frozen parameter takes no hook, and may be unfrozen later.
             trainable = parameter.requires_grad
-            parameter.requires_grad_(True)
+            torch.Tensor.requires_grad_(parameter, True)
             torch.Tensor.register_post_accumulate_grad_hook(
                 parameter, _gradient_hook(runtime, progress.index, index)
             )
@@ -394,7 +395,7 @@ def attach_hooks(runtime: Runtime, progress: UnitProgress) -> UnitHook:
             if gradients.adds_up_wider:
                 accumulator.register_prehook(_arrival_hook(gradients, place))
             del view  # it refers to the parameter, whose references are counted below
-            parameter.requires_grad_(trainable)
+            torch.Tensor.requires_grad_(parameter, trainable)
     first = 0
     for group in progress.unit.groups:
         group.buffer.count_references()
@@ -436,6 +437,34 @@ def _arrival_hook(gradients: GroupGradients, index: int) -> Callable[[Any], None
             gradients.arrives(index)
 
     return arrives
+
+
+def _call_when_complete(tensors: Sequence[torch.Tensor], call: Callable[[Any], None]) -> None:
+    """Call a function in each backward when all gradients of some tensors that it brings are there.
+
+    torch's own ``register_multi_grad_hook`` fails where ``autograd.grad`` asks for one of them that
+    is a leaf.
+    """
+    nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+    awaited: dict[int, int] = {}  # by backward
+
+    def arrive(gradient: torch.Tensor) -> None:
+        backward = current_backward()
+        rest = awaited.pop(backward, None) or sum(map(_is_reached, nodes))
+        if rest > 1:
+            awaited[backward] = rest - 1
+        else:
+            call(gradient)
+
+    for tensor in tensors:
+        tensor.register_hook(arrive)
+
+
+def _is_reached(node: Node) -> bool:
+    try:
+        return bool(will_execute.current(node))
+    except RuntimeError:
+        return True  # that of a leaf which `autograd.grad` asks for
 
 
 def _weakly(
@@ -832,9 +861,7 @@ class Runtime:
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_uses += 1
-                torch.autograd.graph.register_multi_grad_hook(
-                    leaves, _weakly(self, Runtime._use_finished, progress)
-                )
+                _call_when_complete(leaves, _weakly(self, Runtime._use_finished, progress))
 
     # -- Backward
 

@@ -41,7 +41,14 @@ from shardeddp.comm import Mesh
 from shardeddp.plan.layout import Box, Interval, boxes
 from shardeddp.tensor.backward import are_asked, store_gradient, stored_gradient
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
-from shardeddp.tensor.unsharded import OfSharded, SameParameter, part_from_aliases, sharded_of
+from shardeddp.tensor.unsharded import (
+    OfSharded,
+    ReleasedParameter,
+    SameParameter,
+    part_from_aliases,
+    sharded_of,
+    without_released,
+)
 from shardeddp.torch_private import (
     make_subclass,
     make_wrapper_subclass,
@@ -276,7 +283,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         with without_torch_function():
             super().requires_grad_(requires_grad)
             if self._unsharded is not None:
-                self._unsharded.requires_grad_(requires_grad)
+                torch.Tensor.requires_grad_(self._unsharded, requires_grad)
         return self
 
     @property
@@ -284,7 +291,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         """The same shard without its history; writing to it changes the parameter.
 
         Assigning copies values in, and what was handed out before keeps the former ones, as it does
-        where a parameter gets other memory.
+        where a parameter gets other memory. An alias that is assigned to is none any more.
         """
         return self.detach()
 
@@ -299,6 +306,13 @@ class ShardTensor(Memoryless, torch.Tensor):
                 f"{self.device}, found {tuple(data.shape)}, {data.dtype} on {data.device}. Change "
                 f"that before the model is sharded"
             )
+        if (
+            self._source is not None
+        ):  # it gets memory of its own, and the parameter keeps its values
+            values = self._spec.localize(data.detach())
+            self._local = values.to(self._local.device, copy=True)
+            self._source = self._writes = None
+            return
         self.keep_shared_memory()
         self._part_from_aliases()
         with torch.no_grad():
@@ -725,9 +739,11 @@ class ShardTensor(Memoryless, torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        named = kwargs or {}
+        if any(issubclass(kind, ReleasedParameter) for kind in types):
+            args, named = without_released(args, named)
         with without_torch_function():
-            return handlers.function(func, args, kwargs)
+            return handlers.function(func, args, named)
 
     @classmethod
     @outside_of_graphs

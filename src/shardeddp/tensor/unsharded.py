@@ -116,7 +116,8 @@ class WholeParameter(nn.Parameter):
                 f"{tuple(data.shape)}, {data.dtype} on {data.device}. Change values in place, and "
                 f"shape, dtype or device before the model is sharded"
             )
-        if data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
+        has_memory = type(data) is torch.Tensor or isinstance(data, WholeParameter)
+        if has_memory and data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
             return
         sharded_of(self).keep_shared_memory()
         part_from_aliases(self)
@@ -204,6 +205,11 @@ class OfSharded(nn.Parameter):
         """Call a hook with the parameter when a backward has completed its gradient."""
         return sharded_of(self).register_post_accumulate_grad_hook(hook)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Any:  # type: ignore[override]
+        """Record operations on the parameter or not, wherever it is met."""
+        sharded_of(self).requires_grad_(requires_grad)
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return sharded_of(self).__reduce_ex__(protocol)
 
@@ -232,7 +238,9 @@ class OfSharded(nn.Parameter):
         return super().__eq__(other)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(type(self), name):
+        if name == "requires_grad":  # no property: reading it would be slow
+            self.requires_grad_(value)
+        elif hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(sharded_of(self), name, value)
@@ -244,7 +252,7 @@ class OfSharded(nn.Parameter):
             delattr(sharded_of(self), name)
 
 
-class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride]
+class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
     """The class of an unsharded parameter while it is usable: its memory is a gathered buffer's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -269,13 +277,15 @@ class ReleasedParameter(OfSharded):
             memo[id(self)] = copy.deepcopy(sharded_of(self), memo)
         return memo[id(self)]
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`ShardTensor.set_`; torch asks no ``__torch_function__`` about it."""
+        return sharded_of(self).set_(*args, **kwargs)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        positional, named = pytree.tree_map_only(
-            ReleasedParameter, sharded_of, (args, kwargs or {})
-        )
+        positional, named = without_released(args, kwargs or {})
         # By name where it is a method or an attribute: the sharded parameter's class may have its
         # own.
         if args and isinstance(args[0], ReleasedParameter):
@@ -284,7 +294,14 @@ class ReleasedParameter(OfSharded):
                 return getattr(positional[0], name)(*positional[1:], **named)
             if name == "__get__":
                 return getattr(positional[0], func.__self__.__name__)
+            if name == "__set__":
+                return setattr(positional[0], func.__self__.__name__, positional[1])
         return func(*positional, **named)
+
+
+def without_released(args: Any, kwargs: Any) -> Any:
+    """Arguments of a function with sharded parameters in the place of released ones."""
+    return pytree.tree_map_only(ReleasedParameter, sharded_of, (args, kwargs))
 
 
 def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
