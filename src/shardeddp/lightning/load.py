@@ -17,6 +17,7 @@ import torch
 from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.durable import local_path
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.schema import check_fields
 from shardeddp.lightning.api import LightningModule, extend_reading
 from shardeddp.lightning.private import load_state, migrate_checkpoint
 from shardeddp.lightning.restore import open_any
@@ -110,6 +111,7 @@ def _read_directory(
     Tensors that stay on the host are read when they are loaded, optimizers never.
     """
     checkpoint = open_any(Path(path), weights_only, foreign=foreign)
+    check_fields(checkpoint, path, loads=True)
     device = _device_of(map_location)
     return {
         key: value
