@@ -127,7 +127,9 @@ class Runner:
             saving += (now - last) * self._board.read(0).saving
             last = now
             time.sleep(0.0005)
-        assert self._reap(children, PATIENCE_S) == ([0] * self._ranks, 0), (folder / "log-0").read_text()
+        assert self._reap(children, PATIENCE_S) == ([0] * self._ranks, 0), (
+            folder / "log-0"
+        ).read_text()
         self._training_s = time.monotonic() - began
         self._save_s = saving / self._board.read(0).begun
         digests = dict(line.split() for line in (folder / "digests-0").read_text().splitlines())
@@ -249,7 +251,9 @@ class Runner:
         }
         self._worlds += 1
         return [
-            fork_rank(0, 1, self._root / f"store-{self._worlds}-{name}", folder / f"log-{name}", action)
+            fork_rank(
+                0, 1, self._root / f"store-{self._worlds}-{name}", folder / f"log-{name}", action
+            )
             for name, action in actions.items()
         ]
 
@@ -268,7 +272,8 @@ class Runner:
             expected = self._expected[loaded["global_step"]].weights
             assert digest(dict(loaded["state_dict"])) == expected, "the export is wrong"
             exported.unlink()
-        return f"{lines.count('started')} {lines.count('exported')} {len([line for line in lines if line.startswith('refused')])}"
+        refused = sum(line.startswith("refused") for line in lines)
+        return f"{lines.count('started')} {lines.count('exported')} {refused}"
 
     def _resume(self, folder: Path, path: Path | None, asynchronous: bool) -> None:
         children = self._start(folder, asynchronous, path)
@@ -353,9 +358,7 @@ def _train(
     propagation.LOOKUP_S = 0.05  # survivors need not wait long for a reason that nobody gives
     reporter = Reporter(board, rank, folder / f"notes-{rank}")
     reporter.install()
-    digests = train(
-        folder / "checkpoints", sharding, asynchronous, path, keep, reporter.started
-    )
+    digests = train(folder / "checkpoints", sharding, asynchronous, path, keep, reporter.started)
     (folder / f"digests-{rank}").write_text(
         "".join(f"{step} {text}\n" for step, text in digests.items())
     )

@@ -27,7 +27,6 @@ from shardeddp.checkpoint.durable import (
 from shardeddp.checkpoint.find import WORKING_NAME, carries_index, carries_manifest
 from shardeddp.checkpoint.manifest import MANIFEST
 
-
 SILENT_S = 900.0
 """After so long without a write, an entry of another host is taken for abandoned."""
 

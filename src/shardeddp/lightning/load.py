@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -136,8 +137,12 @@ def _read(value: Any, device: torch.device) -> Any:
         return (value.whole() if isinstance(value, LazyTensor) else value).to(device)
     if isinstance(value, dict):
         mapping = cast("dict[Any, Any]", value)
-        mapping.update({key: _read(item, device) for key, item in mapping.items()})
+        read = {key: _read(item, device) for key, item in mapping.items()}
+        dict.update(mapping, read)  # that of a Counter adds
         return mapping
+    if isinstance(value, Namespace):
+        _read(vars(value), device)
+        return value
     if type(value) in (list, tuple):
         return type(value)(map(partial(_read, device=device), value))
     return value
