@@ -1,4 +1,4 @@
-"""States of callbacks, hyper-parameters and modules of any tree come back bit by bit, or are refused before a byte is written."""
+"""States, hyper-parameters and modules of any tree come back bit by bit, or are refused before a byte is written."""
 
 import math
 import os
