@@ -51,8 +51,10 @@ def check_like(saved: Any, own: Any, path: str) -> None:
     Raises:
         CheckpointError: A value is of another kind, as text instead of a number: says which.
     """
+    if saved is None:
+        return
     found, expected = _kind(saved), _kind(own)
-    if saved is not None and expected and found != expected:
+    if expected and found != expected:
         raise CheckpointError(
             f"{path} in the checkpoint is {found or 'an object'} ({type(saved).__name__}), expected "
             f"{expected}: it is damaged, or of another object"
