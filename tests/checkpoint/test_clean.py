@@ -314,6 +314,60 @@ def test_what_a_living_process_writes_is_left_to_it_and_swept_when_it_is_dead(ro
     directory.discard(own)
 
 
+def of_another_host(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
+    """What another host writes; its lock does not reach here."""
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "kernel", lambda: ("far_away", "0" * 8))
+        staging = directory.stage(path)
+        fill(staging.path, step=1)
+        staging.close()
+    return staging.path
+
+
+def test_what_another_host_writes_is_left_and_both_hosts_are_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = of_another_host(monkeypatch, root / "x.ckpt")
+    swept = sweep(root)
+    assert swept.removed == ()
+    (why,) = swept.left
+    assert "far_away" in why
+    assert durable.kernel()[0] in why
+    assert path.is_dir()
+    assert working_entries(root) == [path.name]
+
+
+@pytest.mark.parametrize("hours", [-5, 5], ids=["behind", "ahead"])
+def test_what_another_host_has_left_is_swept_by_the_clock_of_the_file_system(
+    root: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    path = of_another_host(monkeypatch, root / "x.ckpt")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)  # this host's clock is wrong
+    assert len(sweep(root).left) == 1
+    for entry in [*path.iterdir(), path]:
+        os.utime(entry, (now - 1000, now - 1000))
+    assert sweep(root).removed == (path.name,)
+    assert os.listdir(root) == []
+
+
+def test_a_new_file_of_another_host_is_left_too(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f".tmp-file-elsewhere-{'0' * 8}-{ID}"
+    (root / name).write_text("half of a file")
+    assert "elsewhere" in sweep(root).left[0]
+    os.utime(root / name, (0, 0))
+    assert sweep(root).removed == (name,)
+
+
+def test_what_this_host_has_left_is_swept_at_once(root: Path) -> None:
+    staging = directory.stage(root / "x.ckpt")
+    staging.close()
+    assert durable.kernel()[1] in staging.path.name
+    assert sweep(root).removed == (staging.path.name,)
+
+
 def test_only_one_process_sweeps_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / f".del-{ID}").mkdir()
     with durable.held(root):

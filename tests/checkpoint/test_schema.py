@@ -4,6 +4,7 @@ import re
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,6 +106,19 @@ WRONG: dict[str, Any] = {
     "optim_progress: expected optimizer in it": {
         "loops": {"fit_loop": {"a.optim_progress": {"total": PROGRESS}}}
     },
+    "loops.fit_loop.epoch_loop.val_loop.batch_progress: expected is_last_batch in it": {
+        "loops": {
+            "fit_loop": {
+                "epoch_loop.val_loop.batch_progress": {"total": PROGRESS, "current": PROGRESS}
+            }
+        }
+    },
+    "loops.test_loop.batch_progress: expected is_last_batch in it": {
+        "loops": {
+            "fit_loop": {},
+            "test_loop": {"batch_progress": {"total": PROGRESS, "current": PROGRESS}},
+        }
+    },
     "callbacks.ModelCheckpoint.best_k_models: expected a mapping": {
         "callbacks": {"ModelCheckpoint{...}": {"best_k_models": [1], "best_model_path": ""}}
     },
@@ -127,7 +141,19 @@ def test_a_field_that_is_something_else_is_refused_with_its_place(message: str) 
     assert "a.ckpt" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["state_dict", "pytorch-lightning_version"])
+def test_lightning_is_given_nothing_that_it_cannot_migrate(name: str) -> None:
+    checkpoint = {"state_dict": {}, "pytorch-lightning_version": "2.6.0"}
+    assert check_fields(checkpoint, "a.ckpt", loads=True) is checkpoint
+    del checkpoint[name]
+    with pytest.raises(CheckpointError, match=f"its root: expected {name} in it, found none"):
+        check_fields(checkpoint, "a.ckpt", loads=True)
+
+
 ALIKE: dict[str, tuple[Any, Any]] = {
+    "a number of numpy": ({"best": np.int64(3)}, {"best": 0}),
+    "what is none now": ({"last": None}, {"last": 3}),
+    "what may be anything": ({"mode": torch.float32}, {"mode": torch.device("cpu")}),
     "a number and a tensor of one": ({"best": torch.tensor(0.5)}, {"best": float("inf")}),
     "what was none": ({"last": 3}, {"last": None}),
     "a list that has grown": ({"lrs": [0.1, 0.2, 0.3]}, {"lrs": [0.1]}),
@@ -147,6 +173,10 @@ UNLIKE: dict[str, tuple[Any, Any]] = {
     "lr_schedulers.0.gamma in the checkpoint is text (str), expected a number": (
         {"gamma": "0.1"},
         {"gamma": 0.1},
+    ),
+    "lr_schedulers.0.last_epoch in the checkpoint is an object (bytes), expected a number": (
+        {"last_epoch": b"3"},
+        {"last_epoch": 3},
     ),
     "lr_schedulers.0.lrs.2 in the checkpoint is text (str), expected a number": (
         {"lrs": [0.1, 0.2, "0.3"]},

@@ -111,6 +111,10 @@ def test_every_kind_of_tensor_is_put_and_its_name_is_kept() -> None:
     assert store.tensors["extra.1"] is sub
 
 
+class Zone(datetime.tzinfo):
+    """Somebody's own."""
+
+
 OPAQUE: dict[str, Any] = {
     "builtins.type": int,
     "builtins.function": through_json,
@@ -120,7 +124,7 @@ OPAQUE: dict[str, Any] = {
     "test_state_codec.Mine": Mine(a=1),
     "torch.nn.modules.linear.Linear": torch.nn.Linear(1, 1),
     "numpy.ndarray": np.array([object()]),
-    "datetime.datetime": datetime.datetime(2024, 1, 1, fold=1),
+    "datetime.datetime": datetime.datetime(2024, 1, 1, tzinfo=Zone()),
     "numpy.datetime64": np.datetime64("2024-01-01"),
 }
 

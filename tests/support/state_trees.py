@@ -51,8 +51,12 @@ def picture(value: Any) -> Any:
             return kind, np.asarray(value).tobytes()
         case complex():
             return kind, picture(value.real), picture(value.imag)
-        case torch.Tensor() | np.ndarray():
-            return kind, str(value.dtype), tuple(value.shape), value.tolist()
+        case torch.Tensor():
+            plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            bits = plain.view(torch.uint8).numpy().tobytes()
+            return kind, str(value.dtype), tuple(value.shape), bits
+        case np.ndarray():
+            return kind, str(value.dtype), tuple(value.shape), value.tobytes()
         case dict():
             factory = value.default_factory if isinstance(value, defaultdict) else None
             return kind, factory, [(picture(key), picture(item)) for key, item in value.items()]
@@ -105,6 +109,7 @@ EXAMPLES: dict[str, Any] = {
     "times": [
         datetime.timedelta(days=-1, microseconds=3),
         datetime.datetime(2024, 2, 29, 1, 2, 3, 4),
+        datetime.datetime(2024, 10, 27, 2, 30, fold=1),
     ],
     "a zone": datetime.datetime(
         2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-5.5))

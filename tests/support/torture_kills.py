@@ -31,8 +31,11 @@ from support.torture_training import (
     Phase,
     Picture,
     Reporter,
+    digest,
+    export_all,
     fork_rank,
     picture_of,
+    start_another,
     train,
 )
 
@@ -45,6 +48,8 @@ FOREIGN = {
     ".hidden/x": "mine",
 }
 """Files that are nobody's business, by name."""
+
+EXPORTED = "exported.ckpt"
 
 SAVES = 10
 """Of a training that keeps two checkpoints and the last."""
@@ -60,6 +65,9 @@ class Trial:
     asynchronous: bool
     resumes: bool
     """Whether a new training goes on afterwards, to the end; else what it would find is looked at."""
+
+    company: bool = False
+    """Whether other Trainers start in the folder and an export writes into it; killed as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +96,20 @@ class Outcome:
     hung: int
     """Survivors that had to be killed."""
 
+    company: str
+    """How often a Trainer was started beside and an export finished; the refusals of both."""
+
     seconds: float
 
 
 class Runner:
     """Runs trials; in a process that has everything loaded and has never used a process group."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, sharding: str) -> None:
         self._root = root
-        self._board = Board()
+        self._sharding = sharding
+        self._ranks = RANKS[sharding]
+        self._board = Board(self._ranks)
         self._worlds = 0
         self._expected: dict[int, Picture] = {}
         self._final = ""
@@ -114,7 +127,9 @@ class Runner:
             saving += (now - last) * self._board.read(0).saving
             last = now
             time.sleep(0.0005)
-        assert self._reap(children, PATIENCE_S) == ([0] * RANKS, 0), (folder / "log-0").read_text()
+        assert self._reap(children, PATIENCE_S) == ([0] * self._ranks, 0), (
+            folder / "log-0"
+        ).read_text()
         self._training_s = time.monotonic() - began
         self._save_s = saving / self._board.read(0).begun
         digests = dict(line.split() for line in (folder / "digests-0").read_text().splitlines())
@@ -133,18 +148,23 @@ class Runner:
         folder = self._root / f"trial-{trial.seed}"
         draw = random.Random(trial.seed)
         children = self._start(folder, trial.asynchronous)
-        killed = tuple(draw.choice([(0,), (1,), (0, 1)]))
+        company = self._start_company(folder) if trial.company else []
+        everyone = tuple(range(self._ranks))
+        killed = draw.choice([(0,), (1,), (0, 1), everyone[-1:], everyone])
         self._wait_for_the_moment(draw, children)
         phases = self._kill(killed, children)
         dead = time.monotonic()
         _, hung = self._reap(children, PATIENCE_S)
         survivors_s = time.monotonic() - dead
-        problem, returned, found, leftovers = "", 0, 0, 0
+        time.sleep(draw.random() * 0.2 if company else 0.0)
+        self._reap(company, 0.0)
+        problem, company_text, returned, found, leftovers = "", "", 0, 0, 0
         try:
             leftovers = sum(
                 WORKING_NAME.fullmatch(name) is not None
                 for name in os.listdir(folder / "checkpoints")
             )
+            company_text = self._inspect_company(folder) if trial.company else ""
             returned, found = self._inspect(folder, trial)
         except Exception:  # noqa: BLE001 - a finding, to be shown with the rest
             problem = traceback.format_exc()
@@ -161,12 +181,13 @@ class Runner:
             leftovers=leftovers,
             survivors_s=survivors_s,
             hung=hung,
+            company=company_text,
             seconds=time.monotonic() - began,
         )
 
     def _wait_for_the_moment(self, draw: random.Random, children: Sequence[int]) -> None:
         """Mostly in a save: its number is drawn, and how far it gets; else at any time of the training."""
-        number, share, watched = draw.randint(1, SAVES), draw.random(), draw.randrange(RANKS)
+        number, share, watched = draw.randint(1, SAVES), draw.random(), draw.randrange(self._ranks)
         if draw.random() < 0.85:
             self._watch(children, lambda: self._board.read(watched).begun >= number)
             time.sleep(1.1 * share * self._save_s)
@@ -192,7 +213,7 @@ class Runner:
         checkpoints = folder / "checkpoints"
         noted = [
             line.split()
-            for rank in range(RANKS)
+            for rank in range(self._ranks)
             for line in (folder / f"notes-{rank}").read_text().splitlines()
         ]
         returned = max((int(step) for what, step in noted if what == "returned"), default=0)
@@ -221,10 +242,43 @@ class Runner:
             assert (checkpoints / name).read_text() == text
         return returned, step
 
+    def _start_company(self, folder: Path) -> list[int]:
+        """Fork a process that starts Trainers in the folder, and one that exports from it."""
+        checkpoints = folder / "checkpoints"
+        actions = {
+            "trainer": partial(start_another, checkpoints),
+            "export": partial(export_all, checkpoints, checkpoints / EXPORTED),
+        }
+        self._worlds += 1
+        return [
+            fork_rank(
+                0, 1, self._root / f"store-{self._worlds}-{name}", folder / f"log-{name}", action
+            )
+            for name, action in actions.items()
+        ]
+
+    def _inspect_company(self, folder: Path) -> str:
+        """What the others did; an export that is there is the weights of some step, whole."""
+        lines = [
+            line
+            for name in ("trainer", "export")
+            for line in (folder / f"log-{name}").read_text().splitlines()
+        ]
+        wrong = [line for line in lines if "Traceback" in line or "Error" in line]
+        assert wrong == [], "\n".join(lines)
+        exported = folder / "checkpoints" / EXPORTED
+        if exported.exists():
+            loaded = torch.load(exported, weights_only=True)
+            expected = self._expected[loaded["global_step"]].weights
+            assert digest(dict(loaded["state_dict"])) == expected, "the export is wrong"
+            exported.unlink()
+        refused = sum(line.startswith("refused") for line in lines)
+        return f"{lines.count('started')} {lines.count('exported')} {refused}"
+
     def _resume(self, folder: Path, path: Path | None, asynchronous: bool) -> None:
         children = self._start(folder, asynchronous, path)
         codes, _ = self._reap(children, 2 * PATIENCE_S)
-        assert codes == [0] * RANKS, (folder / "log-0").read_text()
+        assert codes == [0] * self._ranks, (folder / "log-0").read_text()
         digests = dict(line.split() for line in (folder / "digests-0").read_text().splitlines())
         assert digests.get(str(STEPS), self._final) == self._final, (
             "the resumed run ends with other weights"
@@ -248,6 +302,7 @@ class Runner:
         return [
             fork_rank(
                 rank,
+                self._ranks,
                 store,
                 folder / f"log-{rank}",
                 partial(
@@ -255,12 +310,13 @@ class Runner:
                     self._board,
                     rank,
                     folder,
+                    self._sharding,
                     asynchronous,
                     None if path is None else str(path),
                     keep,
                 ),
             )
-            for rank in range(RANKS)
+            for rank in range(self._ranks)
         ]
 
     def _reap(self, children: Sequence[int], patience_s: float) -> tuple[list[int], int]:
@@ -291,12 +347,18 @@ def _has_ended(child: int) -> bool:
 
 
 def _train(
-    board: Board, rank: int, folder: Path, asynchronous: bool, path: str | None, keep: int
+    board: Board,
+    rank: int,
+    folder: Path,
+    sharding: str,
+    asynchronous: bool,
+    path: str | None,
+    keep: int,
 ) -> None:
     propagation.LOOKUP_S = 0.05  # survivors need not wait long for a reason that nobody gives
     reporter = Reporter(board, rank, folder / f"notes-{rank}")
     reporter.install()
-    digests = train(folder / "checkpoints", asynchronous, path, keep, reporter.started)
+    digests = train(folder / "checkpoints", sharding, asynchronous, path, keep, reporter.started)
     (folder / f"digests-{rank}").write_text(
         "".join(f"{step} {text}\n" for step, text in digests.items())
     )
@@ -306,9 +368,14 @@ def _train(
 
 
 class KillServer:
-    """A process that runs trials; use as a context manager."""
+    """A process that runs trials; use as a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        sharding: The strategy of the trainings.
+    """
+
+    def __init__(self, sharding: str = "full_shard") -> None:
+        self._sharding = sharding
         self._context = multiprocessing.get_context(
             "forkserver"
         )  # the same server as that of the pool of ranks
@@ -320,7 +387,7 @@ class KillServer:
     def __enter__(self) -> KillServer:
         self._connection, theirs = self._context.Pipe()
         self._process = self._context.Process(
-            target=serve, args=(theirs, str(self._folder)), daemon=True
+            target=serve, args=(theirs, str(self._folder), self._sharding), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -347,7 +414,7 @@ class KillServer:
         return answer
 
 
-def serve(connection: Connection, folder: str) -> None:
+def serve(connection: Connection, folder: str, sharding: str) -> None:
     """What the server does: learn, then answer with outcomes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
@@ -355,7 +422,7 @@ def serve(connection: Connection, folder: str) -> None:
     gc.freeze()
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            runner = Runner(Path(folder))
+            runner = Runner(Path(folder), sharding)
             runner.learn()
             connection.send(None)
             while True:

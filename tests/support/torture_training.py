@@ -14,6 +14,7 @@ import os
 import signal
 import struct
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,16 +30,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from shardeddp import ShardedDP
+from shardeddp import CheckpointError, ShardedDP
 from shardeddp.checkpoint import durable, write
 from shardeddp.checkpoint.contents import open_checkpoint
+from shardeddp.checkpoint.export import to_ckpt
+from shardeddp.checkpoint.find import find_checkpoints
 from shardeddp.config import CheckpointOptions
 from support.tasks import VOCABULARY, Block, TinyGpt
 from support.trainers import full_weights, make_trainer
 
 STEPS = 14
 EVERY = 2
-RANKS = 2
+RANKS = {"full_shard": 2, "hybrid_shard": 4}
+"""Of a training, by strategy; a hybrid one has two groups of two."""
 
 PURE = frozenset(
     {"fspath", "_path_normpath", "_path_splitroot_ex", "getcwd", "getpid", "kill", "urandom"}
@@ -82,8 +86,9 @@ class Phase:
 class Board:
     """Memory that ranks and those who watch them share; made before the ranks are forked."""
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, RANKS * _SLOT.size)
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._memory = mmap.mmap(-1, ranks * _SLOT.size)
 
     def write(self, rank: int, begun: int, returned: int, calls: int = 0, call: str = "") -> None:
         _SLOT.pack_into(self._memory, rank * _SLOT.size, begun, returned, calls, call.encode()[:20])
@@ -93,7 +98,7 @@ class Board:
         return Phase(begun=begun, returned=returned, calls=calls, call=call.rstrip(b"\0").decode())
 
     def clear(self) -> None:
-        for rank in range(RANKS):
+        for rank in range(self._ranks):
             self.write(rank, 0, 0)
 
 
@@ -195,12 +200,18 @@ class NotesWeights(Callback):
 
 
 def train(
-    folder: Path, asynchronous: bool, path: str | None, keep: int, started: Callable[[], object]
+    folder: Path,
+    sharding: str,
+    asynchronous: bool,
+    path: str | None,
+    keep: int,
+    started: Callable[[], object],
 ) -> dict[int, str]:
     """Train to the end; on every rank of a world.
 
     Args:
         folder: Of the checkpoints.
+        sharding: The strategy.
         asynchronous: Whether they are saved in a thread.
         path: To go on from.
         keep: How many, besides the last.
@@ -217,7 +228,12 @@ def train(
     )  # fmt: skip
     options = CheckpointOptions(asynchronous=asynchronous)
     strategy = ShardedDP(
-        auto_wrap_policy={Block}, state_dict_type="sharded", checkpoint_options=options, timeout=30
+        sharding,
+        shard_size=2 if sharding == "hybrid_shard" else None,
+        auto_wrap_policy={Block},
+        state_dict_type="sharded",
+        checkpoint_options=options,
+        timeout=30,
     )
     trainer = make_trainer(
         strategy,
@@ -305,14 +321,55 @@ def whole(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+# -- what goes on in the folder of a training
+
+
+def start_another(folder: Path) -> None:
+    """Start Trainers that go on from the last checkpoint of a folder in which another one saves.
+
+    What a checkpoint holds is not looked at here. One that the other replaces meanwhile is refused.
+    """
+    while True:
+        time.sleep(0.2)
+        trainer = make_trainer(
+            ShardedDP(auto_wrap_policy={Block}, timeout=30),
+            max_epochs=1,
+            limit_train_batches=0,
+            callbacks=[ModelCheckpoint(folder, monitor="score", save_last=True)],
+            enable_checkpointing=True,
+        )
+        try:
+            trainer.fit(Scored(), Batches(0), ckpt_path="last")
+        except CheckpointError as error:
+            print("refused:", error, flush=True)
+        else:
+            print("started", flush=True)
+
+
+def export_all(folder: Path, target: Path) -> None:
+    """Export whatever checkpoint of a folder is the newest, over and over, to one file in it."""
+    while True:
+        time.sleep(0.1)
+        found = find_checkpoints(folder).checkpoints if folder.is_dir() else ()
+        if not found:
+            continue
+        try:
+            to_ckpt(found[-1].path, target, force=True)
+        except CheckpointError as error:
+            print("refused:", error, flush=True)
+        else:
+            print("exported", flush=True)
+
+
 # -- processes
 
 
-def fork_rank(rank: int, store: Path, log: Path, action: Callable[[], object]) -> int:
+def fork_rank(rank: int, ranks: int, store: Path, log: Path, action: Callable[[], object]) -> int:
     """A forked process that is a rank of a world of its own; it dies with its parent.
 
     Args:
-        rank: Of ``RANKS``.
+        rank: Of ``ranks``.
+        ranks: How many there are.
         store: A file through which they find each other, new for each world.
         log: Takes what it says.
         action: What it does in that world.
@@ -328,9 +385,9 @@ def fork_rank(rank: int, store: Path, log: Path, action: Callable[[], object]) -
         os.dup2(descriptor, 2)
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-        file_store = dist.FileStore(str(store), RANKS)
+        file_store = dist.FileStore(str(store), ranks)
         dist.init_process_group(
-            "gloo", store=file_store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+            "gloo", store=file_store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
         )
         action()
         code = 0

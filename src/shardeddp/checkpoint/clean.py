@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from shardeddp.checkpoint.durable import (
     disk_errors,
     exists,
     held,
+    kernel,
     kind_of,
     lock,
     opened_directory,
@@ -24,6 +26,9 @@ from shardeddp.checkpoint.durable import (
 )
 from shardeddp.checkpoint.find import WORKING_NAME, carries_index, carries_manifest
 from shardeddp.checkpoint.manifest import MANIFEST
+
+SILENT_S = 900.0
+"""After so long without a write, an entry of another host is taken for abandoned."""
 
 
 def remove(
@@ -107,8 +112,13 @@ def _sweep(directory: Path, durability: Durability) -> Swept:
         sweeper = _Sweeper(directory, here, durability)
         for name in sorted(os.listdir(here)):
             match = WORKING_NAME.fullmatch(name)
-            if match and (match["kind"] != "tmp" or match["name"] in STAGED):
-                sweeper.clean(name, match["name"] if match["kind"] == "old" else None)
+            if match is None:
+                continue
+            if match["kind"] != "tmp":
+                sweeper.clean(name, match["name"], None)
+            elif staged := STAGED.fullmatch(match["name"]):
+                elsewhere = staged["kernel"] not in (None, kernel()[1])
+                sweeper.clean(name, None, staged["host"] if elsewhere else None)
         return Swept(
             removed=tuple(sweeper.removed),
             restored=tuple(sweeper.restored),
@@ -127,12 +137,36 @@ class _Sweeper:
         self.restored: list[str] = []
         self.left: list[str] = []
 
-    def clean(self, name: str, replaced: str | None) -> None:
-        """Delete an entry, or rename it to the checkpoint that it was before it was replaced."""
+    def _is_silent(self, path: Path, host: str) -> bool:
+        """Whether nobody has written to an entry of another host for long."""
+        entries = [path, *path.iterdir()] if stat.S_ISDIR(os.lstat(path).st_mode) else [path]
+        last = max(os.lstat(entry).st_mtime for entry in entries)
+        silent = self._now() - last > SILENT_S
+        if not silent:
+            self.left.append(
+                f"{path} is being written by the host {host}, or was left by it less than "
+                f"{SILENT_S / 60:.0f} minutes ago: the host {kernel()[0]} leaves it alone. A later "
+                f"start deletes it, if nobody writes to it any more."
+            )
+        return silent
+
+    def _now(self) -> float:
+        """The time by the clock of the file system, which need not be the host's."""
+        with tempfile.TemporaryFile(dir=self._directory) as file:
+            return os.fstat(file.fileno()).st_mtime
+
+    def clean(self, name: str, replaced: str | None, host: str | None) -> None:
+        """Delete an entry, or rename it to the checkpoint that it was before it was replaced.
+
+        Args:
+            name: Of the entry.
+            replaced: Name of the checkpoint that it was; None: it was none.
+            host: Another host, which made it; its lock may hold there alone. None: this one.
+        """
         path = self._directory / name
         try:
             with held(path) as abandoned:
-                if not abandoned:
+                if not abandoned or (host is not None and not self._is_silent(path, host)):
                     return
                 if replaced is None:
                     left = delete(path)

@@ -6,6 +6,7 @@ import io
 import pickle
 import warnings
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -384,7 +385,11 @@ class _SmallTensors:
         if isinstance(value, Mapping):
             read = {key: self.read(item) for key, item in value.items()}
             if isinstance(value, dict):
-                value.update((key, item) for key, item in read.items() if item is not value[key])
+                new = {key: item for key, item in read.items() if item is not value[key]}
+                dict.update(value, new)  # that of a Counter adds
+            return value
+        if isinstance(value, Namespace):
+            self.read(vars(value))
             return value
         if type(value) in (list, tuple):
             return type(value)(self.read(item) for item in value)

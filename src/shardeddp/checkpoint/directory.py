@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import stat
 import uuid
 from collections.abc import Generator, Sequence
@@ -27,6 +28,7 @@ from shardeddp.checkpoint.durable import (
     exchange,
     exists,
     held,
+    kernel,
     kind_of,
     lock,
     make_directories,
@@ -62,11 +64,14 @@ from shardeddp.wrap.tree import first_three
 # The process that writes a staging directory holds a lock on it (on the directory itself, nothing
 # is left behind). The kernel frees it however that process ends, so a staging directory that can be
 # locked is abandoned; a process number would be no such proof (they are used again, and differ
-# between containers). Locks are those of one host: do not let two hosts save into one directory at
-# the same time.
+# between containers). Not every file system carries locks from host to host. So names of staging
+# entries say which host's kernel holds the lock, and a sweep on another host leaves what has been
+# written to within a quarter of an hour, by the clock of the file system.
 
-STAGED = ("checkpoint", "file")
-"""What is being written, by the names of working entries."""
+STAGED = re.compile(
+    r"(?:checkpoint|file)(?:-(?P<host>[\w.]{1,63})-(?P<kernel>[0-9a-f]{8}))?", re.ASCII
+)
+"""What is being written, by the names of working entries, and by whom."""
 
 _MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
 """What makes somebody take a directory for a checkpoint; deleted before the rest."""
@@ -143,9 +148,7 @@ def stage(
         require_replaceable(parent / name)
         make_directories(parent, permissions, durability)
         while True:
-            # Not the target's name: Lightning looks for numbers in whatever contains the name of
-            # its own checkpoints.
-            path = parent / f".tmp-checkpoint-{uuid.uuid4().hex}"
+            path = _staging(parent, "checkpoint")
             descriptor = _make_locked(path, permissions)
             if descriptor is not None:
                 return Staging(parent / name, path, descriptor, permissions, durability)
@@ -273,6 +276,15 @@ def discard(staging: Staging) -> tuple[str, ...]:
         return (left_text(staging.path, error),)
     finally:
         staging.close()
+
+
+def _staging(folder: Path, kind: str) -> Path:
+    """A new name for something that this host writes.
+
+    It is not the target's: Lightning looks for numbers in whatever contains the name of its own
+    checkpoints.
+    """
+    return folder / f".tmp-{kind}-{'-'.join(kernel())}-{uuid.uuid4().hex}"
 
 
 def _make_locked(path: Path, permissions: Permissions) -> int | None:
@@ -467,7 +479,7 @@ def new_files(
 def _open_locked(folder: Path, permissions: Permissions) -> BinaryIO:
     """A new file under a working name, locked: a sweep by another process leaves it alone."""
     while True:
-        path = folder / f".tmp-file-{uuid.uuid4().hex}"
+        path = _staging(folder, "file")
         os.close(create_exclusively(path, permissions))
         try:
             file = open(path, "r+b")  # noqa: SIM115 - the caller closes it

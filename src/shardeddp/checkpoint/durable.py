@@ -9,9 +9,14 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import hashlib
 import os
+import re
+import socket
 import stat
 import sys
+import uuid
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -298,6 +303,20 @@ def lock(descriptor: int) -> bool | None:
             raise
         return None
     return True
+
+
+@functools.cache
+def kernel() -> tuple[str, str]:
+    """Name of this host, and a word for the kernel that grants its locks until the next boot.
+
+    Containers of one host have different names and one kernel; hosts may have one name.
+    """
+    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:63] or "unnamed"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        boot = f"{host} {uuid.getnode()}".encode()
+    return host, hashlib.sha256(boot).hexdigest()[:8]
 
 
 @contextlib.contextmanager

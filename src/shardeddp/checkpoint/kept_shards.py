@@ -139,15 +139,20 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
     return ShardTensor(local.to(device, copy=True), spec)
 
 
-def _shards(value: Any, keys: list[Any]) -> Iterator[tuple[ShardTensor, list[Any]]]:
+def _shards(
+    value: Any, keys: list[Any], around: tuple[int, ...] = ()
+) -> Iterator[tuple[ShardTensor, list[Any]]]:
+    if id(value) in around:
+        return  # it contains itself: whoever writes it says so
+    around = (*around, id(value))
     if isinstance(value, ShardTensor):
         yield value, keys
     elif isinstance(value, Mapping):
         for key, item in cast("Mapping[Any, Any]", value).items():
-            yield from _shards(item, [*keys, key])
+            yield from _shards(item, [*keys, key], around)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(cast("list[Any]", value)):
-            yield from _shards(item, [*keys, index])
+            yield from _shards(item, [*keys, index], around)
 
 
 def _at(value: Any, keys: list[Any]) -> Any:

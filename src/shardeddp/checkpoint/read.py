@@ -21,6 +21,7 @@ from shardeddp.checkpoint.manifest import (
     STATE,
     ItemPath,
     Manifest,
+    StoredFile,
     StoredTensor,
     name_of,
 )
@@ -66,7 +67,7 @@ class CheckpointReader:
 
     def tree(self) -> Any:
         """What ``state.json`` holds: JSON with names in place of tensors."""
-        expected = self.manifest.files[STATE]
+        expected = self._listed(STATE)
         whole = Interval(0, expected.nbytes)
         with self._opened(STATE) as descriptor:
             text = read_text(descriptor, whole, str(self.path / STATE))
@@ -75,12 +76,20 @@ class CheckpointReader:
 
     def file(self, name: str) -> bytes:
         """All of a file that holds no tensors, checked."""
-        expected = self.manifest.files[name]
+        expected = self._listed(name)
         data = bytearray(expected.nbytes)
         with self._opened(name) as descriptor:
             whole = Interval(0, len(data))
             self._read_checked(descriptor, name, "", whole, memoryview(data), expected.checksum)
         return bytes(data)
+
+    def _listed(self, name: str) -> StoredFile:
+        if name not in self.manifest.files:
+            raise CheckpointError(
+                f"{self.path} has no {name} by its manifest, expected one: it is damaged, or was "
+                f"put together by something else"
+            )
+        return self.manifest.files[name]
 
     def read(self, name: str, interval: Interval) -> torch.Tensor:
         """Elements of a flattened tensor.

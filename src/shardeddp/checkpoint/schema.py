@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from shardeddp.errors import CheckpointError
@@ -14,7 +15,7 @@ Check: TypeAlias = Callable[[Any, str], None]
 """Raises for a value, at a dotted path, that is not what stands there."""
 
 
-def check_fields(checkpoint: Any, source: object) -> dict[str, Any]:
+def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dict[str, Any]:
     """Check the fields of a checkpoint that Lightning or this package uses; others may be anything.
 
     A field may be missing: files that other tools have put together leave some out.
@@ -22,6 +23,7 @@ def check_fields(checkpoint: Any, source: object) -> dict[str, Any]:
     Args:
         checkpoint: As it was read.
         source: Its path, for errors.
+        loads: Whether Lightning is going to load it, which takes weights and a version.
 
     Returns:
         The checkpoint.
@@ -31,6 +33,8 @@ def check_fields(checkpoint: Any, source: object) -> dict[str, Any]:
     """
     try:
         _CHECKPOINT(checkpoint, "")
+        if loads:
+            _LOADED(checkpoint, "")
     except _WrongError as error:
         raise CheckpointError(f"{source} is no checkpoint of Lightning: {error}") from None
     return checkpoint
@@ -47,11 +51,13 @@ def check_like(saved: Any, own: Any, path: str) -> None:
     Raises:
         CheckpointError: A value is of another kind, as text instead of a number: says which.
     """
+    if saved is None:
+        return
     found, expected = _kind(saved), _kind(own)
-    if found and expected and found != expected:
+    if expected and found != expected:
         raise CheckpointError(
-            f"{path} in the checkpoint is {found} ({type(saved).__name__}), expected {expected}: it "
-            f"is damaged, or of another object"
+            f"{path} in the checkpoint is {found or 'an object'} ({type(saved).__name__}), expected "
+            f"{expected}: it is damaged, or of another object"
         )
     if expected == "a mapping" == found:
         for name in own.keys() & saved.keys():
@@ -66,7 +72,7 @@ def check_like(saved: Any, own: Any, path: str) -> None:
 
 def _kind(value: Any) -> str:
     """In a word, of the values that have one; nothing of the others, which may be anything."""
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (bool, int, float, np.generic)):
         return "a number"
     if isinstance(value, torch.Tensor):
         return "a number" if value.numel() == 1 else "a tensor"
@@ -116,7 +122,7 @@ def _record(fields: Mapping[str, Check], *required: str) -> Check:
         _MAPPING(value, path)
         for name in required:
             if name not in value:
-                raise _WrongError(f"{path}: expected {name} in it, found none")
+                raise _WrongError(f"{path or 'its root'}: expected {name} in it, found none")
         for name, inner in fields.items():
             if name in value:
                 inner(value[name], f"{path}.{name}".lstrip("."))
@@ -221,12 +227,13 @@ _OPTIMIZATION = _record(
 )
 _BATCHES = _all_of(_progress, _record({"is_last_batch": _is("a flag", bool)}, "is_last_batch"))
 _OF_LOOP = _record({"_batches_that_stepped": _count, "combined_loader": _LIST})
+_EVALUATION = _mapping_of(lambda name: _BATCHES if name == "batch_progress" else _anything)
 _LOOP = _mapping_of(
     lambda name: (
         _OPTIMIZATION
         if name.endswith("optim_progress")
         else _BATCHES
-        if name == "epoch_loop.batch_progress"
+        if name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress")
         else _progress
         if name.endswith("progress")
         else _OF_LOOP
@@ -282,9 +289,13 @@ _CHECKPOINT = _record(
         "pytorch-lightning_version": _version,
         "optimizer_states": _list_or_empty(_OPTIMIZER),
         "lr_schedulers": _list_or_empty(_MAPPING),
-        "loops": _all_of(_record({}, "fit_loop"), _mapping_of(lambda name: _LOOP)),
+        "loops": _all_of(
+            _record({"validate_loop": _EVALUATION, "test_loop": _EVALUATION}, "fit_loop"),
+            _mapping_of(lambda name: _LOOP),
+        ),
         "callbacks": _callbacks,
         "hparams_name": _or_none(_TEXT),
         "shardeddp": _OWN,
     }
 )
+_LOADED = _record({}, "state_dict", "pytorch-lightning_version")

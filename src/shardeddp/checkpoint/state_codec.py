@@ -425,8 +425,14 @@ def _build_default_dict(parts: Any) -> defaultdict[Any, Any]:
 
 
 def _datetime_parts(value: datetime.datetime) -> Any:
-    exact = not value.fold and (value.tzinfo is None or type(value.tzinfo) is datetime.timezone)
-    return value.isoformat() if exact else NotImplemented
+    if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
+        return NotImplemented
+    return [value.isoformat(), value.fold] if value.fold else value.isoformat()
+
+
+def _build_datetime(parts: Any) -> datetime.datetime:
+    text, fold = parts if type(parts) is list else (parts, 0)
+    return datetime.datetime.fromisoformat(text).replace(fold=fold)
 
 
 def _array_parts(value: np.ndarray[Any, Any]) -> Any:
@@ -599,7 +605,7 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
         datetime.datetime,
         "datetime",
         _datetime_parts,
-        lambda parts: datetime.datetime.fromisoformat(parts),
+        _build_datetime,
     ),
     (
         torch.dtype,

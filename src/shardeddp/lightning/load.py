@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.durable import local_path
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.schema import check_fields
 from shardeddp.lightning.api import LightningModule, extend_reading
 from shardeddp.lightning.private import load_state, migrate_checkpoint
 from shardeddp.lightning.restore import open_any
@@ -110,6 +112,7 @@ def _read_directory(
     Tensors that stay on the host are read when they are loaded, optimizers never.
     """
     checkpoint = open_any(Path(path), weights_only, foreign=foreign)
+    check_fields(checkpoint, path, loads=True)
     device = _device_of(map_location)
     return {
         key: value
@@ -134,8 +137,12 @@ def _read(value: Any, device: torch.device) -> Any:
         return (value.whole() if isinstance(value, LazyTensor) else value).to(device)
     if isinstance(value, dict):
         mapping = cast("dict[Any, Any]", value)
-        mapping.update({key: _read(item, device) for key, item in mapping.items()})
+        read = {key: _read(item, device) for key, item in mapping.items()}
+        dict.update(mapping, read)  # that of a Counter adds
         return mapping
+    if isinstance(value, Namespace):
+        _read(vars(value), device)
+        return value
     if type(value) in (list, tuple):
         return type(value)(map(partial(_read, device=device), value))
     return value

@@ -93,7 +93,7 @@ class Restore:
             CheckpointError: It is damaged, or ranks do not see the same; with advice.
         """
         checkpoint = self._open(path, weights_only, io)
-        own: Mapping[str, Any] = check_fields(checkpoint, path).get(KEY, {})
+        own: Mapping[str, Any] = check_fields(checkpoint, path, loads=True).get(KEY, {})
         self._saved_names = own.get(NAMES, ())
         return checkpoint
 

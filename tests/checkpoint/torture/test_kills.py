@@ -23,13 +23,22 @@ def server() -> Iterator[KillServer]:
         yield server
 
 
-def trials(seed: int, count: int, asynchronous: bool, resume_every: int) -> list[Trial]:
+@pytest.fixture(scope="module")
+def hybrid_server() -> Iterator[KillServer]:
+    with KillServer("hybrid_shard") as server:
+        yield server
+
+
+def trials(
+    seed: int, count: int, asynchronous: bool, resume_every: int, company: bool = False
+) -> list[Trial]:
     draw = random.Random(seed)
     return [
         Trial(
             seed=draw.randrange(2**32),
             asynchronous=asynchronous,
             resumes=number % resume_every == resume_every - 1,
+            company=company,
         )
         for number in range(count)
     ]
@@ -50,8 +59,14 @@ def summary(outcomes: list[Outcome]) -> str:
             f"newer than what had returned: {sum(it.found > it.returned for it in outcomes)}",
             f"survivors: slowest {max(it.survivors_s for it in outcomes):.1f} s, "
             f"hung {sum(it.hung for it in outcomes)}",
+            f"beside: Trainers started, exports, refusals: {beside(outcomes)}",
         ]
     )
+
+
+def beside(outcomes: list[Outcome]) -> list[int]:
+    counts = [list(map(int, it.company.split())) for it in outcomes if it.company]
+    return list(map(sum, zip(*counts, strict=True)))
 
 
 def check(outcomes: list[Outcome], seed: int) -> None:
@@ -69,7 +84,7 @@ def test_killed_ranks_lose_nothing_that_was_saved_and_leave_nothing(
     server: KillServer, asynchronous: bool
 ) -> None:
     seed = 20 + asynchronous
-    check(list(server.run(trials(seed, 2, asynchronous, resume_every=2))), seed)
+    check(list(server.run(trials(seed, 2, asynchronous, resume_every=2, company=True))), seed)
 
 
 @pytest.mark.torture
@@ -83,3 +98,30 @@ def test_two_hundred_kills_lose_nothing_that_was_saved_and_leave_nothing(
     outcomes = list(server.run(trials(seed, 50, asynchronous, resume_every=10)))
     check(outcomes, seed)
     assert sum(it.in_save for it in outcomes) >= 20, "most kills were to hit a save"
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(380)
+@pytest.mark.parametrize("batch", range(8))
+def test_two_hundred_kills_beside_trainers_that_start_and_exports_lose_nothing(
+    server: KillServer, batch: int
+) -> None:
+    check_company(server, 25)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(380)
+@pytest.mark.parametrize("batch", range(4))
+def test_a_hundred_kills_of_hybrid_trainings_in_company_lose_nothing(
+    hybrid_server: KillServer, batch: int
+) -> None:
+    check_company(hybrid_server, 25)
+
+
+def check_company(server: KillServer, count: int) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    outcomes = list(server.run(trials(seed, count, True, resume_every=5, company=True)))
+    check(outcomes, seed)
+    started, exported, _ = beside(outcomes)
+    assert started > count // 5
+    assert exported > count // 5
