@@ -41,6 +41,7 @@ from shardeddp.comm.propagation import ErrorPropagation, end_quietly
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
+from shardeddp.torch_private import new_group_of_its_ranks
 
 # -- Groups: process groups of torch, reused by later runs
 #
@@ -67,6 +68,7 @@ class Groups:
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
         self._rank = rank
+        self._client = StoreClient("groups", rank, patient=True)
         self._own: dict[_Key, dist.ProcessGroup] = {}
         self._returned = _RETURNED.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
         if (
@@ -108,16 +110,19 @@ class Groups:
         return {group.group_name for group in self._own.values()}
 
     def _make(self, key: _Key) -> dist.ProcessGroup:
-        _, ranks, timeout, backend = key
-        # Torch wants every rank to make every group; what is no group of this rank's stands for
-        # those of others.
-        made = [dist.new_group(list(each), timeout=timeout, backend=backend) for each in ranks]
-        own = next(group for group, each in zip(made, ranks, strict=True) if self._rank in each)
-        return cast(dist.ProcessGroup, own)
+        purpose, ranks, timeout, backend = key
+        own = list(next(each for each in ranks if self._rank in each))
+        if len(ranks) == 1:
+            made = dist.new_group(own, timeout=timeout, backend=backend)
+            return cast(dist.ProcessGroup, made)
+        # One call for all groups of the kind: each rank makes its own, and where communicators are
+        # split off the default group's, the calls of all ranks are one split of it.
+        name = f"shardeddp/{self._client.number}/{len(self._own)}/{purpose}/{own[0]}"
+        return new_group_of_its_ranks(own, name, timeout, backend)
 
     def _all_have_the_same(self, timeout: timedelta) -> bool:
         """Whether the same groups have been returned on all ranks; after a failure they may not."""
-        client = StoreClient("groups", self._rank, patient=True)
+        client = self._client
         mine = str(zlib.crc32(repr(sorted(map(repr, self._returned))).encode()))
         if client.claim("returned", mine) != mine:
             client.count("others")
@@ -166,42 +171,35 @@ class Mesh:
         self.rank = dist.get_rank()
         self.traffic = Traffic()
         shard_groups, replicate_groups = topology.shard_groups(), topology.replicate_groups()
+        self._timeout = timeout
         self._groups = Groups(self.rank, timeout)
-        gather_group = self._groups.get("gather", shard_groups, timeout)
-        replicate_group = self._groups.get("replicate", replicate_groups, timeout)
-        self.gather = self._collectives(gather_group, shard_groups)
+        self.gather = self._collectives("gather", shard_groups)
         """Among the ranks that share a model: all-gathers."""
         self.regather = (
-            self.gather if regather_size is None else self._regather(regather_size, timeout)
+            self.gather
+            if regather_size is None
+            else self._collectives("regather", topology.subgroups(regather_size))
         )
         """Among some of them: all-gathers for the backward of what the forward's have left."""
-        self.reduce = self._collectives(
-            self._groups.get("reduce", shard_groups, timeout), shard_groups
-        )
+        self.reduce = self._collectives("reduce", shard_groups)
         """Among the same ranks: reduce-scatters."""
-        self.replicate = self._collectives(replicate_group, replicate_groups)
+        self.replicate = self._collectives("replicate", replicate_groups)
         """Among the ranks that hold equal shards: all-reduces."""
         owner_groups = topology.owner_groups()
         split = topology.split_replicas
-        self.owners = (
-            self._collectives(self._groups.get("owners", owner_groups, timeout), owner_groups)
-            if split
-            else self.gather
-        )
+        self.owners = self._collectives("owners", owner_groups) if split else self.gather
         """Among the ranks that together own the model: what is asked of parameters outside units.
 
         Used on both streams, which is safe because each use is waited for before the next is
         issued.
         """
         self.collect = (
-            self._collectives(
-                self._groups.get("collect", replicate_groups, timeout), replicate_groups
-            )
+            self._collectives("collect", replicate_groups)
             if split
             else SoloCollectives([self.rank], 0, self.traffic)
         )
         """Among the ranks that split a shard: all-gathers of its slices."""
-        self.world = self._collectives(dist.group.WORLD, [list(range(topology.world_size))])
+        self.world = self._among(dist.group.WORLD, range(topology.world_size))
         """Among all ranks: what users ask for, whatever their ranks hold."""
         self.data = self.world
         """Among the ranks that train one model on different batches: its buffers, and what is sent
@@ -366,14 +364,15 @@ class Mesh:
             group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank)
         )
 
-    def _regather(self, size: int, timeout: timedelta) -> Collectives:
-        groups = self.topology.subgroups(size)
-        return self._collectives(self._groups.get("regather", groups, timeout), groups)
-
-    def _collectives(
-        self, group: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]
-    ) -> Collectives:
+    def _collectives(self, purpose: str, groups: Sequence[Sequence[int]]) -> Collectives:
+        """Those of one axis of the mesh, which divides the ranks into groups of one size."""
         ranks = next(ranks for ranks in groups if self.rank in ranks)
+        alone = len(ranks) == 1
+        return self._among(
+            None if alone else self._groups.get(purpose, groups, self._timeout), ranks
+        )
+
+    def _among(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Collectives:
         if group is None or len(ranks) == 1:
             return SoloCollectives(ranks, 0, self.traffic)
         if self.device.type == "cpu":
