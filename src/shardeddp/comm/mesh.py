@@ -131,6 +131,33 @@ class Groups:
         return client.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
 
 
+def count_connections(
+    topology: Topology, rank: int, device: torch.device, regather_size: int | None
+) -> int:
+    """Connections that a rank holds open for its groups on the host, of which gloo makes all.
+
+    Args:
+        topology: Which ranks share a model.
+        rank: This one; the first may host the store.
+        device: Where this rank computes; on the host, its collectives are gloo's, too.
+        regather_size: As of :class:`Mesh`.
+    """
+    world, shard, replicas = topology.world_size, topology.shard_size, topology.replicate_size
+    split = topology.split_replicas
+    sizes = [world, world]  # agreement, and that of saving
+    if not split and replicas > 1:
+        sizes.append(shard)  # the desync check of owners
+    if device.type == "cpu":
+        sizes += [world, shard, shard, replicas, regather_size or 1]
+        sizes += [world, replicas] if split else []
+    store = 2 if rank else 2 * world  # two connections of each rank
+    return sum(size + _OF_GLOO for size in sizes if size > 1) + store
+
+
+_OF_GLOO = 3
+"""Descriptors of a group that lead to no other rank; measured."""
+
+
 # -- Mesh: the communicators of one rank
 
 _OTHERS_S = 3.0

@@ -20,10 +20,12 @@ from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.comm import Mesh, barrier, broadcast_object, reduce_tensor, run_on_all_ranks
 from shardeddp.comm.desync import note_that_runs_alone
 from shardeddp.comm.liveness import lightning_calls
+from shardeddp.comm.mesh import count_connections
 from shardeddp.comm.propagation import is_transfer_error
-from shardeddp.comm.rendezvous import meet, stay_on_loopback
+from shardeddp.comm.rendezvous import meet, reserve_open_files, stay_on_loopback
 from shardeddp.config import check_backend
 from shardeddp.engine.runtime import runtime_of
+from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     ClusterEnvironment,
@@ -34,7 +36,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.plan.topology import RankInfo, check_runs, node_order
+from shardeddp.plan.topology import RankInfo
 
 # -- Build id: the version and a digest of the files
 
@@ -179,13 +181,22 @@ class ProcessGroup:
                 its communicators along.
 
         Raises:
-            ConfigurationError: Ranks run different code or options.
+            ConfigurationError: Ranks run different code or options, or one may not open as many
+                files as it has connections.
         """
         _note_functions_of_one_rank()
+        expected = self._sharding.topology(num_nodes, ranks_per_node)
+        problem = reserve_open_files(
+            count_connections(
+                expected, environment.global_rank(), device, self._sharding.regather_size
+            )
+        )
         if num_nodes == 1:
             stay_on_loopback()
         if not torch.distributed.is_initialized():
-            self._connect(environment, device, num_nodes, ranks_per_node)
+            self._connect(environment, device, num_nodes, ranks_per_node, problem)
+        elif problem:
+            raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
         elif self.debug:
             rank_zero_warn(
                 "debug=True: calls through Lightning are compared over ranks; what "
@@ -224,6 +235,7 @@ class ProcessGroup:
         device: torch.device,
         num_nodes: int,
         ranks_per_node: int,
+        problem: str,
     ) -> None:
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
         info = RankInfo(
@@ -235,10 +247,11 @@ class ProcessGroup:
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
             run=f"{versions}, {self._sharding}, debug={self.debug}",  # the same on all ranks that may meet
+            problem=problem,
         )
-        store, infos = meet(environment.main_address, environment.main_port, info, self._timeout)
-        check_runs(infos)
-        self._order = node_order(infos)
+        store, self._order = meet(
+            environment.main_address, environment.main_port, info, self._timeout
+        )
         with torch_compares() if self.debug else nullcontext():
             init_dist_connection(
                 environment,
