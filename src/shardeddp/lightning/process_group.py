@@ -185,12 +185,7 @@ class ProcessGroup:
                 files as it has connections.
         """
         _note_functions_of_one_rank()
-        expected = self._sharding.topology(num_nodes, ranks_per_node)
-        problem = reserve_open_files(
-            count_connections(
-                expected, environment.global_rank(), device, self._sharding.regather_size
-            )
-        )
+        problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
         if num_nodes == 1:
             stay_on_loopback()
         if not torch.distributed.is_initialized():
@@ -228,6 +223,23 @@ class ProcessGroup:
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
+
+    def _reserve_connections(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        num_nodes: int,
+        ranks_per_node: int,
+    ) -> str:
+        """Let this process open as many files as it needs; why it cannot, or empty."""
+        made = torch.distributed.is_initialized()
+        backend = torch.distributed.get_backend() if made else self._backend
+        if backend == "fake":  # which connects to nobody
+            return ""
+        topology = self._sharding.topology(num_nodes, ranks_per_node)
+        regather_size = self._sharding.regather_size
+        rank = environment.global_rank()
+        return reserve_open_files(count_connections(topology, rank, device, regather_size))
 
     def _connect(
         self,
