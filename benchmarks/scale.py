@@ -260,7 +260,8 @@ def main() -> None:
         table = Table(title=f"{name}, {12 * options.blocks} parameters")
         for column in (
             "ranks", "as rank", "groups", "descriptors (CUDA / CPU)", "store calls, setup", "host rounds, setup",
-            "KB sent, setup", "setup, s", "rounds per step", "of micro-batch", "hops each", "step, ms", "snapshot, s", "MB",
+            "KB sent, setup", "setup, s", "rounds per step", "of micro-batch", "hops each", "step, ms",
+            "snapshot, s", "MB",
         ):  # fmt: skip
             table.add_column(column, justify="right")
         for size in options.ranks:

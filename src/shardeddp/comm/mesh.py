@@ -254,6 +254,8 @@ class Mesh:
         """Where errors are left for the other ranks."""
         self.gather_stream: CommStream = make_stream(device)
         self.reduce_stream: CommStream = make_stream(device)
+        self.replicate_stream: CommStream = make_stream(device)
+        """Of reductions across replicas, so that those in the shard group wait for none of them."""
         self._meetings = StoreClient("meetings", self.rank)
         self._describe_mismatches(self.world_control, everyone[0])
         self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
@@ -310,6 +312,7 @@ class Mesh:
         """Block the host until both streams are done, for data that they copied to host memory."""
         self.gather_stream.drain()
         self.reduce_stream.drain()
+        self.replicate_stream.drain()
 
     def give_back(self) -> None:
         """A run has ended well: later ones of this process may communicate by the same groups."""
