@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -245,6 +246,40 @@ COLLECTIVES_FILE: str = _c10d.__file__
 default_store: Callable[[], dist.Store] = _private(
     "torch.distributed.distributed_c10d:_get_default_store", ""
 )
+
+
+_new_group: Any = _private("torch.distributed.distributed_c10d:_new_process_group_helper")
+
+
+def new_group_of_its_ranks(
+    ranks: Sequence[int], name: str, timeout: timedelta, backend: str | None
+) -> dist.ProcessGroup:
+    """A process group that is made by its own ranks, without the others.
+
+    ``new_group(use_local_synchronization=True)`` does that too, but derives the name under which
+    its ranks meet from how many groups a rank has. That differs between ranks once a user has made
+    a group of some of them.
+
+    Args:
+        ranks: Global ranks, ascending; this rank among them.
+        name: The same on all of them, and used for no other group before.
+        timeout: After how long a collective in it gives up.
+        backend: None: that of the default process group.
+    """
+    default: Any = dist.group.WORLD
+    default_backend, store = _world.pg_map[default]
+    group, _ = _new_group(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend or default_backend),
+        store,
+        name,
+        timeout=timeout,
+        device_id=default.bound_device_id,
+    )
+    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 def process_groups() -> list[dist.ProcessGroup]:

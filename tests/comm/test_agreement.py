@@ -1,8 +1,9 @@
 """Ranks that decide together: bytes are exchanged, failures of one become failures of all, differences are named."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -236,3 +237,27 @@ def test_a_flag_is_set_where_any_rank_has_it(world: Worlds) -> None:
     assert world(3).run(any_of, everyones) == [[True, False, True, False]] * 3
     assert world(1).run(any_of, everyones) == [everyones[0]]
     assert world(2).run(any_of, [[], []]) == [[], []]
+
+
+def bytes_of_collectives(lines: Sequence[str]) -> int:
+    """What a rank gives to collectives to compare a layout with the others."""
+    given = 0
+
+    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal given
+            given += sum(each.nbytes for each in (tensor if isinstance(tensor, list) else [tensor]))
+            return collective(tensor, *arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_reduce", "broadcast"):
+            patch.setattr(dist, name, counting(getattr(dist, name)))
+        agree_on_layout(lines, control())
+    return given
+
+
+def test_ranks_that_agree_on_a_layout_send_its_checksum_and_not_its_text(world: Worlds) -> None:
+    lines = [f"parameter {number} of shape (4096, 4096)" for number in range(10_000)]
+    assert max(world(3).run(bytes_of_collectives, lines)) <= 1024

@@ -411,3 +411,19 @@ def test_traffic_adds_up_by_kind_until_it_is_reset() -> None:
     assert traffic.total_nbytes == 16
     traffic.reset()
     assert not traffic.nbytes and not traffic.calls and traffic.total_nbytes == 0
+
+
+@pytest.mark.parametrize("kind", [GlooCollectives, NativeCollectives])
+@pytest.mark.parametrize("value", [1.2e-7, 30_000.0], ids=["small", "large"])
+@on_ranks(4)
+def test_an_average_in_float16_loses_neither_small_numbers_nor_large_ones(
+    kind: Callable[..., Collectives], value: float
+) -> None:
+    group = kind(dist.group.WORLD, range(4), Traffic())
+    expected = torch.full((2,), value, dtype=torch.float16)
+    reduced, buffer = expected.clone(), expected.repeat(4)
+    group.all_reduce_(reduced, "mean").wait()
+    assert torch.equal(reduced, expected)
+    scattered = torch.empty_like(expected)
+    group.reduce_scatter(scattered, buffer).wait()
+    assert torch.equal(scattered, expected)

@@ -1,5 +1,6 @@
 """The mesh of a rank: which ranks its groups hold, that they work, and what they count."""
 
+import os
 import time
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from shardeddp.comm import Mesh, agree_on_any
 from shardeddp.comm.backends import GlooCollectives
 from shardeddp.comm.collectives import SoloCollectives
+from shardeddp.comm.mesh import count_connections
 from shardeddp.plan.topology import Topology
 from world import Worlds, on_ranks
 
@@ -52,6 +54,21 @@ def test_gathers_and_reductions_of_one_group_do_not_wait_for_each_other() -> Non
     for pending in pendings:
         pending.wait()
     assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0] and reduced.item() == 6.0
+
+
+@pytest.mark.parametrize("shard_size", [1, 2, 4])
+@pytest.mark.parametrize("split_replicas", [False, True])
+@on_ranks(4)
+def test_a_mesh_opens_as_many_connections_as_are_counted_before(
+    shard_size: int, split_replicas: bool
+) -> None:
+    topology = Topology(world_size=4, shard_size=shard_size, split_replicas=split_replicas)
+    before = len(os.listdir("/proc/self/fd"))
+    mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=20))
+    opened = len(os.listdir("/proc/self/fd")) - before
+    # The default process group and a connection to its store were there before.
+    counted = count_connections(topology, 1, mesh.device, None) - (4 + 3) - 1
+    assert counted - 2 <= opened <= counted
 
 
 def kinds(shard_size: int) -> dict[str, type]:

@@ -3,14 +3,19 @@
 import os
 from contextlib import suppress
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardeddp import ShardedDP
+from shardeddp.comm import Mesh, mesh
 from shardeddp.comm.mesh import Groups
+from shardeddp.plan.topology import Topology
+from shardeddp.torch_private import new_group_of_its_ranks, process_groups
 from support.tasks import Block, EvaluatedGpt, token_loader
 from support.trainers import make_trainer
 from world import Worlds, on_ranks
@@ -104,6 +109,41 @@ def train_often() -> tuple[list[int], list[int]]:
     for module in modules:  # they are still to be asked
         assert all(parameter.detach().isfinite().all() for parameter in module.parameters())
     return well, [train(Fails()), train(EvaluatedGpt())]
+
+
+@on_ranks(4)
+def test_groups_of_some_ranks_are_made_where_ranks_have_different_numbers_of_groups() -> None:
+    dist.new_group([0, 1])  # ranks 2 and 3 are in one group less, by which torch would name others
+    check_they_work(make())
+
+
+def groups_of_a_fake_world(
+    rank: int, size: int, shard_size: int, split_replicas: bool, fake_store: bool
+) -> tuple[int, int]:
+    """How many groups a rank makes for its mesh, and how many calls to torch it takes."""
+    dist.destroy_process_group()
+    store = FakeStore() if fake_store else dist.HashStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    with (
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as public,
+        mock.patch.object(mesh, "new_group_of_its_ranks", wraps=new_group_of_its_ranks) as own,
+    ):
+        topology = Topology(world_size=size, shard_size=shard_size, split_replicas=split_replicas)
+        Mesh(topology, torch.device("cpu"), TIMEOUT)
+        return len(process_groups()) - 1, public.call_count + own.call_count
+
+
+@pytest.mark.parametrize("fake_store", [False, True])
+@pytest.mark.parametrize(
+    ("shard_size", "split_replicas", "number"),
+    [(1, False, 3), (1024, False, 4), (8, False, 5), (8, True, 7)],
+)
+@pytest.mark.parametrize("rank", [0, 1023])
+def test_a_rank_of_a_thousand_makes_a_handful_of_groups(
+    world: Worlds, rank: int, shard_size: int, split_replicas: bool, number: int, fake_store: bool
+) -> None:
+    arguments = (rank, 1024, shard_size, split_replicas, fake_store)
+    assert world(1).run(groups_of_a_fake_world, *arguments) == [(number, number)]
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
 """The first rank that fails is heard by those whose transfers break because of it."""
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardeddp.comm import Mesh
+from shardeddp.comm.store import StoreClient
 from shardeddp.errors import DesyncError, LostRankError, RankError
 from shardeddp.plan.topology import Topology
 from world import Worlds, on_ranks
@@ -71,6 +74,33 @@ def test_only_a_rank_that_does_not_run_is_lost_and_where_there_is_none_others_ar
         assert isinstance(cause, LostRankError) and cause.ranks == [2]
         assert "rank 2 (at " in str(cause) and "test_propagation.py:" in str(cause)
     dist.barrier()
+
+
+def break_without_one_rank() -> tuple[str, int]:
+    """What ranks say of one that does not run, and how often this one has looked for all ranks."""
+    mesh = make_mesh()
+    if dist.get_rank() == 1:
+        mesh.liveness_probe.stop()
+    dist.barrier()
+    looks = 0
+
+    def missing(client: StoreClient, names: Sequence[str]) -> list[str]:
+        nonlocal looks
+        looks += "interrupted/0" in names and "interrupted/3" in names
+        return former(client, names)
+
+    former = StoreClient.missing
+    with mock.patch.object(StoreClient, "missing", missing):
+        said = "" if dist.get_rank() == 1 else str(break_down(mesh))
+    dist.barrier()
+    return said, looks
+
+
+@pytest.mark.slow
+def test_one_rank_alone_looks_for_a_lost_one_and_tells_the_others(world: Worlds) -> None:
+    found = world(4).run(break_without_one_rank)
+    assert all("no word from rank 1:" in said for said, _ in (found[0], *found[2:]))
+    assert sum(looks for _, looks in found) == 1
 
 
 def break_without_a_reason() -> tuple[object, float]:

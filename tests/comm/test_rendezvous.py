@@ -1,6 +1,7 @@
 """Ranks find each other under names that nobody has used, and listen no further than they have to."""
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardeddp.comm.rendezvous import INTERFACE_VARIABLES, leave_loopback, meet, stay_on_loopback
+from shardeddp.comm.rendezvous import (
+    INTERFACE_VARIABLES,
+    leave_loopback,
+    meet,
+    reserve_open_files,
+    stay_on_loopback,
+)
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.topology import RankInfo
 from support.sockets import listening
@@ -65,11 +72,75 @@ def all_meet(
 
 
 def test_every_rank_learns_where_all_are_and_they_share_a_store() -> None:
-    infos = [info(rank) for rank in range(4)]
-    met = all_meet(free_port(), infos)
-    assert all(found == infos for _, found in met)
+    met = all_meet(free_port(), [info(rank) for rank in range(4)])
+    assert [order for _, order in met] == [None] * 4
     met[2][0].set("key", "value")
     assert [store.get("key") for store, _ in met] == [b"value"] * 4
+
+
+def test_ranks_that_are_dealt_out_to_nodes_like_cards_learn_their_order() -> None:
+    infos = [RankInfo(**{**vars(info(rank)), "node": rank % 2}) for rank in range(4)]
+    assert [order for _, order in all_meet(free_port(), infos)] == [(0, 2, 1, 3)] * 4
+
+
+def test_what_a_rank_reads_of_the_others_does_not_grow_with_their_number() -> None:
+    lengths: set[int] = set()
+    for num_nodes in (2, 8):
+        infos = [info(rank, num_nodes) for rank in range(2 * num_nodes)]
+        met = all_meet(free_port(), infos)
+        lengths.add(len(met[-1][0].underlying_store.get("verdict")))
+    assert len(lengths) == 1 and max(lengths) < 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_cannot_take_part_is_an_error_on_all_ranks_at_once(rank: int) -> None:
+    began = time.monotonic()
+    problem = {"problem": "may open 3 files"}
+    infos = [RankInfo(**{**vars(info(it)), **(problem if it == rank else {})}) for it in range(4)]
+    found = all_meet(free_port(), infos)
+    assert time.monotonic() - began < 10
+    assert {type(each) for each in found} == {ConfigurationError}
+    assert {str(each) for each in found} == {f"rank {rank} (on h{rank // 2}) may open 3 files"}
+
+
+@pytest.mark.parametrize(
+    ("connections", "limits", "set_to", "refused"),
+    [
+        (500, (1024, 1024), None, False),
+        (2000, (1024, 4096), (2512, 4096), False),
+        (2000, (1024, resource.RLIM_INFINITY), (2512, resource.RLIM_INFINITY), False),
+        (400, (700, 900), (900, 900), False),
+        (600, (1024, 1024), None, True),
+        (1800, (1024, 2048), None, True),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_where_connections_need_it_and_else_they_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    connections: int,
+    limits: tuple[int, int],
+    set_to: tuple[int, int] | None,
+    refused: bool,
+) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, to: found.append(to))
+    problem = reserve_open_files(connections)
+    assert found == ([] if set_to is None else [set_to])
+    assert bool(problem) == refused
+    if refused:
+        assert (
+            f"needs {connections} connections to other ranks, and may open {limits[1]}" in problem
+        )
+
+
+def test_ranks_that_run_something_else_are_an_error_on_all_ranks() -> None:
+    infos = [RankInfo(**{**vars(info(rank)), "run": "ab"[rank == 3]}) for rank in range(4)]
+    found = all_meet(free_port(), infos)
+    assert {type(each) for each in found} == {ConfigurationError}
+    assert {str(each) for each in found} == {str(found[0])} and "rank 3 (on h1) has b" in str(
+        found[0]
+    )
 
 
 def test_a_store_that_outlives_attempts_shows_none_of_them_to_the_next(

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heapreplace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -396,10 +397,11 @@ class _Collector:
         self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
         topology = mesh.topology
         own = topology.slice_rank(mesh.rank)
-        # Bytes of sharded tensors that each rank writes which holds the same elements as this one.
-        self._loads = {
-            rank: 0 for rank in range(topology.world_size) if topology.slice_rank(rank) == own
-        }
+        # A heap: bytes of sharded tensors that each rank writes which holds the same elements as
+        # this one, and the rank.
+        self._loads = [
+            (0, rank) for rank in range(topology.world_size) if topology.slice_rank(rank) == own
+        ]
 
     def put(self, tensor: torch.Tensor) -> str:
         """Name a tensor that has been met; the value that stands for it in the tree."""
@@ -451,8 +453,8 @@ class _Collector:
             return
         interval = tensor.spec.interval
         # Replicas take turns by the bytes that each has been given so far.
-        writer = min(self._loads, key=self._loads.__getitem__)
-        self._loads[writer] += interval.numel * tensor.element_size()
+        load, writer = self._loads[0]
+        heapreplace(self._loads, (load + interval.numel * tensor.element_size(), writer))
         if interval.numel:
             written, local = writer == self._rank, tensor.to_local().detach()
             self._shares[True].append(Share(number, interval, local, written))

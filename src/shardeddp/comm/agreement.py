@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from shardeddp.comm.collectives import in_forked_process
 from shardeddp.errors import (
@@ -253,7 +254,10 @@ def run_on_all_ranks(step: str, action: Callable[[], T], group: dist.ProcessGrou
         results.append(action())
         return b""
 
-    gather_results(step, run, group)
+    _, failure = _attempt(run)
+    if agree_on_any([failure is not None], group)[0]:
+        texts = all_gather_bytes(b"" if failure is None else failure.to_bytes(), group)
+        _raise_failures(step, texts, failure)
     return results[0]
 
 
@@ -347,14 +351,14 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
         LayoutMismatchError: Some rank has other lines; names the first difference and the ranks on
             either side.
     """
-    everyones = [
-        json.loads(text) for text in all_gather_bytes(json.dumps(list(lines)).encode(), group)
-    ]
-    reference = everyones[0]
-    odd = [rank for rank, other in enumerate(everyones) if other != reference]
-    if not odd:
+    text = json.dumps(list(lines)).encode()
+    digest = xxhash.xxh3_128_digest(text)
+    if agree_on_highest_alike([], digest, group, "agreement on the layout")[1]:
         return
-    other = everyones[odd[0]]
+    # Only now do texts travel, and only two of them.
+    digests = all_gather_bytes(digest, group)
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    reference, other = (json.loads(_broadcast_bytes(text, rank, group)) for rank in (0, odd[0]))
     index = next(
         (i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b),
         min(len(reference), len(other)),
@@ -368,6 +372,18 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
         f"options on every rank; look for sizes that depend on the rank, on a random number or on "
         f"a file that only some ranks see"
     )
+
+
+def _broadcast_bytes(payload: bytes, source: int, group: dist.ProcessGroup) -> bytes:
+    """The bytes of one rank of the group, on all of them."""
+    begin(group, "exchange")
+    length = torch.tensor([len(payload)])
+    dist.broadcast(length, group=group, group_src=source)
+    sent = torch.zeros(int(length), dtype=torch.uint8)
+    if dist.get_rank(group) == source:
+        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    dist.broadcast(sent, group=group, group_src=source)
+    return sent.numpy().tobytes()
 
 
 def agree_on_highest(

@@ -13,6 +13,7 @@ from shardeddp.comm.collectives import (
     ReduceKind,
     Traffic,
     Work,
+    halve_in_two,
 )
 
 # -- Collectives of gloo
@@ -52,22 +53,30 @@ class GlooCollectives(Collectives):
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
+        before, after = halve_in_two(buffer, self.size)
+        if before != 1.0:
+            buffer.mul_(before)
         slices = self._slices(buffer)
         own = slices[self.rank]
         arrived = own.new_empty(self.size - 1, own.numel())  # (peers, numel of a slice)
         works: list[Work] = []
         for row, (target, source) in zip(arrived.unbind(), self._peers(), strict=True):
             works += self._transfer(slices[target], target, row, source)
-        return CollectiveHandle(works, lambda: _mean(output, own, arrived), keep=(*slices, arrived))
+        return CollectiveHandle(
+            works, lambda: _scaled_sum(output, own, arrived, after), keep=(*slices, arrived)
+        )
 
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
         # gloo has no average.
         op = REDUCE_OPS["sum" if kind == "mean" else kind]
+        before, after = halve_in_two(tensor, self.size)
+        if kind == "mean" and before != 1.0:
+            tensor.mul_(before)
         work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
 
         def divide() -> None:
-            tensor.mul_(1.0 / self.size)
+            tensor.mul_(after)
 
         return CollectiveHandle(_works(work), divide if kind == "mean" else None, keep=(tensor,))
 
@@ -125,13 +134,16 @@ def disconnect(group: dist.ProcessGroup) -> None:
                 continue  # as intended, or the other one is gone already
 
 
-def _mean(output: torch.Tensor, own: torch.Tensor, others: torch.Tensor) -> None:
-    """Average 1D ``own`` and the rows of ``others`` into ``output``, which may be ``own`` itself.
+def _scaled_sum(
+    output: torch.Tensor, own: torch.Tensor, others: torch.Tensor, scale: float
+) -> None:
+    """Sum 1D ``own`` and the rows of ``others`` into ``output``, times a scale.
+
+    ``output`` may be ``own`` itself.
 
     In blocks that stay in the processor's cache, so that the sum and the product cost one pass over
     memory.
     """
-    scale = 1.0 / (1 + others.shape[0])
     for start in range(0, own.numel(), MEAN_BLOCK_NUMEL):
         block = slice(start, start + MEAN_BLOCK_NUMEL)
         total = torch.add(own[block], others[0, block], out=output[block])
@@ -187,12 +199,22 @@ class NativeCollectives(Collectives):
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
-        _reduce_scatter(output, buffer, op=REDUCE_OPS["mean"], group=self._group)
+        before, after = halve_in_two(buffer, self.size)
+        if before == 1.0:
+            _reduce_scatter(output, buffer, op=REDUCE_OPS["mean"], group=self._group)
+        else:
+            _reduce_scatter(output, buffer.mul_(before), op=REDUCE_OPS["sum"], group=self._group)
+            output.mul_(after)
         return CollectiveHandle(keep=(buffer,))
 
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
-        dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group)
+        before, after = halve_in_two(tensor, self.size)
+        if kind != "mean" or before == 1.0:
+            dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group)
+        else:
+            dist.all_reduce(tensor.mul_(before), op=REDUCE_OPS["sum"], group=self._group)
+            tensor.mul_(after)
         return CollectiveHandle(keep=(tensor,))
 
     def all_to_all(  # noqa: D102

@@ -41,6 +41,7 @@ from shardeddp.comm.propagation import ErrorPropagation, end_quietly
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
+from shardeddp.torch_private import new_group_of_its_ranks
 
 # -- Groups: process groups of torch, reused by later runs
 #
@@ -67,6 +68,7 @@ class Groups:
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
         self._rank = rank
+        self._client = StoreClient("groups", rank, patient=True)
         self._own: dict[_Key, dist.ProcessGroup] = {}
         self._returned = _RETURNED.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
         if (
@@ -108,22 +110,52 @@ class Groups:
         return {group.group_name for group in self._own.values()}
 
     def _make(self, key: _Key) -> dist.ProcessGroup:
-        _, ranks, timeout, backend = key
-        # Torch wants every rank to make every group; what is no group of this rank's stands for
-        # those of others.
-        made = [dist.new_group(list(each), timeout=timeout, backend=backend) for each in ranks]
-        own = next(group for group, each in zip(made, ranks, strict=True) if self._rank in each)
-        return cast(dist.ProcessGroup, own)
+        purpose, ranks, timeout, backend = key
+        own = list(next(each for each in ranks if self._rank in each))
+        if len(ranks) == 1:
+            made = dist.new_group(own, timeout=timeout, backend=backend)
+            return cast(dist.ProcessGroup, made)
+        # One call for all groups of the kind: each rank makes its own, and where communicators are
+        # split off the default group's, the calls of all ranks are one split of it.
+        name = f"shardeddp/{self._client.number}/{len(self._own)}/{purpose}/{own[0]}"
+        return new_group_of_its_ranks(own, name, timeout, backend)
 
     def _all_have_the_same(self, timeout: timedelta) -> bool:
         """Whether the same groups have been returned on all ranks; after a failure they may not."""
-        client = StoreClient("groups", self._rank, patient=True)
+        client = self._client
         mine = str(zlib.crc32(repr(sorted(map(repr, self._returned))).encode()))
         if client.claim("returned", mine) != mine:
             client.count("others")
         if client.count("arrived") == dist.get_world_size():
             client.write("verdict", "differ" if client.count("others", 0) else "same")
         return client.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
+
+
+def count_connections(
+    topology: Topology, rank: int, device: torch.device, regather_size: int | None
+) -> int:
+    """Connections that a rank holds open for its groups on the host, of which gloo makes all.
+
+    Args:
+        topology: Which ranks share a model.
+        rank: This one; the first may host the store.
+        device: Where this rank computes; on the host, its collectives are gloo's, too.
+        regather_size: As of :class:`Mesh`.
+    """
+    world, shard, replicas = topology.world_size, topology.shard_size, topology.replicate_size
+    split = topology.split_replicas
+    sizes = [world, world]  # agreement, and that of saving
+    if not split and replicas > 1:
+        sizes.append(shard)  # the desync check of owners
+    if device.type == "cpu":
+        sizes += [world, shard, shard, replicas, regather_size or 1]
+        sizes += [world, replicas] if split else []
+    store = 2 if rank else 2 * world  # two connections of each rank
+    return sum(size + _OF_GLOO for size in sizes if size > 1) + store
+
+
+_OF_GLOO = 3
+"""Descriptors of a group that lead to no other rank; measured."""
 
 
 # -- Mesh: the communicators of one rank
@@ -166,49 +198,50 @@ class Mesh:
         self.rank = dist.get_rank()
         self.traffic = Traffic()
         shard_groups, replicate_groups = topology.shard_groups(), topology.replicate_groups()
+        self._timeout = timeout
         self._groups = Groups(self.rank, timeout)
-        gather_group = self._groups.get("gather", shard_groups, timeout)
-        replicate_group = self._groups.get("replicate", replicate_groups, timeout)
-        self.gather = self._collectives(gather_group, shard_groups)
+        self.gather = self._collectives("gather", shard_groups)
         """Among the ranks that share a model: all-gathers."""
         self.regather = (
-            self.gather if regather_size is None else self._regather(regather_size, timeout)
+            self.gather
+            if regather_size is None
+            else self._collectives("regather", topology.subgroups(regather_size))
         )
         """Among some of them: all-gathers for the backward of what the forward's have left."""
-        self.reduce = self._collectives(
-            self._groups.get("reduce", shard_groups, timeout), shard_groups
-        )
+        self.reduce = self._collectives("reduce", shard_groups)
         """Among the same ranks: reduce-scatters."""
-        self.replicate = self._collectives(replicate_group, replicate_groups)
+        self.replicate = self._collectives("replicate", replicate_groups)
         """Among the ranks that hold equal shards: all-reduces."""
         owner_groups = topology.owner_groups()
         split = topology.split_replicas
-        self.owners = (
-            self._collectives(self._groups.get("owners", owner_groups, timeout), owner_groups)
-            if split
-            else self.gather
-        )
+        self.owners = self._collectives("owners", owner_groups) if split else self.gather
         """Among the ranks that together own the model: what is asked of parameters outside units.
 
         Used on both streams, which is safe because each use is waited for before the next is
         issued.
         """
         self.collect = (
-            self._collectives(
-                self._groups.get("collect", replicate_groups, timeout), replicate_groups
-            )
+            self._collectives("collect", replicate_groups)
             if split
             else SoloCollectives([self.rank], 0, self.traffic)
         )
         """Among the ranks that split a shard: all-gathers of its slices."""
-        self.world = self._collectives(dist.group.WORLD, [list(range(topology.world_size))])
-        """Among all ranks: buffers, and everything outside the steady state."""
+        self.world = self._among(dist.group.WORLD, range(topology.world_size))
+        """Among all ranks: what users ask for, whatever their ranks hold."""
+        self.data = self.world
+        """Among the ranks that train one model on different batches: its buffers, and what is sent
+        of its parameters outside the steady state.
+        """
         # On torch's fake process group, which stands for ranks that are not there, gloo finds no
         # peers.
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         everyone = [range(topology.world_size)]
-        self.control = self._groups.get("control", everyone, timeout, backend)
-        """All ranks, on the host: agreement, never tensors of the model."""
+        self.world_control = self._groups.get("control", everyone, timeout, backend)
+        """All ranks, on the host: errors, what users ask for, and what is decided for all of the
+        run; never tensors of the model.
+        """
+        self.control = self.world_control
+        """The ranks of ``data``, on the host: agreement on their model, which they run alike."""
         self.saving = self._groups.get("saving", everyone, saving_timeout or timeout, backend)
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = WriteDigest()
@@ -221,20 +254,22 @@ class Mesh:
         """Where errors are left for the other ranks."""
         self.gather_stream: CommStream = make_stream(device)
         self.reduce_stream: CommStream = make_stream(device)
+        self.replicate_stream: CommStream = make_stream(device)
+        """Of reductions across replicas, so that those in the shard group wait for none of them."""
         self._meetings = StoreClient("meetings", self.rank)
-        self._describe_mismatches(self.control, everyone[0])
+        self._describe_mismatches(self.world_control, everyone[0])
         self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
         """Of all ranks, before what their users communicate."""
         self.compares = debug
         """Whether everything is compared that users communicate, and not only what would hang."""
         self.fingerprints = self._fingerprints("owners", owner_groups, timeout)
         """Of the ranks that own all of the model together."""
-        self.world_fingerprints = (
+        self.data_fingerprints = (
             self.fingerprints
             if len(owner_groups) == 1
             else self._fingerprints("everyone", everyone, timeout)
         )
-        """Of all ranks."""
+        """Of the ranks of ``data``."""
         neighbours = {
             ranks[(place + step) % len(ranks)]
             for groups in (everyone, shard_groups, replicate_groups)
@@ -277,6 +312,7 @@ class Mesh:
         """Block the host until both streams are done, for data that they copied to host memory."""
         self.gather_stream.drain()
         self.reduce_stream.drain()
+        self.replicate_stream.drain()
 
     def give_back(self) -> None:
         """A run has ended well: later ones of this process may communicate by the same groups."""
@@ -284,7 +320,7 @@ class Mesh:
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
-        refuse_inherited(self.control, "a run of a Trainer")
+        refuse_inherited(self.world_control, "a run of a Trainer")
         self.liveness_probe.begin_run()
         self.error_propagation.begin_run()
         self._let_read(threading.get_ident())
@@ -294,26 +330,27 @@ class Mesh:
         self._let_read(None)
 
     def _let_read(self, thread: int | None) -> None:
-        self.fingerprints.thread = self.world_fingerprints.thread = thread
+        self.fingerprints.thread = self.data_fingerprints.thread = thread
 
     def leave_to_parent(self) -> None:
         """This process was forked from the rank: refuse what the rank does with others."""
         self.is_inherited = True
-        for name in ("gather", "regather", "reduce", "replicate", "owners", "collect", "world"):
+        names = ("gather", "regather", "reduce", "replicate", "owners", "collect", "data", "world")
+        for name in names:
             former: Collectives = getattr(self, name)
             if former.size > 1:
                 setattr(self, name, InheritedCollectives(former.ranks, former.rank, self.traffic))
-        for each in (self.users, self.fingerprints, self.world_fingerprints):
+        for each in (self.users, self.fingerprints, self.data_fingerprints):
             each.leave_to_parent()
         self.error_propagation.leave_to_parent()
-        for group in (self.control, self.saving, dist.group.WORLD):
+        for group in (self.control, self.world_control, self.saving, dist.group.WORLD):
             if group is not None:
                 leave_to_parent(group)
 
     def _progress(self) -> Callable[[], Progress]:
         """What tells how much this rank has begun."""
         streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
-        hosts = {"everyone": self.control, "world": cast(dist.ProcessGroup, dist.group.WORLD)}
+        hosts = {"everyone": self.world_control, "world": cast(dist.ProcessGroup, dist.group.WORLD)}
         if self.fingerprints.group is not None:
             hosts[f"owners {self.owners.ranks}"] = self.fingerprints.group
 
@@ -336,7 +373,7 @@ class Mesh:
         if alone:
             group = None
         elif len(groups) == 1:
-            group = self.control
+            group = self.world_control
         else:
             group = self._groups.get(f"desync check of {name}", groups, timeout, "gloo")
         if group is not None:
@@ -357,14 +394,15 @@ class Mesh:
             group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank)
         )
 
-    def _regather(self, size: int, timeout: timedelta) -> Collectives:
-        groups = self.topology.subgroups(size)
-        return self._collectives(self._groups.get("regather", groups, timeout), groups)
-
-    def _collectives(
-        self, group: dist.ProcessGroup | None, groups: Sequence[Sequence[int]]
-    ) -> Collectives:
+    def _collectives(self, purpose: str, groups: Sequence[Sequence[int]]) -> Collectives:
+        """Those of one axis of the mesh, which divides the ranks into groups of one size."""
         ranks = next(ranks for ranks in groups if self.rank in ranks)
+        alone = len(ranks) == 1
+        return self._among(
+            None if alone else self._groups.get(purpose, groups, self._timeout), ranks
+        )
+
+    def _among(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Collectives:
         if group is None or len(ranks) == 1:
             return SoloCollectives(ranks, 0, self.traffic)
         if self.device.type == "cpu":
@@ -457,7 +495,7 @@ def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
         return value
     mesh.users.call(f"broadcast(src={source})")
     box = [value]
-    dist.broadcast_object_list(box, source, group=mesh.control)
+    dist.broadcast_object_list(box, source, group=mesh.world_control)
     return box[0]
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,6 +31,7 @@ _MISMATCH = "Detected mismatch between collectives on ranks"
 """What torch says where it compares collectives (see ``ShardedDP(debug=True)``)."""
 
 _FIRST, _INTERRUPTED, _EXPLAINED = "first failure", "interrupted", "explained"
+_SEARCH, _FOUND = "search for lost ranks", "lost ranks"
 _OF_TRANSFERS = ("gloo", "NCCL", "closed by peer", "caused pair closure")
 
 _LISTED = 8
@@ -140,7 +142,7 @@ class ErrorPropagation:
             self._client.claim(_FIRST, _NOBODY)
         question = self._liveness_probe.ask()
         if not self._is_known_soon():
-            return self._find_lost(question)
+            return self._await_lost(question)
         note = json.loads(self._client.read(_FIRST) or _NOBODY)
         if note is None:
             return self._compare_places()
@@ -173,15 +175,42 @@ class ErrorPropagation:
 
         Each look is one call for all ranks.
         """
+        return self._is_there_soon(_FIRST)
+
+    def _is_there_soon(self, name: str) -> bool:
         deadline, pause = time.monotonic() + LOOKUP_S, _POLL_S
-        while not self._client.has([_FIRST]):
+        while not self._client.has([name]):
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause)
             pause = min(1.5 * pause, _SLOWEST_POLL_S)
         return True
 
-    def _find_lost(self, question: int) -> LostRankError | DesyncError | None:
+    def _await_lost(self, question: int) -> LostRankError | DesyncError | None:
+        """What one rank has found out about all others.
+
+        The first that asks looks and leaves what it has found: if each did, the store would be
+        asked about as many names as there are pairs of ranks, and would answer too late.
+        """
+        mine = self._client.claim(_SEARCH, str(self._rank)) == str(self._rank)
+        if mine or not self._is_there_soon(_FOUND):
+            found = self._find_lost(question)
+            self._client.claim(_FOUND, json.dumps(found))
+        else:
+            found = json.loads(self._client.read(_FOUND) or _NOBODY)
+        if found is None:
+            return None
+        if "ended" in found:
+            return DesyncError(
+                f"ranks {found['ended']} have come to the end of their program without an error, "
+                f"and this rank to something that needs them: all ranks have to communicate alike. "
+                f"Move it out of conditions that only some ranks fulfil"
+            )
+        return LostRankError(
+            found["lost"], {int(rank): where for rank, where in found["running"].items()}
+        )
+
+    def _find_lost(self, question: int) -> dict[str, Any] | None:
         """Ranks that neither were interrupted nor run.
 
         Where there are none, those that run and were not interrupted.
@@ -197,12 +226,8 @@ class ErrorPropagation:
         if not silent:
             return None
         if ended and not lost:
-            return DesyncError(
-                f"ranks {ended} have come to the end of their program without an error, and this "
-                f"rank to something that needs them: all ranks have to communicate alike. Move it "
-                f"out of conditions that only some ranks fulfil"
-            )
-        return LostRankError(lost) if lost else LostRankError(silent, running)
+            return {"ended": ended}
+        return {"lost": lost, "running": {}} if lost else {"lost": silent, "running": running}
 
 
 def is_transfer_error(error: BaseException) -> bool:

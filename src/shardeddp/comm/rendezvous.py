@@ -16,6 +16,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import resource
 import socket
 import sys
 import time
@@ -27,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.topology import RankInfo, check_infos
+from shardeddp.plan.topology import RankInfo, check_infos, check_runs, node_order
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -40,7 +41,7 @@ _LATE_S = 2.0
 
 def meet(
     address: str, port: int, info: RankInfo, timeout: timedelta
-) -> tuple[dist.Store, list[RankInfo]]:
+) -> tuple[dist.Store, tuple[int, ...] | None]:
     """Find the other ranks; every rank calls it, once per attempt.
 
     Args:
@@ -50,10 +51,11 @@ def meet(
         timeout: How long to wait for the others.
 
     Returns:
-        A store whose names are new, and the infos of all ranks by rank.
+        A store whose names are new, and the ranks node by node; None where they count like that.
 
     Raises:
-        ConfigurationError: The ranks do not fit together, on every rank.
+        ConfigurationError: The ranks do not fit together, or are about to run something else than
+            rank 0; on every rank.
         TimeoutError: Some have not come.
     """
     if has_agent_store():
@@ -72,6 +74,36 @@ def meet(
             f"{timeout.total_seconds():g} s ({error}). Rank 0 has not started or has ended: look "
             f"at its output{_advice()}"
         ) from error
+
+
+_FURTHER_FILES = 512
+"""Open files beside the connections between ranks: of loaders, checkpoints, loggers and devices."""
+
+
+def reserve_open_files(connections: int) -> str:
+    """Let this process open as many files as its connections need; the soft limit is raised.
+
+    Args:
+        connections: To other ranks, of all groups of this rank.
+
+    Returns:
+        Why that is impossible, for :attr:`RankInfo.problem`; empty: it is not.
+    """
+    needed = connections + _FURTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return ""
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return ""
+    if connections < hard // 2:  # what is else needed may well be less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return ""
+    return (
+        f"needs {connections} connections to other ranks, and may open {hard} files. Raise the "
+        f"hard limit to {needed} or more (ulimit -Hn; LimitNOFILE of slurmd or of the container's "
+        f"service; DefaultLimitNOFILE of systemd)"
+    )
 
 
 def has_agent_store() -> bool:
@@ -168,8 +200,12 @@ def _bind(address: str, port: int) -> socket.socket | None:
 
 def _exchange_infos(
     store: dist.Store, info: RankInfo, timeout: timedelta
-) -> tuple[dist.Store, list[RankInfo]]:
-    """A store under names of this attempt, and the infos of all ranks."""
+) -> tuple[dist.Store, tuple[int, ...] | None]:
+    """A store under names of this attempt, and the ranks node by node.
+
+    Rank 0 alone reads what all ranks say; each of the others reads what follows from it, which does
+    not grow with their number.
+    """
     if info.rank == 0:
         name = uuid.uuid4().hex
         names = dist.PrefixStore(name, store)
@@ -179,14 +215,15 @@ def _exchange_infos(
         names = dist.PrefixStore(_ask_for_name(store), store)
         _Inbox(names, "info").put(json.dumps(asdict(info)))
         verdict = json.loads(names.get("verdict"))
-    if "infos" not in verdict:
+    if "order" not in verdict:
         _leave(names, info.rank)
         raise (
             TimeoutError(verdict["late"])
             if "late" in verdict
             else ConfigurationError(verdict["wrong"])
         )
-    return dist.PrefixStore("group", names), [RankInfo(**each) for each in verdict["infos"]]
+    order = verdict["order"]
+    return dist.PrefixStore("group", names), None if order is None else tuple(order)
 
 
 def _ask_for_name(store: dist.Store) -> str:
@@ -204,7 +241,8 @@ def _gather(
     """
     arrivals, sitting = _Inbox(store, "arrival"), _Inbox(dist.PrefixStore(name, store), "info")
     deadline = time.monotonic() + timeout.total_seconds()
-    infos, odd = [own], False
+    infos, odd = [own], bool(own.problem)
+    deadline = time.monotonic() + _LATE_S if odd else deadline
     while len(infos) < own.world_size and time.monotonic() < deadline:
         arrived, known = (
             arrivals.collect(),
@@ -213,7 +251,7 @@ def _gather(
         for each in arrived:
             store.set(f"answer/{each}", name)
         infos += known
-        if not odd and not all(info.agrees_with(own) for info in known):
+        if not odd and any(info.problem or not info.agrees_with(own) for info in known):
             odd, deadline = True, time.monotonic() + _LATE_S
         if not arrived and not known:
             time.sleep(_POLL_S)
@@ -245,7 +283,7 @@ class _Inbox:
 
 
 def _judge(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) -> dict[str, Any]:
-    """The infos of all ranks by rank, or what is wrong with them."""
+    """The ranks node by node (None: as they count), or what is wrong with them."""
     if len(infos) < own.world_size and not odd:
         missing = sorted(set(range(own.world_size)) - {info.rank for info in infos})
         return {
@@ -254,9 +292,11 @@ def _judge(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) 
         }
     try:
         check_infos(infos)
+        check_runs(sorted(infos, key=lambda info: info.rank))
     except ConfigurationError as error:
         return {"wrong": str(error)}
-    return {"infos": [asdict(info) for info in sorted(infos, key=lambda info: info.rank)]}
+    order = node_order(infos)
+    return {"order": None if order == tuple(range(own.world_size)) else order}
 
 
 def _leave(names: dist.Store, rank: int) -> None:

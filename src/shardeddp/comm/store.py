@@ -67,6 +67,9 @@ class StoreClient:
         # Counted there: the store outlives who makes them.
         made = self._desk.ask(lambda: store.add(f"made/{rank}", 1), patiently=True)
         self._patient = patient
+        self.number = made
+        """How many of the topic this rank has made in this store, this one with them."""
+
         self._store: dist.Store = dist.PrefixStore(str(made), store)
 
     def write(self, name: str, text: str) -> None:
@@ -134,14 +137,19 @@ class _Desk:
         self._questions: SimpleQueue[Question | None] = SimpleQueue()
         # An operation past its timeout, which may still be running.
         self._overdue: Future[Any] | None = None
-        self._thread: threading.Thread | None = None  # a single rank is the host of its store
-        if not dist.is_initialized() or dist.get_world_size() > 1:
+        # A single rank is the host of its store. The other ranks of a fake process group are not
+        # there, and its store may keep nothing.
+        self._thread: threading.Thread | None = None
+        is_fake = dist.is_initialized() and dist.get_backend() == "fake"
+        if not is_fake and (not dist.is_initialized() or dist.get_world_size() > 1):
             self._thread = threading.Thread(
                 target=_serve, args=(self._questions,), name="shardeddp-notes", daemon=True
             )
             self._thread.start()
         weakref.finalize(self, self._questions.put, None).atexit = False
-        self.store = self.ask(described.clone, patiently=True)
+        self.store: dist.Store = (
+            dist.HashStore() if is_fake else self.ask(described.clone, patiently=True)
+        )
 
     def ask(self, question: Callable[[], T], *, patiently: bool = False) -> T:
         """What the store answers, soon; or as late as the store itself allows.

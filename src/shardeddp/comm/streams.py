@@ -15,16 +15,28 @@ class StreamHandle:
         pending: The collective at its end.
         done: Recorded on the stream after the collective -> waited for by the compute stream. None
             on CPU.
+        device: Of the stream; None on CPU.
     """
 
-    def __init__(self, pending: CollectiveHandle, done: torch.cuda.Event | None) -> None:
+    def __init__(
+        self,
+        pending: CollectiveHandle,
+        done: torch.cuda.Event | None,
+        device: torch.device | None = None,
+    ) -> None:
         self._pending = pending
         self._done = done
+        self._device = device
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether all of it is on its way, and nothing has to be issued once parts are done."""
+        return self._done is not None
 
     def wait(self) -> None:
         """Let what compute does from here on see the result."""
         if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+            torch.cuda.current_stream(self._device).wait_event(self._done)
         self._pending.wait()
 
     def advance(self) -> bool:
@@ -54,7 +66,17 @@ class CommStream(ABC):
 
         That order is what makes memory safe without ``record_stream``: a buffer that compute has
         released is filled again on the stream only after compute's last use of it, and a buffer
-        that compute allocated is waited for by compute before it is released.
+        that compute allocated is waited for by compute before it is released. Inside of another
+        stream's action, that one stands in the place of compute.
+        """
+
+    @abstractmethod
+    def follow_compute(self) -> None:
+        """Let what the stream does from here on come behind everything compute has enqueued.
+
+        To be called before memory is released that was allocated on the stream and that compute
+        has used. What the stream allocates next is behind compute anyway; but with expandable
+        segments the allocator may unmap the memory, and waits for the stream alone before it does.
         """
 
 
@@ -68,6 +90,9 @@ class HostStream(CommStream):
         self.issued += 1
         return StreamHandle(action(), None)
 
+    def follow_compute(self) -> None:  # noqa: D102
+        return
+
 
 class CudaStream(CommStream):
     """A CUDA stream of its own.
@@ -79,22 +104,26 @@ class CudaStream(CommStream):
     def __init__(self, device: torch.device) -> None:
         # High priority, so that a collective's few blocks are not queued behind the kernels it
         # should overlap with.
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def drain(self) -> None:  # noqa: D102
         # What compute's stream copies is meant too: sums that accumulate on the host are completed
         # there.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self.follow_compute()
         self._stream.synchronize()
 
     def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:  # noqa: D102
         self.issued += 1
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self.follow_compute()
         with torch.cuda.stream(self._stream):
             pending = action()
         done = torch.cuda.Event()
         done.record(self._stream)
-        return StreamHandle(pending, done)
+        return StreamHandle(pending, done, self._device)
+
+    def follow_compute(self) -> None:  # noqa: D102
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
 
 def make_stream(device: torch.device) -> CommStream:

@@ -218,6 +218,7 @@ class Reduction:
         # stream it would not be.
         self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
         self._in_buffer = True
+        self._sharing: StreamHandle | None = None  # what follows across replicas, once issued
         mesh = memory.mesh
 
         def action() -> CollectiveHandle:
@@ -226,20 +227,37 @@ class Reduction:
         self._handle: StreamHandle = mesh.reduce_stream.issue(action)
 
     def advance(self) -> bool:
-        """Wait for the collective and issue the next; True when the gradient shard is complete."""
-        more = self._handle.advance()
-        if not more and self._adds:
+        """Wait for the collective and issue the next; True when the gradient shard is complete.
+
+        Where streams keep the order, compute waits for the shard group alone, and for replicas in
+        :meth:`finish`: between nodes they are by far the slowest.
+        """
+        return self._advance(waits=False)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while not self._advance(waits=True):
+            pass
+
+    def _advance(self, waits: bool) -> bool:
+        sharing = self._sharing
+        self._handle.advance()  # which may issue what is shared
+        if self._in_buffer and self._sharing is None and self._adds:
             self._memory.absorb(self._output, self._kept)
         if self._in_buffer:
             # Only the first collective needed it, and another reduction may have opened it since.
             self._in_buffer = False
             self._memory.close_buffer()
-        return not more
-
-    def finish(self) -> None:
-        """Wait for all of them."""
-        while not self.advance():
-            pass
+        if self._sharing is None:
+            return True
+        if sharing is None or (sharing.is_ordered and not waits):
+            return False
+        sharing.wait()
+        if self._adds:
+            self._memory.absorb(self._output, self._kept)
+        # Memory of the stream that replicas and compute have used.
+        self._memory.mesh.reduce_stream.follow_compute()
+        return True
 
     def _arrived(self) -> CollectiveHandle:
         memory = self._memory
@@ -250,7 +268,9 @@ class Reduction:
                 self._output.add_(self._partial)
                 self._partial = None
             self._output = memory.leave_buffer(self._output)
-            return self._share().then(self._shared)
+            self._sharing = memory.mesh.replicate_stream.issue(
+                lambda: self._share().then(self._shared)
+            )
         elif not self._adds:
             memory.absorb(self._output, self._kept)
         return CollectiveHandle()

@@ -215,6 +215,8 @@ class FlatGroup:
             return
         keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
         self._kept_part = self._part_of_gathered().clone() if keep else None
+        if self.buffer.flat is not None:
+            self._mesh.gather_stream.follow_compute()
         self.buffer.release()
 
     def renew_views(self) -> None:

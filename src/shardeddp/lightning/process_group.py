@@ -20,10 +20,12 @@ from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.comm import Mesh, barrier, broadcast_object, reduce_tensor, run_on_all_ranks
 from shardeddp.comm.desync import note_that_runs_alone
 from shardeddp.comm.liveness import lightning_calls
+from shardeddp.comm.mesh import count_connections
 from shardeddp.comm.propagation import is_transfer_error
-from shardeddp.comm.rendezvous import meet, stay_on_loopback
+from shardeddp.comm.rendezvous import meet, reserve_open_files, stay_on_loopback
 from shardeddp.config import check_backend
 from shardeddp.engine.runtime import runtime_of
+from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
     ClusterEnvironment,
@@ -34,7 +36,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.plan.topology import RankInfo, check_runs, node_order
+from shardeddp.plan.topology import RankInfo
 
 # -- Build id: the version and a digest of the files
 
@@ -179,13 +181,17 @@ class ProcessGroup:
                 its communicators along.
 
         Raises:
-            ConfigurationError: Ranks run different code or options.
+            ConfigurationError: Ranks run different code or options, or one may not open as many
+                files as it has connections.
         """
         _note_functions_of_one_rank()
+        problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
         if num_nodes == 1:
             stay_on_loopback()
         if not torch.distributed.is_initialized():
-            self._connect(environment, device, num_nodes, ranks_per_node)
+            self._connect(environment, device, num_nodes, ranks_per_node, problem)
+        elif problem:
+            raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
         elif self.debug:
             rank_zero_warn(
                 "debug=True: calls through Lightning are compared over ranks; what "
@@ -218,12 +224,30 @@ class ProcessGroup:
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
 
+    def _reserve_connections(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        num_nodes: int,
+        ranks_per_node: int,
+    ) -> str:
+        """Let this process open as many files as it needs; why it cannot, or empty."""
+        made = torch.distributed.is_initialized()
+        backend = torch.distributed.get_backend() if made else self._backend
+        if backend == "fake":  # which connects to nobody
+            return ""
+        topology = self._sharding.topology(num_nodes, ranks_per_node)
+        regather_size = self._sharding.regather_size
+        rank = environment.global_rank()
+        return reserve_open_files(count_connections(topology, rank, device, regather_size))
+
     def _connect(
         self,
         environment: ClusterEnvironment,
         device: torch.device,
         num_nodes: int,
         ranks_per_node: int,
+        problem: str,
     ) -> None:
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
         info = RankInfo(
@@ -235,10 +259,11 @@ class ProcessGroup:
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
             run=f"{versions}, {self._sharding}, debug={self.debug}",  # the same on all ranks that may meet
+            problem=problem,
         )
-        store, infos = meet(environment.main_address, environment.main_port, info, self._timeout)
-        check_runs(infos)
-        self._order = node_order(infos)
+        store, self._order = meet(
+            environment.main_address, environment.main_port, info, self._timeout
+        )
         with torch_compares() if self.debug else nullcontext():
             init_dist_connection(
                 environment,
@@ -290,7 +315,7 @@ class ProcessGroup:
         return (
             action()
             if self.current is None
-            else run_on_all_ranks(step, action, self.current.control)
+            else run_on_all_ranks(step, action, self.current.world_control)
         )
 
     def _compare(self, operation: str) -> None:

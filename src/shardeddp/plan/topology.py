@@ -140,6 +140,9 @@ class RankInfo:
     run: str = ""
     """Versions and options, which have to be equal on all ranks."""
 
+    problem: str = ""
+    """Why this rank cannot take part; empty: it can."""
+
     def agrees_with(self, other: "RankInfo") -> bool:
         """Whether two ranks believe the same."""
         return (self.world_size, self.num_nodes, self.ranks_per_node) == (
@@ -164,9 +167,15 @@ def check_infos(infos: Sequence[RankInfo]) -> None:
         infos: Of all ranks that have come; rank 0's first.
 
     Raises:
-        ConfigurationError: Nodes have different numbers of ranks, or other ones than expected;
-            lists the nodes.
+        ConfigurationError: A rank cannot take part; or nodes have different numbers of ranks, or
+            other ones than expected, and are listed.
     """
+    unable = [info for info in infos if info.problem]
+    if unable:
+        raise ConfigurationError(
+            f"rank {unable[0].rank} (on {unable[0].host}) {unable[0].problem}"
+            + (f" (ranks like it: {_listed([it.rank for it in unable])})" if unable[1:] else "")
+        )
     first, nodes = infos[0], ranks_by_node(infos)
     expected = [first.ranks_per_node] * first.num_nodes
     distinct = len({info.rank for info in infos}) == len(infos)
@@ -219,5 +228,8 @@ def _describe(infos: Sequence[RankInfo]) -> str:
 
 
 def _count(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"{len(ranks)} ranks ({shown})" if len(ranks) > 1 else f"1 rank ({shown})"
+    return f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({_listed(ranks)})"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -1,0 +1,127 @@
+"""What waits for what on the streams of a device, as the engine asks for it: on a machine without one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardeddp.comm import mesh
+from shardeddp.comm.backends import NativeCollectives
+from shardeddp.comm.streams import CudaStream
+from shardeddp.engine.storage import GatheredBuffer
+from training import Sharding
+from world import Worlds
+
+pytestmark = pytest.mark.timeout(60)
+
+LOG: list[tuple[str, str, str]] = []
+NAMES = ("gathers", "reductions", "replicas")
+COMPUTE = "compute"
+
+
+class Stream:
+    """Writes down what it is asked to wait for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: "Stream") -> None:
+        """What comes behind all that the other one has."""
+        LOG.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event: "Event") -> None:
+        """What comes behind what the event was recorded behind."""
+        LOG.append((self.name, "waits for", event.recorded_on))
+
+
+class Event:
+    """Knows where it was recorded."""
+
+    recorded_on = ""
+
+    def record(self, stream: Stream) -> None:
+        """On a stream."""
+        self.recorded_on = stream.name
+
+
+@contextmanager
+def streams_that_log(size: int) -> Iterator[None]:
+    """A rank of a world without peers, whose communication is issued as on a CUDA device."""
+    current = [Stream(COMPUTE)]
+    names = iter(NAMES)
+
+    @contextmanager
+    def stream(chosen: Stream) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
+    release = GatheredBuffer.release
+
+    def logged_release(buffer: GatheredBuffer) -> None:
+        if buffer.flat is not None:
+            LOG.append((COMPUTE, "releases memory of", "gathers"))
+        release(buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(next(names)))
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(mesh, "make_stream", lambda _: CudaStream(torch.device("cuda", 0)))
+        patch.setattr(mesh, "GlooCollectives", NativeCollectives)
+        patch.setattr(GatheredBuffer, "release", logged_release)
+        yield
+
+
+def log_of(sharding: Sharding, size: int, micro_batches: int) -> list[tuple[str, str, str]]:
+    """What the streams are asked for in a step of a stack of four units and the root."""
+    with streams_that_log(size):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        runtime = sharding.apply(model)
+        step(runtime, model, micro_batches)
+        LOG.clear()
+        step(runtime, model, micro_batches)
+        return LOG.copy()
+
+
+def step(runtime: Any, model: nn.Module, micro_batches: int) -> None:
+    for micro_batch in range(micro_batches):
+        runtime.sync_gradients = micro_batch == micro_batches - 1
+        with runtime.step("training_step") as outputs:
+            outputs.append(model(torch.ones(2, 8)).square().mean())
+        outputs[0].backward()
+
+
+UNITS = ("0", "1", "2", "3")
+
+
+def test_gathered_memory_is_released_where_its_stream_is_behind_compute(world: Worlds) -> None:
+    sharding = Sharding(units=UNITS)
+    (log,) = world(1).run(log_of, sharding, 8, 1)
+    releases = [place for place, (_, what, _) in enumerate(log) if what == "releases memory of"]
+    assert len(releases) >= 2 * len(UNITS) - 2
+    assert {log[place - 1] for place in releases} == {("gathers", "waits for", COMPUTE)}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_backward_waits_for_replicas_only_at_its_end(
+    world: Worlds, micro_batches: int, split: bool
+) -> None:
+    sharding = Sharding(units=UNITS, strategy="hybrid_shard", shard_size=4, split=split)
+    (log,) = world(1).run(log_of, sharding, 8, micro_batches)
+    issued = [
+        place for place, each in enumerate(log) if each == ("replicas", "waits for", "reductions")
+    ]
+    waited = [place for place, each in enumerate(log) if each == (COMPUTE, "waits for", "replicas")]
+    assert len(issued) == len(waited) >= len(UNITS)
+    assert max(issued) < min(waited)
+    # Their memory is of the other stream, which is behind compute before it is released.
+    assert all(("reductions", "waits for", COMPUTE) in log[place:] for place in waited)
