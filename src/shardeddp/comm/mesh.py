@@ -202,13 +202,21 @@ class Mesh:
         )
         """Among the ranks that split a shard: all-gathers of its slices."""
         self.world = self._collectives(dist.group.WORLD, [list(range(topology.world_size))])
-        """Among all ranks: buffers, and everything outside the steady state."""
+        """Among all ranks: what users ask for, whatever their ranks hold."""
+        self.data = self.world
+        """Among the ranks that train one model on different batches: its buffers, and what is sent
+        of its parameters outside the steady state.
+        """
         # On torch's fake process group, which stands for ranks that are not there, gloo finds no
         # peers.
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         everyone = [range(topology.world_size)]
-        self.control = self._groups.get("control", everyone, timeout, backend)
-        """All ranks, on the host: agreement, never tensors of the model."""
+        self.world_control = self._groups.get("control", everyone, timeout, backend)
+        """All ranks, on the host: errors, what users ask for, and what is decided for all of the
+        run; never tensors of the model.
+        """
+        self.control = self.world_control
+        """The ranks of ``data``, on the host: agreement on their model, which they run alike."""
         self.saving = self._groups.get("saving", everyone, saving_timeout or timeout, backend)
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = WriteDigest()
@@ -222,19 +230,19 @@ class Mesh:
         self.gather_stream: CommStream = make_stream(device)
         self.reduce_stream: CommStream = make_stream(device)
         self._meetings = StoreClient("meetings", self.rank)
-        self._describe_mismatches(self.control, everyone[0])
+        self._describe_mismatches(self.world_control, everyone[0])
         self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
         """Of all ranks, before what their users communicate."""
         self.compares = debug
         """Whether everything is compared that users communicate, and not only what would hang."""
         self.fingerprints = self._fingerprints("owners", owner_groups, timeout)
         """Of the ranks that own all of the model together."""
-        self.world_fingerprints = (
+        self.data_fingerprints = (
             self.fingerprints
             if len(owner_groups) == 1
             else self._fingerprints("everyone", everyone, timeout)
         )
-        """Of all ranks."""
+        """Of the ranks of ``data``."""
         neighbours = {
             ranks[(place + step) % len(ranks)]
             for groups in (everyone, shard_groups, replicate_groups)
@@ -284,7 +292,7 @@ class Mesh:
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
-        refuse_inherited(self.control, "a run of a Trainer")
+        refuse_inherited(self.world_control, "a run of a Trainer")
         self.liveness_probe.begin_run()
         self.error_propagation.begin_run()
         self._let_read(threading.get_ident())
@@ -294,26 +302,27 @@ class Mesh:
         self._let_read(None)
 
     def _let_read(self, thread: int | None) -> None:
-        self.fingerprints.thread = self.world_fingerprints.thread = thread
+        self.fingerprints.thread = self.data_fingerprints.thread = thread
 
     def leave_to_parent(self) -> None:
         """This process was forked from the rank: refuse what the rank does with others."""
         self.is_inherited = True
-        for name in ("gather", "regather", "reduce", "replicate", "owners", "collect", "world"):
+        names = ("gather", "regather", "reduce", "replicate", "owners", "collect", "data", "world")
+        for name in names:
             former: Collectives = getattr(self, name)
             if former.size > 1:
                 setattr(self, name, InheritedCollectives(former.ranks, former.rank, self.traffic))
-        for each in (self.users, self.fingerprints, self.world_fingerprints):
+        for each in (self.users, self.fingerprints, self.data_fingerprints):
             each.leave_to_parent()
         self.error_propagation.leave_to_parent()
-        for group in (self.control, self.saving, dist.group.WORLD):
+        for group in (self.control, self.world_control, self.saving, dist.group.WORLD):
             if group is not None:
                 leave_to_parent(group)
 
     def _progress(self) -> Callable[[], Progress]:
         """What tells how much this rank has begun."""
         streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
-        hosts = {"everyone": self.control, "world": cast(dist.ProcessGroup, dist.group.WORLD)}
+        hosts = {"everyone": self.world_control, "world": cast(dist.ProcessGroup, dist.group.WORLD)}
         if self.fingerprints.group is not None:
             hosts[f"owners {self.owners.ranks}"] = self.fingerprints.group
 
@@ -336,7 +345,7 @@ class Mesh:
         if alone:
             group = None
         elif len(groups) == 1:
-            group = self.control
+            group = self.world_control
         else:
             group = self._groups.get(f"desync check of {name}", groups, timeout, "gloo")
         if group is not None:
@@ -457,7 +466,7 @@ def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
         return value
     mesh.users.call(f"broadcast(src={source})")
     box = [value]
-    dist.broadcast_object_list(box, source, group=mesh.control)
+    dist.broadcast_object_list(box, source, group=mesh.world_control)
     return box[0]
 
 

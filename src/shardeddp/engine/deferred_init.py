@@ -112,7 +112,7 @@ class Materializer:
         if self._load is not None and missing:
             with Writes() as writes:
                 run_on_all_ranks(
-                    "loading the checkpoint into a deferred model", self._load, mesh.control
+                    "loading the checkpoint into a deferred model", self._load, mesh.world_control
                 )
             missing = [item for item in missing if not writes.reached(item.current)]
         if not missing:
@@ -123,7 +123,7 @@ class Materializer:
             plan = _plan(missing, self._recording)
             return plan, plan.digest()
 
-        plan, digest = run_on_all_ranks("initialising parameters", make_plan, mesh.control)
+        plan, digest = run_on_all_ranks("initialising parameters", make_plan, mesh.world_control)
         if mesh.rank == 0:
             _warn_of_resets(missing, self._recording)
         parts: dict[int, list[Deferred]] = {}
@@ -146,9 +146,9 @@ class Materializer:
                     _take(item.current, item.place.over(values), source)
 
         run_on_all_ranks(
-            "initialising parameters", lambda: self._repeat(plan, take, alike), mesh.control
+            "initialising parameters", lambda: self._repeat(plan, take, alike), mesh.world_control
         )
-        if alike and mesh.world.size > 1:
+        if alike and mesh.data.size > 1:
             whole = [_as_bytes(memory[it]) for it in dict.fromkeys(parts) if it in memory]
             _make_equal([it.current for it in missing if it.is_parameter], whole, mesh)
 
@@ -202,7 +202,7 @@ def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> No
     values = values.resolve_conj().resolve_neg()
     if source is not None:
         values = values.to(source.device).contiguous()
-        source.world.broadcast_(values, 0).wait()
+        source.data.broadcast_(values, 0).wait()
     target.copy_(values)
 
 

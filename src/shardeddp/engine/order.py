@@ -186,7 +186,7 @@ class OrderAgreement:
         )
         """Whether forwards need other ranks."""
 
-        self._gathers_in_backward = mesh.world.size > 1 and sharding.reshard is not Reshard.NEVER
+        self._gathers_in_backward = mesh.data.size > 1 and sharding.reshard is not Reshard.NEVER
 
     # -- Evaluation
 
@@ -336,7 +336,7 @@ class OrderAgreement:
 
     def _confirm(self, found: str, expected: str) -> None:
         """Go on if all ranks come to something that no pass of this kind has come to here."""
-        self._mesh.world_fingerprints.call(f"{found} instead of {expected}", ABOUT_UNITS)
+        self._mesh.data_fingerprints.call(f"{found} instead of {expected}", ABOUT_UNITS)
 
     def _warn_once(self, found: str, expected: str) -> None:
         if self._warned or self._mesh.rank:

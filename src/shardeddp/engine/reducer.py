@@ -100,7 +100,7 @@ class Reducer:
             self._trained,
             [frozenset(progress.missing) for progress in self._progresses],
         )
-        if former is None or former == self._trained or self._mesh.world.size == 1:
+        if former is None or former == self._trained or self._mesh.data.size == 1:
             return
         changed = [
             progress.unit.sharded_parameters()[index].spec.fqn
@@ -108,7 +108,7 @@ class Reducer:
             for index in sorted(before ^ now)
         ]
         operation = f"the first backward since requires_grad of {changed[0]} and {len(changed) - 1} more has changed"
-        self._mesh.world_fingerprints.call(operation, ABOUT_TRAINED)
+        self._mesh.data_fingerprints.call(operation, ABOUT_TRAINED)
 
     def note_gradient(self) -> None:
         """Note that this backward leaves gradients.

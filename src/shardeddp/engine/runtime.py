@@ -70,7 +70,7 @@ class BufferSync:
     @torch.no_grad()
     def sync(self) -> None:
         """Overwrite every rank's buffers by rank 0's; one broadcast per dtype."""
-        if self._mesh.world.size == 1:
+        if self._mesh.data.size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for owner, name in self._places:
@@ -81,7 +81,7 @@ class BufferSync:
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             # As bytes, which every backend broadcasts.
-            self._mesh.world.broadcast_(flat.view(torch.uint8), 0).wait()
+            self._mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
             if self._mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
@@ -810,7 +810,7 @@ class Runtime:
     def _begin_pass(self) -> None:
         if self.sharding.reshard is Reshard.NEVER and self.mesh.written.pending:
             # Only changed parameters are gathered anew: all ranks must have changed them.
-            self.mesh.world_fingerprints.call(
+            self.mesh.data_fingerprints.call(
                 f"the first step since {', '.join(self.mesh.written.pending)} was written to"
             )
         self.phase = Phase.FORWARD

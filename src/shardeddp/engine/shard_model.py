@@ -81,9 +81,13 @@ def shard_model(
         record_resets(specs[0].module, recording)
         return Materializer(specs, recording, load)
 
-    materializer = run_on_all_ranks("finding deferred parameters", find_deferred, mesh.control)
+    materializer = run_on_all_ranks(
+        "finding deferred parameters", find_deferred, mesh.world_control
+    )
     views = run_on_all_ranks(
-        "finding views of parameters", lambda: _held_views(specs[0].module, specs), mesh.control
+        "finding views of parameters",
+        lambda: _held_views(specs[0].module, specs),
+        mesh.world_control,
     )
     follow_rank_zero(specs, mesh)
     _let_go_of_parameters(specs[0].module)
@@ -91,10 +95,12 @@ def shard_model(
     strided = {
         it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()
     }
-    if passthrough and mesh.world.size == 1:
+    if passthrough and mesh.data.size == 1:
         specs = [_set_idle(spec, mesh.device) for spec in specs]
     units = run_on_all_ranks(
-        "sharding the model", lambda: [Unit(spec, mesh, sharding) for spec in specs], mesh.control
+        "sharding the model",
+        lambda: [Unit(spec, mesh, sharding) for spec in specs],
+        mesh.world_control,
     )
     for owner, attribute, spec in views:
         vars(owner)[attribute] = spec.parameter.detach()
@@ -221,7 +227,7 @@ def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
 @torch.no_grad()
 def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
     """Give every rank rank 0's initial parameter values, as ``DistributedDataParallel`` does."""
-    if mesh.world.size == 1:
+    if mesh.data.size == 1:
         return
     for unit in specs:
         for spec in unit.parameters:
@@ -229,7 +235,7 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
                 values = spec.parameter.detach().to(
                     mesh.device, memory_format=torch.contiguous_format, copy=True
                 )
-                mesh.world.broadcast_(values, 0).wait()
+                mesh.data.broadcast_(values, 0).wait()
                 spec.parameter.copy_(values)
 
 

@@ -277,8 +277,8 @@ def _shard(
         local = theirs.to_local().to(where, mine.dtype, copy=True)
     else:
         values = mine.detach().to(mesh.device).contiguous()
-        if mesh.world.size > 1:
-            mesh.world.broadcast_(values, 0).wait()
+        if mesh.data.size > 1:
+            mesh.data.broadcast_(values, 0).wait()
         local = theirs.spec.localize(values).to(where, copy=True)
     # It takes no gradient: callbacks read it where gradients are recorded, and would gather it
     # there.

@@ -131,7 +131,7 @@ class Checkpoints:
         snapshot = run_on_all_ranks(
             "describing the checkpoint",
             partial(take_snapshot, checkpoint, names(), mesh, CODECS),
-            mesh.control,
+            mesh.world_control,
         )
         self._saver.save(snapshot, Path(path), self._describe(checkpoint, mesh), mesh.saving)
 
@@ -187,7 +187,7 @@ class Checkpoints:
         It is a collective of all ranks while a save goes on.
         """
         if self._saver.started and not any(
-            agree_on_any([self._saver.busy], self._group.mesh.control)
+            agree_on_any([self._saver.busy], self._group.mesh.world_control)
         ):
             self.wait()
 

@@ -182,7 +182,7 @@ class ModelSharding:
             run_on_all_ranks(
                 "preparing the model",
                 partial(self._convert, module, precision),
-                self._group.mesh.control,
+                self._group.mesh.world_control,
             )
             return self._shard(module, precision, takeover)
         except BaseException:
@@ -196,7 +196,7 @@ class ModelSharding:
         are others now, and where this holds on any rank.
         """
         outdated = not (runtime.options == self._options(precision) and runtime.is_current)
-        return agree_on_any([outdated], self._group.mesh.control)[0]
+        return agree_on_any([outdated], self._group.mesh.world_control)[0]
 
     def _options(self, precision: Precision) -> object:
         """All that decides, for a given module, on its units and how they work; to be compared."""
@@ -234,7 +234,7 @@ class ModelSharding:
     def _shard(self, module: nn.Module, precision: Precision, takeover: Takeover) -> Runtime:
         mesh = self._group.mesh
         units = run_on_all_ranks(
-            "finding units", partial(self._plan, module, precision), mesh.control
+            "finding units", partial(self._plan, module, precision), mesh.world_control
         )
         load = self._restore.take_pending()
         is_deferred = any(

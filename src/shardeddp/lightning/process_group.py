@@ -290,7 +290,7 @@ class ProcessGroup:
         return (
             action()
             if self.current is None
-            else run_on_all_ranks(step, action, self.current.control)
+            else run_on_all_ranks(step, action, self.current.world_control)
         )
 
     def _compare(self, operation: str) -> None:

@@ -149,7 +149,7 @@ class Restore:
             return look().decode()
         kinds = [
             kind.decode()
-            for kind in gather_results("looking for the checkpoint", look, mesh.control)
+            for kind in gather_results("looking for the checkpoint", look, mesh.world_control)
         ]
         if len(set(kinds)) > 1:
             found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))

@@ -48,7 +48,7 @@ class UnevenEvaluation:
         if private.combined_loader(loop) is None or not self._agreement.gathers:
             return
         lengths = [*_lengths(loop)]
-        texts = all_gather_bytes(json.dumps(lengths).encode(), self._mesh.control)
+        texts = all_gather_bytes(json.dumps(lengths).encode(), self._mesh.world_control)
         if len(set(texts)) == 1 and None not in lengths:
             return
         self._agreement.open()
@@ -132,7 +132,7 @@ class EvenTraining:
         asks = length is None or any(
             map(has_iterable_dataset, loader.flattened if loader is not None else ())
         )
-        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self._mesh.control)
+        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self._mesh.world_control)
         told: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
         counts = [inf if count is None else count for count, _ in told]
         self._own = inf if asks else counts[self._mesh.rank]
@@ -211,11 +211,11 @@ class EvenTraining:
                 not even this one.
             ready: Its number, from 1.
         """
-        if not agree_on_any([mine != "more"], self._mesh.control)[0]:
+        if not agree_on_any([mine != "more"], self._mesh.world_control)[0]:
             return False
         told = [
             json.loads(text)
-            for text in all_gather_bytes(json.dumps(mine).encode(), self._mesh.control)
+            for text in all_gather_bytes(json.dumps(mine).encode(), self._mesh.world_control)
         ]
         if set(told) == {"none"}:
             return None

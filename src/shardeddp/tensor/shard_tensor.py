@@ -840,7 +840,7 @@ class _Average(torch.autograd.Function):
         ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device
     ) -> ShardTensor:
         total = gradient.contiguous().clone()
-        spec.mesh.world.all_reduce_(total).wait()
+        spec.mesh.data.all_reduce_(total).wait()
         local = spec.localize(total).div(spec.mesh.topology.world_size)
         return ShardTensor(local.to(home), spec)
 
