@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
-from shardeddp.plan.layout import Box, Interval, boxes
+from shardeddp.plan.layout import Box, Interval, boxes, whole_of
 from shardeddp.tensor.backward import are_asked, store_gradient, stored_gradient
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
 from shardeddp.tensor.unsharded import (
@@ -98,11 +98,20 @@ class ShardSpec:
     fqn: str
     shape: torch.Size
     intervals: Sequence[Interval]
-    """Each owner's elements of the flattened parameter, in ``mesh.owners`` order; they cover it."""
+    """Each owner's elements of the flattened parameter, in ``mesh.owners`` order; they cover it.
+
+    Of a parameter that is cut into boxes, they are of the flattened box that the owners share.
+    """
 
     mesh: Mesh
     offloaded: bool = False
     """Whether elements live in host memory and compute elsewhere."""
+
+    boxes: tuple[Box, ...] = ()
+    """What the parameter is cut into, and each group of owners shares one; empty: it is not cut."""
+
+    place: int = 0
+    """Which of them the owners share that this rank is one of."""
 
     warned: list[str] = field(default_factory=list)
     """Warnings given for this parameter, so that none is given twice."""
@@ -113,6 +122,11 @@ class ShardSpec:
         return self.intervals[self.mesh.owners.rank]
 
     @cached_property
+    def box(self) -> Box | None:
+        """The box that the owners share; None: the whole parameter."""
+        return self.boxes[self.place] if self.boxes else None
+
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
@@ -121,6 +135,7 @@ class ShardSpec:
         """Whether each rank has the same elements of both."""
         return self is other or (
             self.shape == other.shape
+            and (self.boxes, self.place) == (other.boxes, other.place)
             and self.intervals == other.intervals
             and self.mesh.owners.ranks == other.mesh.owners.ranks
         )
@@ -136,7 +151,8 @@ class ShardSpec:
         """
         if isinstance(tensor, ShardTensor) and tensor.spec is self:
             return tensor.to_local()
-        return tensor.reshape(-1)[self.interval.start : self.interval.stop]
+        shared = tensor if self.box is None else tensor[self.box.slices]
+        return shared.reshape(-1)[self.interval.start : self.interval.stop]
 
 
 class UnitGradients(Protocol):
@@ -732,7 +748,8 @@ class ShardTensor(Memoryless, torch.Tensor):
         )
 
     def _boxes(self) -> list[Box]:
-        return boxes(self._spec.interval, self._spec.shape)
+        shared = self._spec.box or whole_of(self._spec.shape)
+        return [each.outside(shared) for each in boxes(self._spec.interval, shared.sizes)]
 
     @classmethod
     @outside_of_graphs
