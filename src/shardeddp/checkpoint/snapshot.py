@@ -147,8 +147,9 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
 def part_of(mesh: Ranks) -> int | None:
     """Which elements of sharded tensors this rank holds; None: no other rank holds the same."""
     topology = mesh.topology
-    alone = topology.num_slices == topology.world_size
-    return None if alone else topology.slice_rank(mesh.rank)
+    alone = topology.num_slices == topology.data_size
+    place = topology.tensor_rank(mesh.rank) * topology.num_slices
+    return None if alone else place + topology.slice_rank(mesh.rank)
 
 
 def digest_of(digests: Iterable[bytes]) -> bytes:
@@ -404,10 +405,16 @@ class _Collector:
         self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
         topology = mesh.topology
         own = topology.slice_rank(mesh.rank)
-        # Bytes of sharded tensors that each rank writes which holds the same elements as this one.
+        # Bytes of sharded tensors that each rank writes which holds the same elements as this one,
+        # or the same of another box.
         self._loads = {
             rank: 0 for rank in range(topology.world_size) if topology.slice_rank(rank) == own
         }
+        self._holders = [*self._loads]
+        self._holders_by_box = [
+            [rank for rank in self._loads if topology.tensor_rank(rank) == place]
+            for place in range(topology.tensor_size)
+        ]
 
     def put(self, tensor: torch.Tensor) -> str:
         """Name a tensor that has been met; the value that stands for it in the tree."""
@@ -471,10 +478,15 @@ class _Collector:
             return
         interval = tensor.spec.interval
         # Replicas take turns by the bytes that each has been given so far.
-        writer = min(self._loads, key=self._loads.__getitem__)
-        self._loads[writer] += interval.numel * tensor.element_size()
+        boxed = bool(tensor.spec.boxes)
+        writers = [
+            min(ranks, key=self._loads.__getitem__)
+            for ranks in (self._holders_by_box if boxed else [self._holders])
+        ]
+        for writer in writers:
+            self._loads[writer] += interval.numel * tensor.element_size()
         if interval.numel:
-            written, local = writer == self._rank, tensor.to_local().detach()
+            written, local = self._rank in writers, tensor.to_local().detach()
             self._shares[True].append(Share(number, interval, local, written))
 
 

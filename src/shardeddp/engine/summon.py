@@ -162,7 +162,7 @@ def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
             values = torch.empty(spec.shape, dtype=local.dtype, device=mesh.device)
         else:
             values = each.whole.detach().to(mesh.device).contiguous()
-        mesh.data.broadcast_(values, 0).wait()
+        mesh.world.broadcast_(values, 0).wait()
         local.copy_(spec.localize(values))
         mark_written(local)
 

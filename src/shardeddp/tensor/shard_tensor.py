@@ -127,6 +127,14 @@ class ShardSpec:
         return self.boxes[self.place] if self.boxes else None
 
     @cached_property
+    def counts(self) -> bool:
+        """Whether this rank's elements are counted where those of all holders are put together.
+
+        Ranks that split layers hold what these do not split once more.
+        """
+        return bool(self.boxes) or self.mesh.tensor.rank == 0
+
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
@@ -388,7 +396,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
         """A gradient that may be another parameter's, of which ranks hold other parts."""
-        if gradient.shape != self.shape or gradient._spec.intervals == self._spec.intervals:
+        if gradient.shape != self.shape or gradient._spec.lies_like(self._spec):
             return gradient
         whole = gather(gradient, f"assigning to the gradient of {self._spec.fqn} that of")
         return ShardTensor(self._spec.localize(whole).to(self._local.device, copy=True), self._spec)
@@ -795,10 +803,23 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
     spec, local = sharded.spec, sharded.to_local()
     spec.mesh.fingerprints.call(f"{operation} {spec.fqn}")
     with torch.no_grad():
-        full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
+        shared = spec.shape if spec.box is None else spec.box.sizes
+        full = torch.empty(shared, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
         pieces[spec.mesh.owners.rank].copy_(local)
         spec.mesh.gather_stream.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
+        return full if spec.box is None else _from_boxes(full, spec)
+
+
+def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """The full tensor from the box of each rank that splits its layer."""
+    group = spec.mesh.tensor
+    pieces = [own.new_empty(box.numel) for box in spec.boxes]
+    pieces[group.rank].copy_(own.view(-1))
+    spec.mesh.gather_stream.issue(lambda: group.all_gather_uneven_(pieces)).wait()
+    full = own.new_empty(spec.shape)
+    for box, piece in zip(spec.boxes, pieces, strict=True):
+        full[box.slices].copy_(piece.view(box.sizes))
     return full
 
 

@@ -72,9 +72,9 @@ class Gathered:
     def follow_rank_zero(self, func: Any) -> None:
         """Take the elements that rank 0 has drawn; a collective of all ranks."""
         mesh = self.sharded.spec.mesh
-        if mesh.data.size > 1 and self.full.numel():
+        if mesh.world.size > 1 and self.full.numel():
             self._assemble(func)
-            mesh.data.broadcast_(self.full, 0).wait()
+            mesh.world.broadcast_(self.full, 0).wait()
 
     def digest(self) -> int:
         """A checksum of the elements, equal bits only being equal."""
@@ -92,7 +92,7 @@ class Gathered:
             RuntimeError: The ranks have not got the same.
         """
         spec = self.sharded.spec
-        if spec.mesh.data.size == 1:
+        if spec.mesh.world.size == 1:
             return changed
         self._assemble(func)
         operation = f"{func.overloadpacket.__name__} of {spec.fqn}"
@@ -333,7 +333,7 @@ def refuse_overlapping(
 
 def _refuse_late(func: Any, asked: Gathered, targets: Sequence[Gathered]) -> None:
     """Refuse operations whose result arrives when nothing of ours runs."""
-    if asked.sharded.spec.mesh.data.size == 1:
+    if asked.sharded.spec.mesh.world.size == 1:
         return
     if coalesces():
         raise NotImplementedError(
