@@ -214,6 +214,7 @@ class ModelSharding:
             self._prefetch,
             self._uneven_units,
             self._passthrough,
+            self._tensor_size,
             _compared(self._policy),
             self._mixed_precision,
             (type(precision), precision.precision),

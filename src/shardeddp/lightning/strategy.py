@@ -655,7 +655,7 @@ class ShardedDP(ParallelStrategy):
             if trainer.ckpt_path is not None:
                 self._resume.ask_loaders_again(trainer.fit_loop)
         for optimizer in self.optimizers if self.tensor_parallel_size > 1 else ():
-            refuse_optimizer(optimizer)
+            refuse_optimizer(optimizer, self.optimizer_scope)
         follow_optimizers(parameters_changed)
         for optimizer in () if self.runtime.passthrough else self.optimizers:
             attach_optimizer(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from shardeddp.comm import Mesh
+from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import Trainer
 from shardeddp.optim.scope import scope_of
@@ -93,7 +96,7 @@ def refuse_untried_in(trainer: Trainer) -> None:
         ConfigurationError: There is one.
     """
     averaging = ("WeightAveraging", "StochasticWeightAveraging")
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in trainer.callbacks:
         if any(base.__name__ in averaging for base in type(callback).__mro__):
             raise ConfigurationError(
                 f"tensor_parallel_size does not work together with {type(callback).__name__} yet: "
@@ -106,13 +109,17 @@ def refuse_untried_in(trainer: Trainer) -> None:
         )
 
 
-def refuse_optimizer(optimizer: optim.Optimizer) -> None:
+def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:
     """Refuse optimizers that need more of a parameter than a rank has.
+
+    Args:
+        optimizer: Any.
+        stated: Scopes that the user gives for classes.
 
     Raises:
         ConfigurationError: It is one, or one that is not known.
     """
-    scope = scope_of(type(optimizer))
+    scope = scope_of(type(optimizer), stated)
     if scope != "element":
         raise ConfigurationError(
             f"tensor_parallel_size works with optimizers that treat every element by itself (Adam, "

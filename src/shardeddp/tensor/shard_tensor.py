@@ -126,6 +126,11 @@ class ShardSpec:
         """The box that the owners share; None: the whole parameter."""
         return self.boxes[self.place] if self.boxes else None
 
+    @property
+    def num_parts(self) -> int:
+        """Ranks that together hold all elements once."""
+        return self.mesh.owners.size * max(1, len(self.boxes))
+
     @cached_property
     def counts(self) -> bool:
         """Whether this rank's elements are counted where those of all holders are put together.
