@@ -87,6 +87,10 @@ class ShardedDP(DDPStrategy):
                 "asynchronous=True and uneven_batches go with the Trainer: a loop of one's own ends "
                 "epochs by itself, and nobody would wait for the last checkpoint. Leave them out"
             )
+        if options.get("tensor_parallel_size", 1) != 1:
+            raise ConfigurationError(
+                "tensor_parallel_size goes with the Trainer, where it has been tried: leave it out"
+            )
         super().__init__(**lightning, start_method=start_method)
         self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         self._parts, self._group = parts, parts.group

@@ -447,9 +447,11 @@ def _save_distributed(made: Translation, key: str, value: Any) -> None:
 
 
 def _tensor_parallel(made: Translation, key: str, value: Any) -> None:
-    if value != 1:
-        made.lose(key, "tensor parallelism is not there: parameters are sharded, computation is "
-                       "not. All ranks are data parallel")  # fmt: skip
+    if isinstance(value, int) and value > 1:
+        made.options["tensor_parallel_size"] = value
+    elif value != 1:
+        made.lose(key, "its default is all ranks of a node there and 1 here: say the number of "
+                       "ranks that split layers")  # fmt: skip
 
 
 _MODEL_PARALLEL: dict[str, Rule] = {
@@ -800,8 +802,9 @@ def _say_defaults(made: Translation, strategy: str, given: Mapping[str, Any]) ->
         made.note("checkpoints", "those of DeepSpeed are not read: make one file of the last with "
                                  "its zero_to_fp32.py, and load that as a state_dict")  # fmt: skip
     if strategy == "ModelParallelStrategy":
-        made.note("configure_model", "take fully_shard(...) and parallelize_module(...) out of it: "
-                                     "auto_wrap_policy says which modules are units")  # fmt: skip
+        made.note("configure_model", "take fully_shard(...) out of it, and parallelize_module(...) "
+                                     "where tensor_parallel_size is 1: auto_wrap_policy says "
+                                     "which modules are units")  # fmt: skip
         if "tensor_parallel_size" not in given:
             _tensor_parallel(made, "tensor_parallel_size", "auto")
         if "save_distributed_checkpoint" not in given:

@@ -163,6 +163,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         },
         "optimizer_scope": None,
     },
+    {"tensor_parallel_size": 2},
 ]
 
 

@@ -98,3 +98,31 @@ def test_a_shard_size_that_does_not_divide_the_world_is_refused_with_those_that_
 def test_a_world_without_ranks_is_refused(world_size: int) -> None:
     with pytest.raises(ValueError, match=rf"world_size of at least 1, found {world_size}"):
         Topology(world_size=world_size, shard_size=1)
+
+
+def test_neighbours_split_layers_and_share_a_place_on_the_data_axis() -> None:
+    """Two replicas of two shards of two tensor ranks."""
+    topology = Topology(world_size=8, shard_size=2, tensor_size=2)
+    assert topology.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.data_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert topology.shard_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert topology.replicate_groups() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert topology.holder_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (topology.data_size, topology.replicate_size, topology.num_slices) == (4, 2, 2)
+    assert [topology.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [topology.tensor_rank(rank) for rank in range(8)] == [0, 1] * 4
+    assert [topology.shard_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert [topology.replicate_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+
+
+def test_ranks_that_split_layers_are_neighbours_in_the_order_of_nodes() -> None:
+    topology = Topology(world_size=4, shard_size=2, tensor_size=2, order=(0, 2, 1, 3))
+    assert topology.tensor_groups() == [[0, 2], [1, 3]]
+    assert topology.shard_groups() == [[0, 1], [2, 3]]
+
+
+def test_a_tensor_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide the 4 ranks"):
+        Topology(world_size=4, shard_size=1, tensor_size=3)
+    with pytest.raises(ValueError, match="does not divide the 2 ranks"):
+        Topology(world_size=4, shard_size=4, tensor_size=2)

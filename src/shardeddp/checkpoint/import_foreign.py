@@ -10,11 +10,9 @@ import math
 import os
 import pickle
 import stat
-from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from struct import Struct
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,8 +41,9 @@ from shardeddp.checkpoint.manifest import (
     StoredObject,
     name_of,
 )
+from shardeddp.checkpoint.pieces import assemble
 from shardeddp.errors import CheckpointError
-from shardeddp.plan.layout import Box, Interval, boxes
+from shardeddp.plan.layout import Box, Interval, check_cover, whole_of
 
 # -- The index of ``torch.distributed.checkpoint``, read without running it
 #
@@ -52,9 +51,6 @@ from shardeddp.plan.layout import Box, Interval, boxes
 # tensor is stored in; the path of keys that each name was made of; and where the bytes of each box
 # and each object are. All that follows from them is checked here, against each other and against
 # the sizes of the files, before a byte of a tensor is read.
-
-MAX_CUT_DIMS = 6
-"""Dims along which a tensor may be cut into boxes; a device mesh has fewer."""
 
 
 class ForeignPiece(NamedTuple):
@@ -319,35 +315,8 @@ def _tensor(
             )
         if box.numel:
             pieces.append(ForeignPiece(box, item))
-    _check_cover(name, shape, [piece.box for piece in pieces])
+    check_cover(_quote(name), shape, [piece.box for piece in pieces])
     return ForeignTensor(path=path, dtype=dtype, shape=shape, pieces=tuple(pieces))
-
-
-def _check_cover(name: str, shape: tuple[int, ...], found: Sequence[Box]) -> None:
-    """Every element of the tensor is in exactly one box.
-
-    Summed up, the boxes count how often each element is covered. A count is determined by its
-    differences along all dims, and those of a box are its corners with alternating signs: so the
-    corners of all boxes have to add up to the corners of the tensor. That takes one pass, however
-    the boxes lie.
-    """
-    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in found)]
-    if len(cut) > MAX_CUT_DIMS:
-        raise ValueError(
-            f"{_quote(name)} is cut along {len(cut)} dims, expected at most {MAX_CUT_DIMS}"
-        )
-    whole = [Box((0,) * len(shape), shape)] if 0 not in shape else []
-    as_bytes = Struct(f"{len(cut)}q").pack  # the hash of which a file cannot choose
-    corners: Counter[bytes] = Counter()
-    for box, sign in [*((box, 1) for box in found), *((box, -1) for box in whole)]:
-        for ends in itertools.product((0, 1), repeat=len(cut)):
-            at = (box.offsets[d] + end * box.sizes[d] for d, end in zip(cut, ends, strict=True))
-            corners[as_bytes(*at)] += sign * (-1) ** sum(ends)
-    if any(corners.values()):
-        raise ValueError(
-            f"the {len(found):,} boxes of {_quote(name)} do not cover its shape {shape}: elements "
-            f"are missing, or in more than one box"
-        )
 
 
 # -- Checkpoints of other tools
@@ -436,12 +405,13 @@ class ForeignCheckpoint:
                 raise CheckpointError(f"expected a mapping, found {type(value).__name__}")
         return value
 
-    def read(self, name: str, interval: Interval) -> torch.Tensor:
+    def read(self, name: str, interval: Interval, box: Box | None = None) -> torch.Tensor:
         """Elements of a tensor, in row-major order, from the pieces that hold some of them.
 
         Args:
             name: One of :attr:`tensors`.
-            interval: Of the flattened tensor.
+            interval: Of the flattened tensor, or of a box of it, flattened.
+            box: That box; None: the whole tensor.
 
         Returns:
             1D, ``interval.numel`` elements on the host, in the dtype of the checkpoint.
@@ -451,19 +421,8 @@ class ForeignCheckpoint:
             ValueError: The interval does not lie in the tensor.
         """
         tensor = self.tensors[name]
-        wanted = boxes(interval, tensor.shape)
-        flat = torch.empty(interval.numel, dtype=tensor.dtype)
-        at = 0
-        for box in wanted:
-            target = flat[at : at + box.numel].view(box.sizes)
-            at += box.numel
-            for piece in tensor.pieces:
-                if (common := _intersect(box, piece.box)) is not None:
-                    starts = [x - y for x, y in zip(common.offsets, box.offsets, strict=True)]
-                    stops = (start + n for start, n in zip(starts, common.sizes, strict=True))
-                    part = target[tuple(map(slice, starts, stops))]
-                    part.copy_(self._read_box(tensor, piece, common))
-        return flat
+        stored = [(piece.box, partial(self._read_box, tensor, piece)) for piece in tensor.pieces]
+        return assemble(interval, box or whole_of(tensor.shape), tensor.dtype, stored)
 
     def read_object(self, name: str) -> Any:
         """One of :attr:`objects`: plain containers of plain values and CPU tensors.
@@ -543,19 +502,6 @@ def _payload(fd: int, tensor: ForeignTensor, piece: ForeignPiece) -> tuple[int, 
     if span_of(view.shape, view.strides) < piece.box.numel:
         raise CheckpointError("the tensor that is stored there is in itself twice")
     return record.offset + view.offset * view.dtype.itemsize, view.strides
-
-
-def _intersect(first: Box, second: Box) -> Box | None:
-    """The common part; None if there is none."""
-    starts = tuple(map(max, first.offsets, second.offsets))
-    stops = (
-        min(at + size, other + other_size)
-        for at, size, other, other_size in zip(
-            first.offsets, first.sizes, second.offsets, second.sizes, strict=True
-        )
-    )
-    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
 
 def _normalised(index: ForeignIndex) -> tuple[dict[str, ForeignTensor], dict[str, StoredObject]]:

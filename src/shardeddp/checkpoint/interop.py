@@ -49,16 +49,19 @@ def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
     places: dict[MetadataIndex, StorageInfo] = {}
     for name, tensor in manifest.tensors.items():
         chunks: list[ChunkStorageMetadata] = []
-        for piece in pieces.of(tensor.section, Interval(0, tensor.numel)):
-            box, *more = boxes(piece.interval, tensor.shape)
-            if more:
-                raise CheckpointError(
-                    f"{name} has a piece of elements {piece.interval.start} to "
-                    f"{piece.interval.stop}, which are no box of its shape {tensor.shape}"
-                )
-            offsets = torch.Size(box.offsets)
-            places[MetadataIndex(name, offsets, len(chunks))] = _place(piece.item)
-            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box.sizes)))
+        for number in tensor.sections:
+            section = manifest.sections[number]
+            for piece in pieces.of(number, Interval(0, section.numel)):
+                box, *more = boxes(piece.interval, section.shape)
+                if more:
+                    raise CheckpointError(
+                        f"{name} has a piece of elements {piece.interval.start} to "
+                        f"{piece.interval.stop}, which are no box of shape {section.shape}"
+                    )
+                box = box.outside(section.box)
+                offsets = torch.Size(box.offsets)
+                places[MetadataIndex(name, offsets, len(chunks))] = _place(piece.item)
+                chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box.sizes)))
         stored[name] = TensorStorageMetadata(
             properties=TensorProperties(dtype=tensor.dtype),
             size=torch.Size(tensor.shape),

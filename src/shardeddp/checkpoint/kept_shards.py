@@ -21,7 +21,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.read import LazyTensor, Read
+from shardeddp.plan.layout import Box, Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 KEY = "shardeddp"
@@ -113,13 +114,7 @@ def _watched(
     if isinstance(tensor, LazyTensor):
         lazy = tensor
     elif isinstance(holder, (dict, list)):
-        flat = tensor.detach().reshape(-1)
-        lazy = LazyTensor(
-            tuple(keys),
-            tuple(tensor.shape),
-            tensor.dtype,
-            lambda at: flat[at.start : at.stop].clone(),
-        )
+        lazy = LazyTensor(tuple(keys), tuple(tensor.shape), tensor.dtype, _reader_of(tensor))
         holder[keys[-1]] = lazy
     else:
         return tensor  # in a tuple: copies of it stay whole
@@ -127,12 +122,22 @@ def _watched(
     return lazy
 
 
+def _reader_of(tensor: torch.Tensor) -> Read:
+    whole = tensor.detach()
+
+    def read(interval: Interval, box: Box | None = None, /) -> torch.Tensor:
+        shared = whole if box is None else whole[box.slices]
+        return shared.reshape(-1)[interval.start : interval.stop].clone()
+
+    return read
+
+
 def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
     if not isinstance(parameter, ShardTensor) or parameter.shape != tensor.shape:
         return tensor.whole() if isinstance(tensor, LazyTensor) else tensor.detach()
     spec, device = parameter.spec, parameter.to_local().device
     local = (
-        tensor.elements(spec.interval)
+        tensor.elements(spec.interval, spec.box)
         if isinstance(tensor, LazyTensor)
         else spec.localize(tensor.detach())
     )

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import gt
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 
 from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError
-from shardeddp.plan.layout import Box, Interval, interval_of
+from shardeddp.plan.layout import Box, Interval, check_cover, interval_of, whole_of
 
 # -- Manifest: contents of a checkpoint, and checksums of its files
 #
@@ -111,7 +112,11 @@ class Item:
 
 
 class Section(NamedTuple):
-    """Elements that are stored once, of one tensor or of several that share their memory."""
+    """Elements that are stored once, of one tensor or of several that share their memory.
+
+    Those of a tensor that ranks have cut along other dims than the first (a weight's columns) are
+    several sections, each a box of it.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -124,10 +129,21 @@ class Section(NamedTuple):
     checksum: str
     """Of those rows."""
 
+    offsets: tuple[int, ...] = ()
+    """Where these elements, a box of a larger tensor, begin in it; empty: they are all of it."""
+
+    whole: tuple[int, ...] = ()
+    """Shape of that tensor; empty: this is no box of a larger one."""
+
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Elements of the section."""
         return math.prod(self.shape)
+
+    @property
+    def box(self) -> Box:
+        """What its tensors have in it."""
+        return Box(self.offsets, self.shape) if self.whole else whole_of(self.shape)
 
     @property
     def rows(self) -> Interval:
@@ -144,6 +160,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     section: int
     """Number of the section, or of the record of a plain file; tied parameters have the same."""
+
+    more: tuple[int, ...] = ()
+    """Numbers of further sections: each of all of them is a box, and together they are whole."""
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Numbers of all sections."""
+        return (self.section, *self.more)
 
     @property
     def name(self) -> str:
@@ -246,7 +270,8 @@ class Manifest:
         """By section, the name of the first tensor of its elements."""
         found: dict[int, str] = {}
         for name, tensor in self.tensors.items():
-            found.setdefault(tensor.section, name)
+            for section in tensor.sections:
+                found.setdefault(section, name)
         return found
 
     def table_of(self, name: str) -> Interval:
@@ -283,6 +308,7 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
             ],
             "sections": [
                 [paths, _dtype_name(it.dtype), it.shape, it.parts, it.checksum]
+                + ([it.offsets, it.whole] if it.whole else [])
                 for paths, it in zip(_paths_by_section(manifest), manifest.sections, strict=True)
             ],
         },
@@ -294,7 +320,8 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
 def _paths_by_section(manifest: Manifest) -> list[list[ItemPath]]:
     paths: list[list[ItemPath]] = [[] for _ in manifest.sections]
     for tensor in manifest.tensors.values():
-        paths[tensor.section].append(tensor.path)
+        for section in tensor.sections:
+            paths[section].append(tensor.path)
     return paths
 
 
@@ -472,22 +499,22 @@ class _Reader:
         )
 
     def _sections(self, entries: Iterable[Any]) -> tuple[tuple[Section, ...], list[StoredTensor]]:
-        sections, tensors, first = list[Section](), list[StoredTensor](), 0
+        sections, first = list[Section](), 0
+        places = list[tuple[ItemPath, int]]()
         data_nbytes = _data_nbytes(self._files)
-        for paths, dtype, shape, parts, checksum in entries:
+        for paths, dtype, shape, parts, checksum, *place in entries:
+            offsets, whole = place or ((), ())
             section = Section(
-                _dtype(dtype), tuple(map(_count, shape)), first, _count(parts), _text(checksum)
+                _dtype(dtype),
+                tuple(map(_count, shape)),
+                first,
+                _count(parts),
+                _text(checksum),
+                tuple(map(_count, offsets)),
+                tuple(map(_count, whole)),
             )
             _check_section(section, data_nbytes)
-            tensors += [
-                StoredTensor(
-                    path=_path(path),
-                    dtype=section.dtype,
-                    shape=section.shape,
-                    section=len(sections),
-                )
-                for path in paths
-            ]
+            places += [(_path(path), len(sections)) for path in paths]
             sections.append(section)
             first += section.parts
         placement = self._files[PLACEMENT].nbytes if sections else 0
@@ -497,7 +524,7 @@ class _Reader:
                 f"all tensors together have {first} rows of {EXTENT.itemsize} bytes in "
                 f"{PLACEMENT}, which has {placement} bytes"
             )
-        return tuple(sections), tensors
+        return tuple(sections), stored_tensors(places, sections)
 
     def _item(self, file: Any, offset: Any, nbytes: Any) -> Item:
         item = Item(file=_text(file), offset=_count(offset), nbytes=_count(nbytes))
@@ -506,6 +533,39 @@ class _Reader:
                 f"{item} ends behind the {self._files[item.file].nbytes} bytes of its file"
             )
         return item
+
+
+def stored_tensors(
+    places: Iterable[tuple[ItemPath, int]], sections: Sequence[Section]
+) -> list[StoredTensor]:
+    """The tensors that sections make.
+
+    Args:
+        places: Path of each tensor with the number of its section; once for each of its sections.
+        sections: All of them.
+
+    Raises:
+        ValueError: Those of a tensor are not all of its elements once.
+    """
+    numbers: defaultdict[ItemPath, list[int]] = defaultdict(list)
+    for path, number in places:
+        numbers[path].append(number)
+    return [_stored_tensor(path, own, sections) for path, own in numbers.items()]
+
+
+def _stored_tensor(
+    path: ItemPath, numbers: Sequence[int], sections: Sequence[Section]
+) -> StoredTensor:
+    own = [sections[number] for number in numbers]
+    first, *more = own
+    shape = first.whole or first.shape
+    if more and any(not it.whole or (it.whole, it.dtype) != (shape, first.dtype) for it in own):
+        raise ValueError(f"expected different names, found {name_of(path)!r} twice")
+    if first.whole:
+        check_cover(name_of(path), shape, [it.box for it in own if it.numel])
+    return StoredTensor(
+        path=path, dtype=first.dtype, shape=shape, section=numbers[0], more=tuple(numbers[1:])
+    )
 
 
 def _data_nbytes(files: Mapping[str, StoredFile]) -> int:
@@ -519,6 +579,12 @@ def _check_section(section: Section, data_nbytes: int) -> None:
             f"a tensor of shape {section.shape} has more than the {data_nbytes} bytes of all data "
             f"files"
         )
+    ends = map(sum, zip(section.offsets, section.shape, strict=False))
+    if not len(section.offsets) == len(section.whole) or (
+        section.whole
+        and (len(section.shape) != len(section.whole) or any(map(gt, ends, section.whole)))
+    ):
+        raise ValueError(f"{section.box} is no box of a tensor of shape {section.whole}")
     if (section.parts > 0) != (section.numel > 0):
         raise ValueError(
             f"a tensor of shape {section.shape} has {section.parts} parts in data files"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from shardeddp.checkpoint.durable import StrPath, disk_errors, open_regular, read_dense
 from shardeddp.checkpoint.items import checksum
@@ -24,7 +25,7 @@ from shardeddp.checkpoint.manifest import (
     Section,
 )
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
-from shardeddp.plan.layout import Interval
+from shardeddp.plan.layout import Box, Interval, boxes
 
 Integers = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]
@@ -299,6 +300,38 @@ class Pieces:
 
 def _name(manifest: Manifest, section: int) -> str:
     return manifest.owners.get(section, f"section {section}")
+
+
+# -- Wanted boxes from stored ones
+
+ReadBox = Callable[[Box], torch.Tensor]
+"""Reads a box of a tensor, which is inside of a stored one, as a tensor of its sizes."""
+
+
+def assemble(
+    interval: Interval, box: Box, dtype: torch.dtype, stored: Sequence[tuple[Box, ReadBox]]
+) -> torch.Tensor:
+    """Elements of a tensor that is stored in boxes.
+
+    Args:
+        interval: Of the flattened box.
+        box: Of the tensor.
+        dtype: Of the tensor.
+        stored: Boxes that cover the tensor and do not overlap, and what reads parts of them.
+
+    Returns:
+        1D, on the host, ``interval.numel`` elements.
+    """
+    wanted = [each.outside(box) for each in boxes(interval, box.sizes)]
+    flat = torch.empty(interval.numel, dtype=dtype)
+    at = 0
+    for each in wanted:
+        target = flat[at : at + each.numel].view(each.sizes)
+        at += each.numel
+        for place, read in stored:
+            if (common := each.intersect(place)) is not None:
+                target[common.inside(each).slices].copy_(read(common))
+    return flat
 
 
 # -- Writing of tables and placement

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,14 +27,18 @@ from shardeddp.checkpoint.manifest import (
     StoredTensor,
     name_of,
 )
-from shardeddp.checkpoint.pieces import Piece, Pieces
+from shardeddp.checkpoint.pieces import Piece, Pieces, assemble
 from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
-from shardeddp.plan.layout import Interval
+from shardeddp.plan.layout import Box, Interval, whole_of
 from shardeddp.tensor.operations import asks_only_about
 from shardeddp.torch_private import make_wrapper_subclass, pytree, without_torch_function
 
 # -- Checked reading of intervals
+
+
+_SLAB_NBYTES = 4 * BLOCK_NBYTES
+"""What is read in one go of a box whose rows do not follow each other."""
 
 
 class CheckpointReader:
@@ -91,8 +97,13 @@ class CheckpointReader:
             )
         return self.manifest.files[name]
 
-    def read(self, name: str, interval: Interval) -> torch.Tensor:
-        """Elements of a flattened tensor.
+    def read(self, name: str, interval: Interval, box: Box | None = None) -> torch.Tensor:
+        """Elements of a flattened tensor, or of a box of it, flattened.
+
+        Args:
+            name: One of :attr:`tensors`.
+            interval: The elements.
+            box: That box; None: the whole tensor.
 
         Returns:
             1D, on the host, ``interval.numel`` elements.
@@ -101,11 +112,46 @@ class CheckpointReader:
             CheckpointError: Some block of them is not what was written, or they are nowhere.
         """
         tensor = self.tensors[name]
+        if box is None and not tensor.more:
+            return self._read_section(name, tensor.section, interval)
+        sections = {number: self.manifest.sections[number].box for number in tensor.sections}
+        stored = [
+            (place, partial(self._read_box, name, number, place))
+            for number, place in sections.items()
+        ]
+        return assemble(interval, box or whole_of(tensor.shape), tensor.dtype, stored)
+
+    def _read_box(self, name: str, section: int, place: Box, box: Box) -> torch.Tensor:
+        """A part of a section that is stored at a place, as a tensor of its sizes.
+
+        Rows of it that are apart are read with what lies between them, a slab at a time.
+        """
+        inner, dtype = box.inside(place), self.manifest.sections[section].dtype
+        strides = [math.prod(place.sizes[dim + 1 :]) for dim in range(len(place.sizes))]
+        found = torch.empty(box.sizes, dtype=dtype)
+        dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+        count = 1 if dim is None else box.sizes[dim]
+        step = count if dim is None else max(1, _SLAB_NBYTES // (strides[dim] * dtype.itemsize))
+        for first in range(0, count, step):
+            offsets, sizes = list(inner.offsets), list(inner.sizes)
+            if dim is not None:
+                offsets[dim], sizes[dim] = offsets[dim] + first, min(step, count - first)
+            start = sum(map(math.prod, zip(offsets, strides, strict=True)))
+            stop = (
+                start + 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+            )
+            flat = self._read_section(name, section, Interval(start, stop))
+            target = found if dim is None else found.narrow(dim, first, sizes[dim])
+            target.copy_(flat.as_strided(sizes, strides))
+        return found
+
+    def _read_section(self, name: str, section: int, interval: Interval) -> torch.Tensor:
         # Found before memory is taken: pieces have bytes of their own, all of which are there.
-        pieces = self._pieces.of(tensor.section, interval)
-        elements = torch.empty(interval.numel, dtype=tensor.dtype)
+        pieces = self._pieces.of(section, interval)
+        dtype = self.manifest.sections[section].dtype
+        elements = torch.empty(interval.numel, dtype=dtype)
         memory = memory_of(elements)
-        itemsize = tensor.dtype.itemsize
+        itemsize = dtype.itemsize
         for piece in pieces:
             common = piece.interval.intersect(interval)
             wanted = common.shift(-piece.interval.start)
@@ -170,7 +216,13 @@ class CheckpointReader:
 
 # -- LazyTensor: a tensor that is read from the disk on first use
 
-Read = Callable[[Interval], torch.Tensor]
+
+class Read(Protocol):
+    """Reads elements of one tensor, as :meth:`CheckpointReader.read` does."""
+
+    def __call__(self, interval: Interval, box: Box | None = None, /) -> torch.Tensor:
+        """1D, on the host."""
+        ...
 
 
 class LazyTensor(torch.Tensor):
@@ -186,7 +238,7 @@ class LazyTensor(torch.Tensor):
     """Where it is in the checkpoint."""
 
     _read: Read
-    _staged: dict[Interval, torch.Tensor]
+    _staged: dict[tuple[Interval, Box | None], torch.Tensor]
     copied: Callable[[LazyTensor], None] | None
     """Told of each deep copy, which is lazy as well then; None: a deep copy is a plain tensor."""
 
@@ -212,20 +264,29 @@ class LazyTensor(torch.Tensor):
             path: Where it is in the checkpoint.
             shape: Of the tensor.
             dtype: Of the tensor.
-            read: Reads an interval of the flattened elements, 1D.
+            read: Reads an interval of the flattened elements, or of those of a box, 1D.
         """
 
-    def stage(self, interval: Interval) -> None:
+    def stage(self, interval: Interval, box: Box | None = None) -> None:
         """Read an interval now, for the next :meth:`elements` of it."""
         if self._kept is None:
-            self._staged[interval] = self._read(interval)
+            self._staged[interval, box] = self._from_disk(interval, box)
 
-    def elements(self, interval: Interval) -> torch.Tensor:
-        """An interval of the flattened elements, 1D; for the caller to keep."""
+    def elements(self, interval: Interval, box: Box | None = None) -> torch.Tensor:
+        """An interval of the flattened elements, 1D; for the caller to keep.
+
+        Args:
+            interval: Of the tensor, or of a box of it.
+            box: That box; None: the whole tensor.
+        """
         if self._kept is not None:
-            return self._kept.flatten()[interval.start : interval.stop].clone()
-        staged = self._staged.pop(interval, None)
-        return self._read(interval) if staged is None else staged
+            kept = self._kept if box is None else self._kept[box.slices]
+            return kept.flatten()[interval.start : interval.stop].clone()
+        staged = self._staged.pop((interval, box), None)
+        return self._from_disk(interval, box) if staged is None else staged
+
+    def _from_disk(self, interval: Interval, box: Box | None) -> torch.Tensor:
+        return self._read(interval) if box is None else self._read(interval, box)
 
     def whole(self) -> torch.Tensor:
         """All elements, in the tensor's shape."""

@@ -72,7 +72,10 @@ def stage(state: Any, module: nn.Module) -> None:
     }
     for lazy in _lazy_tensors(state):
         spec = next((specs[key] for key in lazy.path if key in specs), None)  # type: ignore[index]
-        lazy.stage(lazy.all_of_it if spec is None or spec.shape != lazy.shape else spec.interval)
+        if spec is None or spec.shape != lazy.shape:
+            lazy.stage(lazy.all_of_it)
+        else:
+            lazy.stage(spec.interval, spec.box)
 
 
 def parameter_names(
@@ -394,7 +397,7 @@ def _shard_like(value: Any, target: Any) -> Any:
         return value
     if isinstance(target, ShardTensor) and target.shape == value.shape:
         spec: ShardSpec = target.spec
-        return ShardTensor(value.elements(spec.interval), spec)
+        return ShardTensor(value.elements(spec.interval, spec.box), spec)
     return value.whole()
 
 

@@ -148,8 +148,9 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
 def part_of(mesh: Ranks) -> int | None:
     """Which elements of sharded tensors this rank holds; None: no other rank holds the same."""
     topology = mesh.topology
-    alone = topology.num_slices == topology.world_size
-    return None if alone else topology.slice_rank(mesh.rank)
+    alone = topology.num_slices == topology.data_size
+    place = topology.tensor_rank(mesh.rank) * topology.num_slices
+    return None if alone else place + topology.slice_rank(mesh.rank)
 
 
 def digest_of(digests: Iterable[bytes]) -> bytes:
@@ -179,6 +180,16 @@ def _refuse(held: Sequence[Any], names: Sequence[str]) -> None:
 
 
 # -- Snapshot: a checkpoint as named tensors, and each rank's part of it
+
+
+class SectionSpec(NamedTuple):
+    """What is known of a section before it is written; see :class:`Section`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+
 
 ParameterNames = Sequence[Sequence[str]]
 """For each optimizer, the fqns of its parameters in the order of its groups."""
@@ -236,13 +247,11 @@ class Snapshot:
     Only rank 0 has it.
     """
 
-    sections: list[tuple[torch.dtype, tuple[int, ...]]] = field(
-        default_factory=list[tuple[torch.dtype, tuple[int, ...]]]
-    )
+    sections: list[SectionSpec] = field(default_factory=list[SectionSpec])
     """Dtype and shape of each."""
 
     tensors: list[tuple[ItemPath, int]] = field(default_factory=list[tuple[ItemPath, int]])
-    """Where each tensor lies in the checkpoint, and its section."""
+    """Where each tensor lies in the checkpoint, and its section; once for each section it has."""
 
     shares: list[Share] = field(default_factory=list[Share])
     """By section."""
@@ -312,7 +321,7 @@ def take_snapshot(
         tree=tree,
         objects=objects,
         rest=lightning_meta(_without_shards(rest)) if mesh.rank == 0 else b"",
-        sections=[(dtype, shape) for _, dtype, shape in stored.sections],
+        sections=[spec for _, spec in stored.sections],
         tensors=stored.tensors,
         shares=stored.shares,
         num_sharded=stored.num_sharded,
@@ -345,7 +354,7 @@ def describe(
         if isinstance(tensor, ShardTensor):
             collector.add(path, tensor)
     stored, objects = collector.stored(), [path for path, _ in _objects(checkpoint, names)]
-    return tensors, objects, stored.shares, [name_of(path) for path, _, _ in stored.sections]
+    return tensors, objects, stored.shares, [name_of(path) for path, _ in stored.sections]
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -377,7 +386,7 @@ def nbytes_of(tree: Any) -> int:
 class _Stored(NamedTuple):
     """What a collector has found."""
 
-    sections: list[tuple[ItemPath, torch.dtype, tuple[int, ...]]]
+    sections: list[tuple[ItemPath, SectionSpec]]
     tensors: list[tuple[ItemPath, int]]
     shares: list[Share]
     num_sharded: int
@@ -388,19 +397,22 @@ class _Collector:
     def __init__(self, paths: Mapping[int, ItemPath], mesh: Ranks) -> None:
         self._paths = paths
         self._rank = mesh.rank
-        self._tensors: list[tuple[ItemPath, tuple[bool, int]]] = []
+        self._tensors: list[tuple[ItemPath, tuple[bool, range]]] = []
         # By kind, sharded or not, because the numbers of the others begin behind all of these.
-        self._sections: dict[bool, list[tuple[ItemPath, torch.dtype, tuple[int, ...]]]]
+        self._sections: dict[bool, list[tuple[ItemPath, SectionSpec]]]
         self._sections = {True: [], False: []}
         self._shares: dict[bool, list[Share]] = {True: [], False: []}
-        self._stored: dict[tuple[Any, ...], tuple[bool, int]] = {}  # by memory
+        self._stored: dict[tuple[Any, ...], tuple[bool, range]] = {}  # by memory
         self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
         topology = mesh.topology
         own = topology.slice_rank(mesh.rank)
-        # A heap: bytes of sharded tensors that each rank writes which holds the same elements as
-        # this one, and the rank.
-        self._loads = [
-            (0, rank) for rank in range(topology.world_size) if topology.slice_rank(rank) == own
+        holders = [rank for rank in range(topology.world_size) if topology.slice_rank(rank) == own]
+        # Heaps: bytes that each rank writes which holds the same elements as this one, or the same
+        # of another box, and the rank.
+        self._turns = [(0, rank) for rank in holders]
+        self._turns_by_box = [
+            [(0, rank) for rank in holders if topology.tensor_rank(rank) == place]
+            for place in range(topology.tensor_size)
         ]
 
     def put(self, tensor: torch.Tensor) -> str:
@@ -417,10 +429,18 @@ class _Collector:
         """Take this rank's share of a tensor, unless its memory is stored already."""
         key, sharded = memory_of_shards(tensor), isinstance(tensor, ShardTensor)
         if key not in self._stored:
-            sections = self._sections[sharded]
-            self._stored[key] = sharded, len(sections)
-            sections.append((path, tensor.dtype, tuple(tensor.shape)))
-            self._take(len(sections) - 1, tensor)
+            sections, shape = self._sections[sharded], tuple(tensor.shape)
+            first = len(sections)
+            if isinstance(tensor, ShardTensor) and tensor.spec.boxes:
+                sections += [
+                    (path, SectionSpec(tensor.dtype, box.sizes, box.offsets, shape))
+                    for box in tensor.spec.boxes
+                ]
+                self._take(first + tensor.spec.place, tensor)
+            else:
+                sections.append((path, SectionSpec(tensor.dtype, shape)))
+                self._take(first, tensor)
+            self._stored[key] = sharded, range(first, len(sections))
         self._tensors.append((path, self._stored[key]))
 
     def stored(self) -> _Stored:
@@ -429,7 +449,11 @@ class _Collector:
         first = {True: 0, False: len(sharded)}
         return _Stored(
             [*sharded, *plain],
-            [(path, first[kind] + number) for path, (kind, number) in self._tensors],
+            [
+                (path, first[kind] + number)
+                for path, (kind, numbers) in self._tensors
+                for number in numbers
+            ],
             [
                 *self._shares[True],
                 *(replace(it, section=first[False] + it.section) for it in self._shares[False]),
@@ -453,10 +477,13 @@ class _Collector:
             return
         interval = tensor.spec.interval
         # Replicas take turns by the bytes that each has been given so far.
-        load, writer = self._loads[0]
-        heapreplace(self._loads, (load + interval.numel * tensor.element_size(), writer))
+        writers: list[int] = []
+        for turns in self._turns_by_box if tensor.spec.boxes else [self._turns]:
+            load, writer = turns[0]
+            heapreplace(turns, (load + interval.numel * tensor.element_size(), writer))
+            writers.append(writer)
         if interval.numel:
-            written, local = writer == self._rank, tensor.to_local().detach()
+            written, local = self._rank in writers, tensor.to_local().detach()
             self._shares[True].append(Share(number, interval, local, written))
 
 

@@ -95,7 +95,11 @@ def tensor_rows(manifest: Manifest, pattern: str = "*") -> list[Row]:
         names = tensor.name, name_of(tensor.path[1:])
         if any(fnmatch.fnmatchcase(name, wanted) for name in names):
             # In a plain file there are no sections: a tensor is one record of it.
-            parts = manifest.sections[tensor.section].parts if manifest.sections else 1
+            parts = (
+                sum(manifest.sections[each].parts for each in tensor.sections)
+                if manifest.sections
+                else 1
+            )
             rows.append(_row(tensor, owner, parts))
     return rows
 

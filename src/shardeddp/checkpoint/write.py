@@ -33,9 +33,9 @@ from shardeddp.checkpoint.manifest import (
     Section,
     StoredFile,
     StoredObject,
-    StoredTensor,
     manifest_to_bytes,
     name_of,
+    stored_tensors,
 )
 from shardeddp.checkpoint.pieces import RUN, Pieces, Rows, placement_of, runs_of
 from shardeddp.checkpoint.snapshot import (
@@ -124,7 +124,7 @@ def write_data_file(
             file = DataFile(descriptor, name, crc=options.zip_crc)
             for share in snapshot.shares:
                 elements, digests = plain_elements(share.elements), list[bytes]()
-                for box, part in _boxes(share.interval, snapshot.sections[share.section][1]):
+                for box, part in _boxes(share.interval, snapshot.sections[share.section].shape):
                     own = elements[part.start - share.interval.start :][: part.numel]
                     if not share.written:
                         digests += block_digests(own)
@@ -177,19 +177,15 @@ def index(
             f"{first_three(map(str, odd))}. Let every rank keep the same ones, in the same order, "
             f"in what it saves"
         )
-    numels = [math.prod(shape) for _, shape in snapshot.sections]
+    numels = [math.prod(spec.shape) for spec in snapshot.sections]
     rows, counts = placement_of([report.runs for report in reports], numels, snapshot.names)
     sections, first = list[Section](), 0
-    for (dtype, shape), parts in zip(snapshot.sections, counts, strict=True):
-        own = rows[first : first + parts].tobytes()
-        sections.append(Section(dtype, shape, first, parts, checksum(own)))
+    for spec, parts in zip(snapshot.sections, counts, strict=True):
+        own = checksum(rows[first : first + parts].tobytes())
+        place = spec.offsets, spec.whole
+        sections.append(Section(spec.dtype, spec.shape, first, parts, own, *place))
         first += parts
-    tensors = [
-        StoredTensor(
-            path=path, dtype=sections[number].dtype, shape=sections[number].shape, section=number
-        )
-        for path, number in snapshot.tensors
-    ]
+    tensors = stored_tensors(dict.fromkeys(snapshot.tensors), sections)
     stored = [
         StoredObject(path=path, item=item)
         for (path, _), item in zip(snapshot.objects, objects, strict=True)

@@ -228,10 +228,19 @@ class Mesh:
         """Among the ranks that split a shard: all-gathers of its slices."""
         self.world = self._among(dist.group.WORLD, range(topology.world_size))
         """Among all ranks: what users ask for, whatever their ranks hold."""
-        self.data = self.world
+        self.data = self._axis("data", topology.data_groups())
         """Among the ranks that train one model on different batches: its buffers, and what is sent
         of its parameters outside the steady state.
         """
+        self.tensor = self._axis("tensor", topology.tensor_groups())
+        """Among the ranks that split layers: what is asked of whole parameters; the exchange of
+        activations is the model's own.
+        """
+        holder_groups = topology.holder_groups()
+        self.holders = (
+            self.owners if topology.tensor_size == 1 else self._axis("holders", holder_groups)
+        )
+        """Among the ranks that together hold all boxes of all parameters."""
         # On torch's fake process group, which stands for ranks that are not there, gloo finds no
         # peers.
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
@@ -262,11 +271,11 @@ class Mesh:
         """Of all ranks, before what their users communicate."""
         self.compares = debug
         """Whether everything is compared that users communicate, and not only what would hang."""
-        self.fingerprints = self._fingerprints("owners", owner_groups, timeout)
-        """Of the ranks that own all of the model together."""
+        self.fingerprints = self._fingerprints("owners", holder_groups, timeout)
+        """Of the ranks that hold all of the model together."""
         self.data_fingerprints = (
             self.fingerprints
-            if len(owner_groups) == 1
+            if len(holder_groups) == 1
             else self._fingerprints("everyone", everyone, timeout)
         )
         """Of the ranks of ``data``."""
@@ -335,8 +344,7 @@ class Mesh:
     def leave_to_parent(self) -> None:
         """This process was forked from the rank: refuse what the rank does with others."""
         self.is_inherited = True
-        names = ("gather", "regather", "reduce", "replicate", "owners", "collect", "data", "world")
-        for name in names:
+        for name in _COMMUNICATORS:
             former: Collectives = getattr(self, name)
             if former.size > 1:
                 setattr(self, name, InheritedCollectives(former.ranks, former.rank, self.traffic))
@@ -394,6 +402,10 @@ class Mesh:
             group, partial(_describe, self._meetings, liveness_probe, ranks, self.rank)
         )
 
+    def _axis(self, purpose: str, groups: Sequence[Sequence[int]]) -> Collectives:
+        """Collectives along an axis, which are everybody's if it is the only one."""
+        return self.world if len(groups) == 1 else self._collectives(purpose, groups)
+
     def _collectives(self, purpose: str, groups: Sequence[Sequence[int]]) -> Collectives:
         """Those of one axis of the mesh, which divides the ranks into groups of one size."""
         ranks = next(ranks for ranks in groups if self.rank in ranks)
@@ -409,6 +421,19 @@ class Mesh:
             return GlooCollectives(group, ranks, self.traffic)
         return NativeCollectives(group, ranks, self.traffic)
 
+
+_COMMUNICATORS = (
+    "gather",
+    "regather",
+    "reduce",
+    "replicate",
+    "owners",
+    "collect",
+    "data",
+    "tensor",
+    "holders",
+    "world",
+)
 
 _MESHES: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -500,7 +525,7 @@ def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
 
 
 def reduce_tensor(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
-    """Reduce a tensor over all ranks into a new one.
+    """Reduce a tensor over all ranks with different batches into a new one.
 
     An average of integers is a float, as Lightning has it.
 
@@ -518,5 +543,6 @@ def reduce_tensor(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.
     kind = _REDUCE_KINDS[name]
     integral = kind == "mean" and not tensor.is_floating_point() and not tensor.is_complex()
     reduced = (tensor.float() if integral else tensor.detach().clone()).to(mesh.device).contiguous()
-    mesh.world.all_reduce_(reduced, kind).wait()
+    # Ranks that split layers have the same values.
+    mesh.data.all_reduce_(reduced, kind).wait()
     return reduced.to(tensor.device)

@@ -195,11 +195,11 @@ class FlatGroup:
 
     def activate(self) -> None:
         """Make the unsharded parameters usable."""
-        if self._resident:
-            return
-        if self._lender is not None:
-            self.buffer.flat = self._lender.buffer.flat
-        self.buffer.bind()
+        if not self._resident:
+            if self._lender is not None:
+                self.buffer.flat = self._lender.buffer.flat
+            self.buffer.bind()
+        self.buffer.wrap()
 
     def release(self, before_backward: bool) -> None:
         """Drop the gathered buffer's memory; the unsharded parameters raise from here on.
@@ -360,15 +360,19 @@ class FlatGroup:
     def _shard(self, spec: ParameterSpec, index: int) -> ShardTensor:
         """Turn the user's parameter into a ``ShardTensor`` over its part of the main shard."""
         parameter, slot, local = spec.parameter, self.layout.slots[index], self.local[index]
+        distribution = spec.distribution
         shard_spec = ShardSpec(
             fqn=spec.fqn,
-            shape=parameter.shape,
+            shape=parameter.shape if distribution is None else distribution.shape,
             intervals=OwnedIntervals(self.layout, slot, self._mesh.owner_slices),
             mesh=self._mesh,
             offloaded=local.device != self._mesh.device,
+            boxes=() if distribution is None else distribution.boxes,
+            place=self._mesh.tensor.rank,
         )
         if not parameter.is_meta:
-            local.copy_(shard_spec.localize(parameter.detach()))
+            own = shard_spec.interval
+            local.copy_(parameter.detach().reshape(-1)[own.start : own.stop])
         gradient, parameter.grad = parameter.grad, None
         hooks = take_hooks(parameter)
         sharded = sharded_class(type(parameter))(local, shard_spec, parameter.requires_grad)

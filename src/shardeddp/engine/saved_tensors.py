@@ -17,12 +17,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardeddp.engine.storage import GatheredBuffer, SavedView
+from shardeddp.tensor.distributed import DistributedLayout, layout_of, local_of
 from shardeddp.tensor.unsharded import UnshardedParameter
 from shardeddp.torch_private import (
     are_hooks_enabled,
@@ -119,6 +121,12 @@ class _Hooks:
             view = None if buffer is None else buffer.save(tensor)
             if view is not None:
                 return view
+        elif isinstance(tensor, DTensor):
+            local = local_of(tensor)
+            buffer = self.buffers.get(local.untyped_storage()._cdata)
+            view = None if buffer is None else buffer.save(local)
+            if view is not None:
+                return SavedDistributedView(view, layout_of(tensor))
         if self._below is not None:
             return self._below[0](tensor)
         # Detached: a node that saves its own output would refer to itself, and never be freed; a
@@ -129,14 +137,9 @@ class _Hooks:
     @runs_eagerly
     def unpack(self, saved: Any) -> torch.Tensor:
         if type(saved) is SavedView:
-            restore = self._restore()
-            if restore is None:
-                raise RuntimeError(
-                    f"the backward of {saved.buffer.layout.slots[saved.place].fqn} needs its "
-                    f"values, and the sharded model that it belongs to is gone: keep a reference "
-                    f"to the model until backward has run"
-                )
-            return restore(saved)
+            return self._restored(saved)
+        if type(saved) is SavedDistributedView:
+            return saved.layout.over(self._restored(saved.view))
         if self._below is not None:
             return self._below[1](saved)
         tensor, version = saved
@@ -149,6 +152,23 @@ class _Hooks:
                 f"compute its gradient"
             )
         return tensor
+
+    def _restored(self, saved: SavedView) -> torch.Tensor:
+        restore = self._restore()
+        if restore is None:
+            raise RuntimeError(
+                f"the backward of {saved.buffer.layout.slots[saved.place].fqn} needs its values, "
+                f"and the sharded model that it belongs to is gone: keep a reference to the model "
+                f"until backward has run"
+            )
+        return restore(saved)
+
+
+class SavedDistributedView(NamedTuple):
+    """A distributed tensor over a view of a gathered buffer, saved by a graph."""
+
+    view: SavedView
+    layout: DistributedLayout
 
 
 def _ours(hooks: tuple[Pack, Unpack] | None) -> _Hooks | None:

@@ -236,6 +236,8 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
                     mesh.device, memory_format=torch.contiguous_format, copy=True
                 )
                 mesh.data.broadcast_(values, 0).wait()
+                if spec.distribution is None:
+                    mesh.tensor.broadcast_(values, 0).wait()
                 spec.parameter.copy_(values)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.plan.layout import FlatLayout
@@ -113,6 +114,12 @@ class GatheredBuffer:
         self.watched: dict[int, GatheredBuffer] | None = None
         """Index of buffers by their memory's storage, for whoever meets a view; None: no index."""
 
+        self.wrapped: dict[int, DTensor] = {}
+        """By number, DTensors over those parameters that are parts of distributed ones."""
+
+        self._distributions = {
+            i: spec.distribution for i, spec in enumerate(specs) if spec.distribution is not None
+        }
         self._device = device
         self._resident = memory is not None
         self._offsets = [slot.offset for slot in layout.slots]
@@ -173,8 +180,16 @@ class GatheredBuffer:
         if self.watched is not None:
             self.watched[self.flat.untyped_storage()._cdata] = self
 
+    def wrap(self) -> None:
+        """Make DTensors over usable parameters, which may require a gradient by now."""
+        self.wrapped = {
+            i: distribution.wrap(self.parameters[i])
+            for i, distribution in self._distributions.items()
+        }
+
     def release(self) -> None:
         """Drop the memory; the parameters raise from here on."""
+        self.wrapped = {}
         if self.flat is None:
             return
         with without_torch_function():
@@ -204,7 +219,9 @@ class GatheredBuffer:
         if self._outlived or self.flat is None or not self._is_bound:
             return bool(self._outlived)
         storage = self.flat.untyped_storage()
-        return storage_use_count(storage._cdata) > _ASKING + 1 + len(self.parameters)
+        return storage_use_count(storage._cdata) > (
+            _ASKING + 1 + len(self.parameters) + len(self.wrapped)
+        )
 
     def outlived(self) -> list[torch.Tensor]:
         """The memory of former gathers that something still refers to; 1D, padded_numel."""

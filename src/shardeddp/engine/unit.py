@@ -16,6 +16,7 @@ from shardeddp.comm import Mesh, StreamHandle
 from shardeddp.engine.autocast_copies import AutocastCopies, copies_of
 from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.param_group import FlatGroup
+from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
@@ -54,11 +55,20 @@ class _Slot:
     It is the sharded parameter, or a whole one that is lent meanwhile.
     """
 
-    unsharded: nn.Parameter | None
+    unsharded: torch.Tensor | None
     """Tensor of the module while the unit is unsharded.
 
     None: the same as otherwise, because its forward computes with copies.
     """
+
+    buffer: GatheredBuffer | None = None
+    """Of a parameter that is a part of a distributed one: makes the DTensor to compute with.
+
+    The unsharded parameter stands for it while the unit is sharded. None: the parameter is whole.
+    """
+
+    index: int = 0
+    """Of the parameter in that buffer."""
 
 
 # verb -> (state it may be called in, state it leads to)
@@ -96,13 +106,23 @@ class Unit:
         self._slots: list[_Slot] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
         for group, specs in zip(self.groups, members, strict=True):
-            for parameter, sharded, unsharded in zip(
-                specs, group.sharded, group.unsharded, strict=True
+            for index, (parameter, sharded, unsharded) in enumerate(
+                zip(specs, group.sharded, group.unsharded, strict=True)
             ):
                 for owner, attribute in parameter.owners:
                     copies = copies_of(owner) if parameter.is_autocast_copy else None
                     computes_with = unsharded if copies is None else None
-                    self._slots.append(_Slot(owner, attribute, sharded, sharded, computes_with))
+                    self._slots.append(
+                        _Slot(
+                            owner,
+                            attribute,
+                            sharded,
+                            sharded,
+                            computes_with,
+                            group.buffer if parameter.distribution is not None else None,
+                            index,
+                        )
+                    )
                     if copies is not None:
                         copies.hold(attribute, sharded, unsharded, parameter.param_dtype)
                         if len(parameter.owners) > 1:
@@ -157,6 +177,8 @@ class Unit:
         for group in self.groups:
             group.activate()
         for slot in self._slots:
+            if slot.buffer is not None:
+                slot.unsharded = slot.buffer.wrapped[slot.index]
             found = slot.owner._parameters.get(slot.attribute)
             if slot.unsharded is None or found is slot.unsharded:
                 continue
@@ -227,6 +249,9 @@ class Unit:
         """
         self._move("reshard")
         self.tidy()
+        for slot in self._slots:
+            if slot.buffer is not None:
+                slot.unsharded = slot.buffer.parameters[slot.index]
         for _, copies in self._copies.values():
             copies.active = False
         for group in self.groups:

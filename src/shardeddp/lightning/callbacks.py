@@ -72,9 +72,8 @@ def _show(count: float) -> str:
 
 def _held(module: nn.Module) -> float:
     return sum(
-        parameter.numel()
-        / (parameter.spec.mesh.owners.size if isinstance(parameter, ShardTensor) else 1)
-        for parameter in module.parameters()
+        it.numel() / (it.spec.num_parts if isinstance(it, ShardTensor) else 1)
+        for it in module.parameters()
     )
 
 

@@ -30,9 +30,11 @@ from shardeddp.lightning.precision import (
 )
 from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import Restore
+from shardeddp.lightning.tensor_parallel import TENSOR_PARALLEL, refuse_sharded, refuse_untried
 from shardeddp.optim.attach import set_down
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.report import describe_units
+from shardeddp.tensor.distributed import take_apart
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import TracingContext
 from shardeddp.wrap import Policy, build_units
@@ -103,6 +105,7 @@ class ModelSharding:
         offload: Tensors that live in host memory.
         prefetch: Units that are gathered ahead.
         uneven_units: Whether ranks may use different units in a step.
+        tensor_size: Ranks that split layers among them.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class ModelSharding:
         offload: CPUOffload,
         prefetch: Prefetch,
         uneven_units: bool,
+        tensor_size: int = 1,
     ) -> None:
         self._group, self._restore = group, restore
         self._sharding_strategy, self._sharding, self._policy = sharding_strategy, sharding, policy
@@ -125,6 +129,7 @@ class ModelSharding:
             mixed_precision,
             activation_checkpointing,
         )
+        self._tensor_size = tensor_size
         self._prefetch, self._uneven_units = prefetch, uneven_units
         # A world of one rank has nothing to shard, unless states are offloaded.
         self._passthrough = not (offload.params or offload.optimizer)
@@ -177,6 +182,9 @@ class ModelSharding:
             # The mesh of the Trainer that has sharded the module replaces this Trainer's.
             self._group.current = runtime.mesh
             return runtime
+        refuse_sharded(module, self._tensor_size)
+        if self._tensor_size > 1:
+            refuse_untried(module)
         takeover = self._take_over(module)
         try:
             run_on_all_ranks(
@@ -206,6 +214,7 @@ class ModelSharding:
             self._prefetch,
             self._uneven_units,
             self._passthrough,
+            self._tensor_size,
             _compared(self._policy),
             self._mixed_precision,
             (type(precision), precision.precision),
@@ -263,14 +272,32 @@ class ModelSharding:
 
     def _plan(self, module: nn.Module, precision: Precision) -> list[UnitSpec]:
         """The units of a module, root first; boundary casts and recomputation are set up."""
-        units = build_units(module, self._policy)
+        split = {}
+        if self._group.device_mesh is not None:
+            split = take_apart(module, self._group.device_mesh[TENSOR_PARALLEL])
+        units = build_units(module, self._policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
         dtypes = resolve_dtypes(self._mixed_precision, autocast)
         units = assign_dtypes(module, units, dtypes)
+        if split:
+            units = [_without_autocast_copies(unit) for unit in units]
         cast_at_boundaries(module, units, dtypes)
         if self._activation_checkpointing is not None:
             checkpoint_activations(module, self._activation_checkpointing)
         return units
+
+
+def _without_autocast_copies(unit: UnitSpec) -> UnitSpec:
+    """Let distributed parameters be gathered in their own dtype; autocast casts the DTensors."""
+    return replace(
+        unit,
+        parameters=tuple(
+            it
+            if it.distribution is None or not it.is_autocast_copy
+            else replace(it, compute_in=None, is_autocast_copy=False)
+            for it in unit.parameters
+        ),
+    )
 
 
 def _compared(policy: object) -> object:

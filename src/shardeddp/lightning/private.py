@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from shardeddp.errors import ConfigurationError
@@ -89,6 +90,11 @@ def tell_device(module: nn.Module, device: torch.device) -> None:
 def forget_compilation(module: Any) -> None:
     """Drop the note of ``torch.compile``, for which a Trainer refuses a module."""
     module._compiler_ctx = None
+
+
+def give_device_mesh(module: Any, mesh: DeviceMesh) -> None:
+    """Let ``module.device_mesh`` be the axes of ranks, as under ``ModelParallelStrategy``."""
+    module._device_mesh = mesh
 
 
 def replace_layers(strategy: Any, module: nn.Module) -> None:
@@ -491,7 +497,7 @@ _DISTRIBUTED = "fabric.utilities.distributed"
 
 RELIANCES = (
     # modules
-    *_attribute("pytorch:LightningModule", "_trainer", "_compiler_ctx", "_device"),
+    *_attribute("pytorch:LightningModule", "_trainer", "_compiler_ctx", "_device", "_device_mesh"),
     # loops
     *_attribute(
         _FIT,

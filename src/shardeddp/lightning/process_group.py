@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardeddp.checkpoint.full import whole
 from shardeddp.checkpoint.interop import lightning_meta
@@ -35,6 +36,7 @@ from shardeddp.lightning.api import (
     rank_zero_warn,
 )
 from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
+from shardeddp.lightning.tensor_parallel import make_device_mesh
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.plan.topology import RankInfo
 
@@ -107,6 +109,7 @@ class ProcessGroup:
         timeout: Limit of a collective.
         saving_timeout_s: Limit of a collective while checkpoints are saved; None: ``timeout``.
         debug: Whether communication of users is compared over ranks before it happens.
+        tensor_size: Ranks that split layers among them.
     """
 
     def __init__(
@@ -117,8 +120,12 @@ class ProcessGroup:
         saving_timeout_s: float | None,
         *,
         debug: bool,
+        tensor_size: int = 1,
     ) -> None:
         self._sharding = sharding
+        self._tensor_size = tensor_size
+        self.device_mesh: DeviceMesh | None = None
+        """Axes of ranks as torch has them; None: there is no tensor axis."""
         self._backend = check_backend(backend)
         self._timeout = timeout
         self._saving_timeout = (
@@ -135,7 +142,7 @@ class ProcessGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle: communicators belong to a process."""
-        return {**vars(self), "current": None}
+        return {**vars(self), "current": None, "device_mesh": None}
 
     @property
     def mesh(self) -> Mesh:
@@ -204,10 +211,13 @@ class ProcessGroup:
             and runtime is not None
             and runtime.sharding == self._sharding
             and runtime.mesh.compares == self.debug
+            and runtime.mesh.topology.tensor_size == self._tensor_size
         ):
             self.current = runtime.mesh
         elif self.current is None:
-            topology = self._sharding.topology(num_nodes, ranks_per_node, self._order)
+            topology = self._sharding.topology(
+                num_nodes, ranks_per_node, self._order, self._tensor_size
+            )
             self.current = Mesh(
                 topology,
                 device,
@@ -216,6 +226,8 @@ class ProcessGroup:
                 saving_timeout=self._saving_timeout,
                 debug=self.debug,
             )
+        if self._tensor_size > 1 and self.device_mesh is None:
+            self.device_mesh = make_device_mesh(self.current)
         self.current.begin_run()
         if environment.world_size() == 1:
             # Said wherever a process group exists; Lightning itself leaves the synchronisation of
@@ -258,7 +270,8 @@ class ProcessGroup:
             world_size=environment.world_size(),
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
-            run=f"{versions}, {self._sharding}, debug={self.debug}",  # the same on all ranks that may meet
+            run=f"{versions}, {self._sharding}, "
+            f"tensor_parallel_size={self._tensor_size}, debug={self.debug}",  # the same on all ranks that may meet
             problem=problem,
         )
         store, self._order = meet(

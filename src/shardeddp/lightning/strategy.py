@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -69,6 +70,7 @@ from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
+from shardeddp.lightning.tensor_parallel import check_options, refuse_optimizer, refuse_untried_in
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
 from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyName, choose_sharding
@@ -136,6 +138,10 @@ class ShardedDP(ParallelStrategy):
             the new value of an element depends on. ``element``: itself (stepped on shards, at no
             cost); ``parameter``: all of its parameter (each rank steps some of them, whole);
             ``model``: anything. None: unknown optimizers count as ``model``.
+        tensor_parallel_size: Neighbouring ranks of a node that split layers among them, as
+            ``configure_model`` says by ``parallelize_module(self.model,
+            self.device_mesh["tensor_parallel"], plan)``. They train on the same batches; what is
+            said above is of the ranks that train on different ones.
         forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
             Each takes the memory of a unit; more than 1 helps where gathering is slower than
             computing now and then.
@@ -185,6 +191,7 @@ class ShardedDP(ParallelStrategy):
         reshard_after_forward: bool | int | None = None,
         optimizer_shard: OptimizerShard = "group",
         optimizer_scope: Mapping[str, Scope] | None = None,
+        tensor_parallel_size: int = 1,
         forward_prefetch: int = 1,
         backward_prefetch: int | str = 1,
         reduce_every_backward: bool | None = None,
@@ -231,6 +238,19 @@ class ShardedDP(ParallelStrategy):
             offload.params,
             optimizer_shard,
         )
+        check_options(
+            tensor_parallel_size,
+            **{
+                "cpu_offload": offload.params or offload.optimizer,
+                "mixed_precision": mixed_precision is not None,
+                "activation_checkpointing": activation_checkpointing is not None,
+                "optimizer_shard='world'": self.sharding.split_replicas,
+                "reshard_after_forward=<number>": self.sharding.regather_size is not None,
+                "uneven_batches": uneven_batches != "error",
+                "uneven_units": uneven_units,
+            },
+        )
+        self.tensor_parallel_size = tensor_parallel_size
         self.policy = resolve_policy(auto_wrap_policy)
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
         self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
@@ -253,6 +273,7 @@ class ShardedDP(ParallelStrategy):
             self.timeout,
             checkpoint_options.timeout,
             debug=debug,
+            tensor_size=tensor_parallel_size,
         )
         self._checkpoints = Checkpoints(
             self._group, self._sharding_strategy, state_dict_type, checkpoint_options
@@ -269,6 +290,7 @@ class ShardedDP(ParallelStrategy):
             offload=self.offload,
             prefetch=self.prefetch,
             uneven_units=uneven_units,
+            tensor_size=tensor_parallel_size,
         )
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
@@ -383,7 +405,12 @@ class ShardedDP(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        size = self.tensor_parallel_size
+        if size == 1:
+            ranks = self.num_nodes * self.num_processes
+            return {"num_replicas": ranks, "rank": self.global_rank}
+        topology = self.mesh.topology
+        return {"num_replicas": topology.data_size, "rank": topology.data_rank(self.global_rank)}
 
     @property
     @override
@@ -403,6 +430,19 @@ class ShardedDP(ParallelStrategy):
     def mesh(self) -> Mesh:
         """The communicators of this rank; exists from ``setup_environment`` on."""
         return self._group.mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The axes ``data_parallel`` and ``tensor_parallel`` of ranks.
+
+        They exist from ``setup_environment`` on, where ``tensor_parallel_size`` is above 1.
+        """
+        if self._group.device_mesh is None:
+            raise RuntimeError(
+                "ShardedDP has a device mesh from the start of a run with "
+                "ShardedDP(tensor_parallel_size=...) on; there is none yet"
+            )
+        return self._group.device_mesh
 
     @property
     def traffic(self) -> Traffic:
@@ -506,7 +546,9 @@ class ShardedDP(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         # A shard_size that does not fit fails here, before any process is started.
-        self.sharding.topology(self.num_nodes, self.num_processes)
+        self.sharding.topology(
+            self.num_nodes, self.num_processes, tensor_size=self.tensor_parallel_size
+        )
         if self._start_method == "popen":
             self._launcher = ShardedScriptLauncher(
                 self._environment, self.num_processes, self.num_nodes
@@ -535,6 +577,8 @@ class ShardedDP(ParallelStrategy):
         self._group.set_up(
             environment, self.root_device, self.num_nodes, ranks_per_node, self.lightning_module
         )
+        if self._group.device_mesh is not None and self.lightning_module is not None:
+            private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
             self._callbacks.averages.keep_in_place(self.trainer, self.trainer.lightning_module)
 
@@ -591,6 +635,8 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
             )
+        if self.tensor_parallel_size > 1:
+            refuse_untried_in(trainer)
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
         if self.is_global_zero:
@@ -608,6 +654,8 @@ class ShardedDP(ParallelStrategy):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
                 self._resume.ask_loaders_again(trainer.fit_loop)
+        for optimizer in self.optimizers if self.tensor_parallel_size > 1 else ():
+            refuse_optimizer(optimizer, self.optimizer_scope)
         follow_optimizers(parameters_changed)
         for optimizer in () if self.runtime.passthrough else self.optimizers:
             attach_optimizer(

@@ -1,9 +1,12 @@
 """Layout of a flat buffer: places of a unit's parameters, intervals of ranks, boxes of a shape."""
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from struct import Struct
 from typing import overload
 
 # -- Intervals of elements, and boxes of a shape
@@ -52,6 +55,37 @@ class Box:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.sizes)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common part; None if there is none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = map(min, _ends(self), _ends(other))
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def inside(self, other: "Box") -> "Box":
+        """The same elements counted from the first element of another box, which has them."""
+        offsets = (at - origin for at, origin in zip(self.offsets, other.offsets, strict=True))
+        return Box(tuple(offsets), self.sizes)
+
+    def outside(self, other: "Box") -> "Box":
+        """The inverse of :meth:`inside`."""
+        offsets = (at + origin for at, origin in zip(self.offsets, other.offsets, strict=True))
+        return Box(tuple(offsets), self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of these elements in a tensor."""
+        return tuple(map(slice, self.offsets, _ends(self)))
+
+
+def whole_of(shape: Sequence[int]) -> Box:
+    """The box of all elements."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def _ends(box: Box) -> tuple[int, ...]:
+    return tuple(at + size for at, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def boxes(interval: Interval, shape: Sequence[int]) -> list[Box]:
@@ -132,6 +166,44 @@ def interval_of(box: Box, shape: Sequence[int]) -> Interval:
         stride *= dim
         whole = whole and size == dim
     return Interval(start, start + box.numel)
+
+
+MAX_CUT_DIMS = 6
+"""Dims along which a tensor may be cut into boxes; a device mesh has fewer."""
+
+
+def check_cover(name: str, shape: tuple[int, ...], found: Sequence[Box]) -> None:
+    """Check that every element of a tensor is in exactly one box.
+
+    Summed up, the boxes count how often each element is covered. A count is determined by its
+    differences along all dims, and those of a box are its corners with alternating signs: so the
+    corners of all boxes have to add up to the corners of the tensor. That takes one pass, however
+    the boxes lie.
+
+    Args:
+        name: Of the tensor, for the error.
+        shape: Of the tensor.
+        found: Boxes inside of it that have elements.
+
+    Raises:
+        ValueError: Some element is in no box, or in several.
+    """
+    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in found)]
+    if len(cut) > MAX_CUT_DIMS:
+        raise ValueError(f"{name} is cut along {len(cut)} dims, expected at most {MAX_CUT_DIMS}")
+    whole = [whole_of(shape)] if 0 not in shape else []
+    # Bytes, the hash of which a file cannot choose.
+    as_bytes = Struct(f"{len(cut)}q").pack
+    corners: Counter[bytes] = Counter()
+    for box, sign in [*((box, 1) for box in found), *((box, -1) for box in whole)]:
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            at = (box.offsets[d] + end * box.sizes[d] for d, end in zip(cut, ends, strict=True))
+            corners[as_bytes(*at)] += sign * (-1) ** sum(ends)
+    if any(corners.values()):
+        raise ValueError(
+            f"the {len(found):,} boxes of {name} do not cover its shape {shape}: elements "
+            f"are missing, or in more than one box"
+        )
 
 
 # -- FlatLayout: places of a unit's parameters in its flat buffer

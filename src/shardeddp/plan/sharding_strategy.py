@@ -57,7 +57,11 @@ class ShardingStrategy:
     """Main shards, gradient shards and with them the optimizer's states live in host memory."""
 
     def topology(
-        self, num_nodes: int, ranks_per_node: int, order: tuple[int, ...] | None = None
+        self,
+        num_nodes: int,
+        ranks_per_node: int,
+        order: tuple[int, ...] | None = None,
+        tensor_size: int = 1,
     ) -> Topology:
         """The mesh of ranks that this strategy makes of a run.
 
@@ -65,11 +69,19 @@ class ShardingStrategy:
             num_nodes: Machines.
             ranks_per_node: The same number on each.
             order: The ranks node by node; None: as they count.
+            tensor_size: Ranks that split layers among them.
 
         Raises:
-            ConfigurationError: The shard size does not divide the number of ranks, or lets some
+            ConfigurationError: The tensor size does not divide the ranks of a node; or the shard
+                size does not divide the number of ranks, or lets some
                 groups cross a node where none has to.
         """
+        if ranks_per_node % tensor_size:
+            raise ConfigurationError(
+                f"tensor_parallel_size={tensor_size} does not divide the {ranks_per_node} ranks of "
+                f"a node: ranks that split layers talk in every layer, and have to be on one node"
+            )
+        ranks_per_node //= tensor_size
         sizes = {ShardSize.WORLD: num_nodes * ranks_per_node, ShardSize.NODE: ranks_per_node}
         size = self.shard_size if isinstance(self.shard_size, int) else sizes[self.shard_size]
         if 1 < size < ranks_per_node and ranks_per_node % size:
@@ -84,10 +96,11 @@ class ShardingStrategy:
             )
         try:
             topology = Topology(
-                world_size=sizes[ShardSize.WORLD],
+                world_size=sizes[ShardSize.WORLD] * tensor_size,
+                tensor_size=tensor_size,
                 shard_size=size,
                 split_replicas=self.split_replicas,
-                order=_side_by_side(order, size),
+                order=_side_by_side(order, size * tensor_size),
             )
             if self.regather_size is not None:
                 topology.subgroups(self.regather_size)

@@ -31,6 +31,13 @@ class Topology:
     It is the main shard, the gradient shard and the states.
     """
 
+    tensor_size: int = 1
+    """Neighbouring ranks in ``order`` that split layers among them (tensor parallelism).
+
+    They train on the same batches. What is said above is of the ranks that stand at one place among
+    their neighbours; there are as many such meshes as places.
+    """
+
     order: tuple[int, ...] | None = None
     """The ranks, those that share a model side by side; None: as they count.
 
@@ -41,13 +48,17 @@ class Topology:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"expected a world_size of at least 1, found {self.world_size}")
-        if self.shard_size < 1 or self.world_size % self.shard_size:
-            divisors = [
-                size for size in range(1, self.world_size + 1) if self.world_size % size == 0
-            ]
+        if self.tensor_size < 1 or self.world_size % self.tensor_size:
             raise ValueError(
-                f"shard_size={self.shard_size} does not divide the {self.world_size} ranks of this "
-                f"run; use one of {divisors}"
+                f"tensor_parallel_size={self.tensor_size} does not divide the {self.world_size} "
+                f"ranks of this run"
+            )
+        if self.shard_size < 1 or self.data_size % self.shard_size:
+            divisors = [size for size in range(1, self.data_size + 1) if self.data_size % size == 0]
+            raise ValueError(
+                f"shard_size={self.shard_size} does not divide the {self.data_size} ranks of this "
+                f"run{' that train on different data' if self.tensor_size > 1 else ''}; use one of "
+                f"{divisors}"
             )
         for group in (
             (*self.shard_groups(), *self.replicate_groups()) if self.order is not None else ()
@@ -62,7 +73,20 @@ class Topology:
     @property
     def replicate_size(self) -> int:
         """Number of replicas of the model."""
-        return self.world_size // self.shard_size
+        return self.data_size // self.shard_size
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that train on different batches."""
+        return self.world_size // self.tensor_size
+
+    def data_rank(self, rank: int) -> int:
+        """Place of ``rank`` among them; its neighbours along the tensor axis have the same."""
+        return self._place[rank] // self.tensor_size
+
+    def tensor_rank(self, rank: int) -> int:
+        """Place of ``rank`` among those that split layers with it."""
+        return self._place[rank] % self.tensor_size
 
     @cached_property
     def _place(self) -> tuple[int, ...]:
@@ -76,16 +100,16 @@ class Topology:
 
     def shard_rank(self, rank: int) -> int:
         """Place of ``rank`` inside its shard group."""
-        return self._place[rank] % self.shard_size
+        return self.data_rank(rank) % self.shard_size
 
     def replicate_rank(self, rank: int) -> int:
         """Place of ``rank`` inside its replicate group: the number of its replica."""
-        return self._place[rank] // self.shard_size
+        return self.data_rank(rank) // self.shard_size
 
     @property
     def num_slices(self) -> int:
         """Number of slices of a flat buffer: one per rank that owns elements of its own."""
-        return self.world_size if self.split_replicas else self.shard_size
+        return self.data_size if self.split_replicas else self.shard_size
 
     def slice_rank(self, rank: int) -> int:
         """Number of the slice owned by ``rank``; slices of a shard's replicas lie side by side."""
@@ -95,7 +119,24 @@ class Topology:
 
     def owner_groups(self) -> list[list[int]]:
         """The ranks that own all of the model together, in groups."""
-        return [list(range(self.world_size))] if self.split_replicas else self.shard_groups()
+        return self.data_groups() if self.split_replicas else self.shard_groups()
+
+    def data_groups(self) -> list[list[int]]:
+        """The ranks that train on different batches, in groups; by tensor rank."""
+        return [sorted(ranks) for ranks in self._axes]
+
+    def tensor_groups(self) -> list[list[int]]:
+        """The ranks that split layers, in groups; by data rank."""
+        return [list(ranks) for ranks in zip(*self._axes, strict=True)]
+
+    def holder_groups(self) -> list[list[int]]:
+        """The ranks that hold all of the model together, each group once."""
+        owners = self.owner_groups()
+        count = len(owners) // self.tensor_size
+        return [
+            sorted(rank for ranks in owners[first::count] for rank in ranks)
+            for first in range(count)
+        ]
 
     def shard_groups(self) -> list[list[int]]:
         """The ranks of every shard group, by replica."""
@@ -115,11 +156,22 @@ class Topology:
 
     def replicate_groups(self) -> list[list[int]]:
         """The ranks of every replicate group, by shard rank."""
-        return [list(self._ranks[shard :: self.shard_size]) for shard in range(self.shard_size)]
+        return [
+            list(ranks[shard :: self.shard_size])
+            for ranks in self._axes
+            for shard in range(self.shard_size)
+        ]
+
+    @property
+    def _axes(self) -> list[tuple[int, ...]]:
+        """By tensor rank, the ranks that have it, in the order of the data axis."""
+        return [self._ranks[place :: self.tensor_size] for place in range(self.tensor_size)]
 
     def _runs_of(self, size: int) -> list[list[int]]:
         return [
-            list(self._ranks[first : first + size]) for first in range(0, self.world_size, size)
+            list(ranks[first : first + size])
+            for ranks in self._axes
+            for first in range(0, self.data_size, size)
         ]
 
 

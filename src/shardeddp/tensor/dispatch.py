@@ -98,7 +98,9 @@ def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
     """
     if order <= 0:
         return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
-    locals_ = [tensor.to_local() for tensor in tensors]
+    locals_ = [
+        tensor.to_local() if tensor.spec.counts else tensor.to_local()[:0] for tensor in tensors
+    ]
     # In float64: squares of float32 values do not fit into float32.
     partial = torch.stack(_partial_norms(locals_, order)).to(
         tensors[0].spec.mesh.device, torch.float64
@@ -134,7 +136,7 @@ def _unscale(
 def reduce_partials(partial: torch.Tensor, spec: ShardSpec, kind: ReduceKind) -> torch.Tensor:
     """Combine this rank's partial results with those of the other owners; bitwise equal on all."""
     partial = partial.to(spec.mesh.device)
-    group, stream = spec.mesh.owners, spec.mesh.reduce_stream
+    group, stream = spec.mesh.holders, spec.mesh.reduce_stream
     if kind == "sum":
         stream.issue(lambda: group.all_reduce_(partial, "sum")).wait()
         return partial
@@ -300,7 +302,8 @@ def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Te
     spec.mesh.fingerprints.call(f"{func.overloadpacket.__name__} of {spec.fqn}")
     dtype = func(_one_of(local), **kwargs).dtype  # raises what the whole tensor would
     partial, kind = _REDUCTIONS[func]
-    reduced = reduce_partials(partial(local, dtype), spec, kind)
+    part = partial(local if spec.counts else local[:0], dtype)
+    reduced = reduce_partials(part, spec, kind)
     if func is aten.mean.default:
         reduced = reduced / spec.numel
     return reduced.to(dtype)
@@ -312,7 +315,7 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     if not (
         isinstance(first, ShardTensor)
         and isinstance(second, ShardTensor)
-        and first.spec.intervals == second.spec.intervals
+        and first.spec.lies_like(second.spec)
     ):
         return torch.equal(
             *(

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
-from shardeddp.plan.layout import Box, Interval, boxes
+from shardeddp.plan.layout import Box, Interval, boxes, whole_of
 from shardeddp.tensor.backward import are_asked, store_gradient, stored_gradient
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
 from shardeddp.tensor.unsharded import (
@@ -98,11 +98,20 @@ class ShardSpec:
     fqn: str
     shape: torch.Size
     intervals: Sequence[Interval]
-    """Each owner's elements of the flattened parameter, in ``mesh.owners`` order; they cover it."""
+    """Each owner's elements of the flattened parameter, in ``mesh.owners`` order; they cover it.
+
+    Of a parameter that is cut into boxes, they are of the flattened box that the owners share.
+    """
 
     mesh: Mesh
     offloaded: bool = False
     """Whether elements live in host memory and compute elsewhere."""
+
+    boxes: tuple[Box, ...] = ()
+    """What the parameter is cut into, and each group of owners shares one; empty: it is not cut."""
+
+    place: int = 0
+    """Which of them the owners share that this rank is one of."""
 
     warned: list[str] = field(default_factory=list)
     """Warnings given for this parameter, so that none is given twice."""
@@ -113,6 +122,24 @@ class ShardSpec:
         return self.intervals[self.mesh.owners.rank]
 
     @cached_property
+    def box(self) -> Box | None:
+        """The box that the owners share; None: the whole parameter."""
+        return self.boxes[self.place] if self.boxes else None
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that together hold all elements once."""
+        return self.mesh.owners.size * max(1, len(self.boxes))
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether this rank's elements are counted where those of all holders are put together.
+
+        Ranks that split layers hold what these do not split once more.
+        """
+        return bool(self.boxes) or self.mesh.tensor.rank == 0
+
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
@@ -121,6 +148,7 @@ class ShardSpec:
         """Whether each rank has the same elements of both."""
         return self is other or (
             self.shape == other.shape
+            and (self.boxes, self.place) == (other.boxes, other.place)
             and self.intervals == other.intervals
             and self.mesh.owners.ranks == other.mesh.owners.ranks
         )
@@ -136,7 +164,8 @@ class ShardSpec:
         """
         if isinstance(tensor, ShardTensor) and tensor.spec is self:
             return tensor.to_local()
-        return tensor.reshape(-1)[self.interval.start : self.interval.stop]
+        shared = tensor if self.box is None else tensor[self.box.slices]
+        return shared.reshape(-1)[self.interval.start : self.interval.stop]
 
 
 class UnitGradients(Protocol):
@@ -372,7 +401,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     def _laid_out(self, gradient: ShardTensor) -> ShardTensor:
         """A gradient that may be another parameter's, of which ranks hold other parts."""
-        if gradient.shape != self.shape or gradient._spec.intervals == self._spec.intervals:
+        if gradient.shape != self.shape or gradient._spec.lies_like(self._spec):
             return gradient
         whole = gather(gradient, f"assigning to the gradient of {self._spec.fqn} that of")
         return ShardTensor(self._spec.localize(whole).to(self._local.device, copy=True), self._spec)
@@ -732,7 +761,8 @@ class ShardTensor(Memoryless, torch.Tensor):
         )
 
     def _boxes(self) -> list[Box]:
-        return boxes(self._spec.interval, self._spec.shape)
+        shared = self._spec.box or whole_of(self._spec.shape)
+        return [each.outside(shared) for each in boxes(self._spec.interval, shared.sizes)]
 
     @classmethod
     @outside_of_graphs
@@ -778,10 +808,23 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
     spec, local = sharded.spec, sharded.to_local()
     spec.mesh.fingerprints.call(f"{operation} {spec.fqn}")
     with torch.no_grad():
-        full = torch.empty(spec.shape, dtype=local.dtype, device=spec.mesh.device)
+        shared = spec.shape if spec.box is None else spec.box.sizes
+        full = torch.empty(shared, dtype=local.dtype, device=spec.mesh.device)
         pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
         pieces[spec.mesh.owners.rank].copy_(local)
         spec.mesh.gather_stream.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
+        return full if spec.box is None else _from_boxes(full, spec)
+
+
+def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """The full tensor from the box of each rank that splits its layer."""
+    group = spec.mesh.tensor
+    pieces = [own.new_empty(box.numel) for box in spec.boxes]
+    pieces[group.rank].copy_(own.view(-1))
+    spec.mesh.gather_stream.issue(lambda: group.all_gather_uneven_(pieces)).wait()
+    full = own.new_empty(spec.shape)
+    for box, piece in zip(spec.boxes, pieces, strict=True):
+        full[box.slices].copy_(piece.view(box.sizes))
     return full
 
 

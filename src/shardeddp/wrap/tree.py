@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from shardeddp.tensor.distributed import Distribution
 from shardeddp.torch_private import OptimizedModule
 
 # -- Scripted and traced modules
@@ -95,6 +96,9 @@ class ParameterSpec:
 
     is_autocast_copy: bool = False
     """Whether it is gathered for the forward of its owners alone; see ``autocast_copies.py``."""
+
+    distribution: Distribution | None = None
+    """How ranks split the parameter that this one is a part of; None: it is whole."""
 
     reduce_in: torch.dtype | None = None
     """Dtype that its gradient is reduced in; None: float32, or its own where that is wider."""

@@ -1,13 +1,16 @@
 """Units of a model under a policy: each parameter in exactly one; refuses unshardable models."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.tensor.distributed import Distribution
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap.policy import Policy
 from shardeddp.wrap.tree import (
@@ -30,7 +33,11 @@ _WRAPPERS = {
 }
 
 
-def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
+def build_units(
+    root: nn.Module,
+    policy: Policy,
+    split: Mapping[nn.Parameter, Distribution] = MappingProxyType({}),
+) -> list[UnitSpec]:
     """The units of a model: the root, then those the policy chose, in ``named_modules`` order.
 
     Every parameter belongs to the nearest unit around it. One that is registered in several units
@@ -40,6 +47,7 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
     Args:
         root: The whole model, not wrapped by another engine; on any device, the meta device too.
         policy: Chooses the inner units; modules without a forward among its choice are left out.
+        split: By parameter, how ranks split what it is a part of; the others are whole.
 
     Returns:
         At least the root's unit. Inner units that end without a parameter are dropped; the root's
@@ -59,6 +67,15 @@ def build_units(root: nn.Module, policy: Policy) -> list[UnitSpec]:
         first, *others = sharing
         parameters[unit].append(_spec_of(first))
         parameters[unit] += [_spec_of(places, first.parameter) for places in others]
+        if others and any(it.parameter in split for it in sharing):
+            raise ConfigurationError(
+                f"{first.fqn} and {others[0].fqn} have the same memory and are split over ranks: "
+                f"expected one parameter at both places, or memory of their own"
+            )
+    parameters = {
+        key: [replace(it, distribution=split.get(it.parameter)) for it in specs]
+        for key, specs in parameters.items()
+    }
     return [
         UnitSpec(name=name, module=module, parameters=tuple(parameters[key]))
         for key, (name, module) in modules.items()
