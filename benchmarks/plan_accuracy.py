@@ -1,7 +1,7 @@
 """Accuracy of the planner: constants fitted to some published runs, judged on others.
 
-    python benchmarks/plan_accuracy.py --calibrate A.json --judge B.json
-    python benchmarks/plan_accuracy.py --calibrate A.json --hold-out size     # or: gpus, none
+python benchmarks/plan_accuracy.py --calibrate A.json --judge B.json
+python benchmarks/plan_accuracy.py --calibrate A.json --hold-out size     # or: gpus, none
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ from shardeddp.wrap import resolve_policy
 UNFUSED = ("Megatron-DeepSpeed",)
 """Engines whose runs computed attention without a fused kernel."""
 
+RECOMPUTES = {
+    "none": (0.0, 0.0, 0.0),
+    "full": (1.0, 1.0, 1.0),
+    "selective-op": (0.5, 0.0, 1.0),  # torchtitan keeps attention and every other matmul
+    "selective": (0.0, 1.0, 0.0),  # Megatron computes attention's core again
+}
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -53,7 +60,9 @@ class Run:
 
 
 @cache
-def decoder_profile(dims: Dimensions, length: int, micro_batch: int, precision: str, reduce: str) -> ModelProfile:
+def decoder_profile(
+    dims: Dimensions, length: int, micro_batch: int, precision: str, reduce: str
+) -> ModelProfile:
     with torch.device("meta"):
         module = Decoder(dims, length)
 
@@ -108,10 +117,16 @@ def as_run(row: dict[str, Any]) -> Run:
     precision = "bf16-true" if run["precision"] == "bf16-true" else "bf16"
     found = decoder_profile(dims, length, micro_batch, precision, run.get("reduce_dtype") or "fp32")
     gpu = hardware["gpu"]
-    figures = {} if gpu in GPUS else {
-        "bf16_tflops": hardware.get("bf16") or hardware.get("fp16"),
-        "memory_gb": hardware["hbm_gb"], "memory_tbs": hardware["hbm_tbs"], "link_gbs": hardware["nvlink"],
-    }
+    figures = (
+        {}
+        if gpu in GPUS
+        else {
+            "bf16_tflops": hardware.get("bf16") or hardware.get("fp16"),
+            "memory_gb": hardware["hbm_gb"],
+            "memory_tbs": hardware["hbm_tbs"],
+            "link_gbs": hardware["nvlink"],
+        }
+    )
     cluster = Cluster(
         gpu=replace(find_gpu(gpu, **figures), name=gpu),
         count=hardware["gpus"],
@@ -124,20 +139,17 @@ def as_run(row: dict[str, Any]) -> Run:
     units = [costs_of(unit, topology) for unit in found.units]
     accumulation = run.get("grad_accum") or 1
     trained = sum(group.shard_nbytes for unit in units for group in unit)
-    recompute = {"none": "none", "full": "full", None: "none"}.get(
-        run.get("activation_checkpointing"), "selective"
-    )
     setting = Setting(
         micro_batches=accumulation,
-        recompute=recompute,
+        recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],
         compiled=bool(run.get("compile")),
         optimizer_nbytes=7.0 * trained,  # AdamW reads four and writes three
         engine=row["system"],
     )
     return Run(
         row=row,
-        all_work=found.total(),
-        inner=found.total(slice(1, None)),
+        all_work=found.total,
+        inner=found.inner,
         collectives=combined(collectives_of_step(units, sharding, topology, accumulation)),
         cluster=cluster,
         setting=setting,
@@ -166,7 +178,7 @@ def seconds_of(row: dict[str, Any], found: ModelProfile) -> float | None:
     for key, again in (("model_tflops", 0), ("mfu", 0), ("hw_tflops", 1), ("hfu", 1)):
         value = measured.get(key)
         if value:
-            work = found.total()
+            work = found.total
             # Published counts take the whole square of causal attention.
             flops = 3 * (work.matmul_flops + 2 * work.attention_flops)
             flops *= 4 / 3 if again and run.get("activation_checkpointing") == "full" else 1
@@ -179,10 +191,25 @@ def seconds_of(row: dict[str, Any], found: ModelProfile) -> float | None:
 
 PRIORS = {
     # by constant: how far its logarithm may lie from its default (one standard deviation)
-    "matmul": 0.15, "matmul_traffic": 0.5, "attention": 0.3, "moved": 0.4, "moved_backward": 0.25,
-    "kernel_us": 0.5, "launch_us": 0.5, "link": 0.2, "network": 0.2, "network_gbits": 0.6,
-    "latency_us": 0.7, "interference": 0.6, "optimizer": 0.4, "step_ms": 0.7,
-    "compiled_moved": 0.3, "compiled_launch": 0.3,
+    "matmul": 0.15,
+    "matmul_traffic": 0.5,
+    "attention": 0.3,
+    "moved": 0.4,
+    "moved_backward": 0.25,
+    "root_moved": 0.4,
+    "recompute": 0.1,
+    "micro_batch_ms": 0.5,
+    "kernel_us": 0.5,
+    "launch_us": 0.4,
+    "link": 0.2,
+    "network": 0.2,
+    "network_gbits": 0.6,
+    "latency_us": 0.7,
+    "interference": 0.6,
+    "optimizer": 0.4,
+    "step_ms": 0.7,
+    "compiled_moved": 0.3,
+    "compiled_launch": 0.3,
 }
 RATE, LAUNCH = 0.08, 0.4
 NOISE = 0.03
@@ -202,14 +229,15 @@ def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
         names += [gpu, f"attention {gpu}"]
         spreads += [RATE, 0.2]
     for engine in sorted({run.engine for run in runs}):
-        names += [engine, f"launch {engine}"]
-        spreads += [RATE, LAUNCH]
+        names += [engine, f"launch {engine}", f"moved {engine}"]
+        spreads += [RATE, LAUNCH, 0.25]
     sizes: defaultdict[str, int] = defaultdict(int)
     for run in runs:
         sizes[run.row["source"]["key"]] += 1
     # A source of many similar runs counts for less than as many of different sources.
     balance = torch.tensor(
-        [min(1.0, (30 / sizes[run.row["source"]["key"]]) ** 0.5) for run in runs], dtype=torch.double
+        [min(1.0, (30 / sizes[run.row["source"]["key"]]) ** 0.5) for run in runs],
+        dtype=torch.double,
     )
     spread = torch.tensor(spreads, dtype=torch.double)
     starts = [vars(base)[name] if name in PRIORS else 1.0 for name in names]
@@ -228,7 +256,7 @@ def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
         huber = torch.where(scaled < 1.5, scaled**2, 3 * scaled - 2.25)
         return float((balance * huber).sum() + ((at / spread) ** 2).sum())
 
-    for _ in range(40):
+    for _ in range(25):
         step = 1e-4
         columns = []
         for index in range(len(names)):
@@ -237,7 +265,9 @@ def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
             columns.append((residuals(moved) - current) / step)
         jacobian = torch.stack(columns, dim=1)
         scaled = current.abs() / NOISE
-        weight = balance / NOISE**2 * torch.where(scaled < 1.5, torch.ones_like(scaled), 1.5 / scaled)
+        weight = (
+            balance / NOISE**2 * torch.where(scaled < 1.5, torch.ones_like(scaled), 1.5 / scaled)
+        )
         hessian = jacobian.T @ (weight[:, None] * jacobian) + torch.diag(spread**-2)
         gradient = jacobian.T @ (weight * current) + point / spread**2
         before = objective(current, point)
@@ -285,7 +315,9 @@ def order_of_pairs(runs: Sequence[Run], constants: Constants) -> str:
             if abs(one - other) / max(one, other) >= 0.03:
                 pairs += 1
                 right += (one > other) == (mine > yours)
-    return f"pairs in the right order: {right} of {pairs}" + (f" ({100 * right / pairs:.1f} %)" if pairs else "")
+    return f"pairs in the right order: {right} of {pairs}" + (
+        f" ({100 * right / pairs:.1f} %)" if pairs else ""
+    )
 
 
 def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> list[float]:
@@ -294,11 +326,15 @@ def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> 
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for run in timed:
         row = run.row
-        groups[f"time, {row['source']['key']}, {row['system']}, {run.cluster.gpu.name}"].append(errors[id(run)])
+        groups[f"time, {row['source']['key']}, {row['system']}, {run.cluster.gpu.name}"].append(
+            errors[id(run)]
+        )
         groups[f"time, {row['model']['name']}"].append(errors[id(run)])
         groups[f"time, {run.cluster.count} GPUs"].append(errors[id(run)])
         if verbose:
-            print(f"{row['id']:18s} {run.engine[:14]:14s} {row['model']['name']:12s} {run.cluster.gpu.name:8s}x{run.cluster.count:<4d} S{row['run']['seq_len']:<6d} mb{row['run']['micro_batch']:<4d}ga{row['run']['grad_accum']:<3d} {run.measured:9.4f} {predicted(run, constants):9.4f} {100*errors[id(run)]:+6.1f} %")
+            print(
+                f"{row['id']:18s} {run.engine[:14]:14s} {row['model']['name']:12s} {run.cluster.gpu.name:8s}x{run.cluster.count:<4d} S{row['run']['seq_len']:<6d} mb{row['run']['micro_batch']:<4d}ga{row['run']['grad_accum']:<3d} {run.measured:9.4f} {predicted(run, constants):9.4f} {100 * errors[id(run)]:+6.1f} %"
+            )
     for name in sorted(groups):
         print(f"{name:58s} {statistics_of(groups[name])}")
     print(order_of_pairs(timed, constants))
@@ -306,10 +342,20 @@ def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calibrate", type=Path, help="runs to fit the constants to; without: those that are shipped")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        help="runs to fit the constants to; without: those that are shipped",
+    )
     parser.add_argument("--judge", type=Path, help="runs to compare with")
-    parser.add_argument("--hold-out", choices=("size", "gpus", "none"), help="fit on the rest of --calibrate, judge on what is held out")
+    parser.add_argument(
+        "--hold-out",
+        choices=("size", "gpus", "none"),
+        help="fit on the rest of --calibrate, judge on what is held out",
+    )
     parser.add_argument("--print-constants", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
@@ -319,10 +365,16 @@ def main() -> None:
     if options.hold_out == "size":
         for name in sorted({run.row["model"]["name"] for run in timed}):
             rest = [run for run in timed if run.row["model"]["name"] != name]
-            judged += report([run for run in timed if run.row["model"]["name"] == name], fit(rest), options.verbose)
+            judged += report(
+                [run for run in timed if run.row["model"]["name"] == name],
+                fit(rest),
+                options.verbose,
+            )
     elif options.hold_out == "gpus":
         rest = [run for run in timed if run.cluster.count <= 8]
-        judged += report([run for run in timed if run.cluster.count > 8], fit(rest), options.verbose)
+        judged += report(
+            [run for run in timed if run.cluster.count > 8], fit(rest), options.verbose
+        )
     else:
         constants = fit(timed) if timed else FITTED
         if options.print_constants:
@@ -335,7 +387,9 @@ def main() -> None:
     print(statistics_of(judged))
     ordered = sorted(map(abs, judged))
     p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
-    print(f"mean {100 * statistics.fmean(ordered):.2f} median {100 * statistics.median(ordered):.2f} p90 {100 * p90:.2f}")
+    print(
+        f"mean {100 * statistics.fmean(ordered):.2f} median {100 * statistics.median(ordered):.2f} p90 {100 * p90:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from shardeddp.planner.collectives import Collective
 from shardeddp.planner.hardware import Cluster
-from shardeddp.planner.trace import ModelProfile, Work
+from shardeddp.planner.trace import Work
 
 BACKWARD_ATTENTION = 2.5
 """FLOPs of fused attention's backward per FLOP of its forward: it computes the scores again."""
@@ -31,9 +31,13 @@ class Constants:
     """Cost of element-wise bytes in shares of their time at full bandwidth."""
     moved_backward: float = 1.5
     """Element-wise bytes of a backward per byte of its forward."""
+    root_moved: float = 1.5
+    """Element-wise bytes of the root (embedding, logits, loss) per byte that was counted."""
+    recompute: float = 0.95
+    """Cost of a recomputation per cost of the forward."""
     kernel_us: float = 3.0
     """Time that each kernel takes on the device whatever its size."""
-    launch_us: float = 8.0
+    launch_us: float = 20.0
     """Host time of each kernel."""
     link: float = 0.75
     """Share of the node's link that collectives reach."""
@@ -47,6 +51,8 @@ class Constants:
     """Slowdown of computing by the communication that it hides."""
     optimizer: float = 1.5
     """Passes of an optimizer over its states in shares of their time at full bandwidth."""
+    micro_batch_ms: float = 2.0
+    """Host time of each micro-batch beside its kernels'."""
     step_ms: float = 5.0
     """Of an optimizer step, whatever its size."""
     compiled_moved: float = 0.5
@@ -57,8 +63,38 @@ class Constants:
     """Rate of matmuls and attention by GPU or engine, in shares of the above."""
 
 
-# Fitted to 208 published runs by benchmarks/plan_accuracy.py --print-constants.
-FITTED = Constants()
+# `benchmarks/plan_accuracy.py --calibrate` on 221 published runs of MPT, Llama and GPT under FSDP1,
+# FSDP2, YaFSDP and Megatron-DeepSpeed on 1 to 128 A100 and H100; without what is theirs alone.
+FITTED = Constants(
+    matmul=0.970,
+    matmul_traffic=1.61,
+    attention=0.269,
+    moved=0.705,
+    moved_backward=1.77,
+    root_moved=0.915,
+    recompute=0.801,
+    kernel_us=2.95,
+    launch_us=24.3,
+    link=0.564,
+    network=0.699,
+    latency_us=26.7,
+    interference=0.311,
+    optimizer=1.32,
+    micro_batch_ms=11.4,
+    step_ms=2.13,
+    compiled_moved=0.321,
+    compiled_launch=0.489,
+    rates={
+        "A100-40": 1.08,
+        "A100-80": 1.12,
+        "H100-80": 1.01,
+        "H100-96-500W": 0.812,
+        "attention A100-40": 1.16,
+        "attention A100-80": 1.16,
+        "attention H100-80": 0.650,
+        "attention H100-96-500W": 0.870,
+    },
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +121,8 @@ class Setting:
     """What a step's time depends on beside work, collectives and machines."""
 
     micro_batches: int = 1
-    recompute: str = "none"
-    """``none``, ``full`` (inner units are computed again), ``selective`` (matmuls are kept)."""
+    recomputes: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Shares of inner units' matmuls, attention and the rest that backward computes again."""
     fp32: bool = False
     compiled: bool = False
     optimizer_nbytes: float = 0.0
@@ -94,27 +130,6 @@ class Setting:
     host_gbs: float | None = None
     """Rate of an optimizer step on the host; None: it steps on the device."""
     engine: str = ""
-
-
-def time_step(
-    profile: ModelProfile,
-    collectives: Sequence[Collective],
-    cluster: Cluster,
-    setting: Setting,
-    constants: Constants = FITTED,
-) -> Step:
-    """The time of one optimizer step.
-
-    Args:
-        profile: Work of a micro-batch.
-        collectives: Of a step.
-        cluster: Where it runs.
-        setting: How.
-        constants: What data sheets do not say.
-    """
-    return time_of_work(
-        profile.total(), profile.total(slice(1, None)), collectives, cluster, setting, constants
-    )
 
 
 def time_of_work(
@@ -125,21 +140,34 @@ def time_of_work(
     setting: Setting,
     constants: Constants,
 ) -> Step:
-    """The same of sums over all units and over the inner ones."""
+    """The time of one optimizer step.
+
+    Args:
+        all_work: Of a micro-batch.
+        inner: What of it is done by the units but the root.
+        collectives: Of a step.
+        cluster: Where it runs.
+        setting: How.
+        constants: What data sheets do not say.
+    """
     c, count = constants, setting.micro_batches
-    forward, forward_launch = _forward(all_work, cluster, setting, c)
+    root = Work()
+    root.add(all_work)
+    root.add(inner, times=-1)
+    own, own_launch = _forward(inner, cluster, setting, c)
+    others, other_launch = _forward(root, cluster, setting, c, c.root_moved)
+    forward = tuple(map(sum, zip(own, others, strict=True)))
     matmul, attention, moved = forward
     backward = (2 * matmul, BACKWARD_ATTENTION * attention, c.moved_backward * moved)
-    again = (0.0, 0.0, 0.0)
-    again_launch = 0.0
-    if setting.recompute != "none":
-        again, again_launch = _forward(inner, cluster, setting, c)
-        if setting.recompute == "selective":
-            again, again_launch = (0.0, 0.0, again[2]), again_launch / 2
+    again = [
+        c.recompute * share * part for share, part in zip(setting.recomputes, own, strict=True)
+    ]
+    again_launch = own_launch * sum(setting.recomputes) / 3
+    forward_launch = own_launch + other_launch
     ahead, back, redone = sum(forward), sum(backward), sum(again)
     hosts = {"forward": forward_launch, "backward": 2 * forward_launch + again_launch}
     work = {"forward": ahead, "backward": back + redone}
-    waits = {key: _soft_max(work[key], hosts[key]) - work[key] for key in work}
+    waits = {key: _soft_max(work[key], hosts[key], 8) - work[key] for key in work}
     times = {"forward": [0.0, 0.0], "backward": [0.0, 0.0], "step": [0.0, 0.0]}
     for it in collectives:
         seconds = time_collective(it, cluster, c)
@@ -147,7 +175,10 @@ def time_of_work(
     gathers = reductions = 0.0
     # What happens once per step hides with the rest: gathers in the first forward, reductions in
     # the last backward.
-    for phase, once in (("forward", (times["step"][0], 0.0)), ("backward", (0.0, times["step"][1]))):
+    for phase, once in (
+        ("forward", (times["step"][0], 0.0)),
+        ("backward", (0.0, times["step"][1])),
+    ):
         each = times[phase][0] / count, times[phase][1] / count
         for repeats, parts in (
             (count - 1, each),
@@ -164,12 +195,12 @@ def time_of_work(
         gathers=gathers,
         reductions=reductions,
         optimizer=setting.optimizer_nbytes / (rate * 1e9),
-        launch=sum(waits.values()) * count + c.step_ms * 1e-3,
+        launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count + c.step_ms * 1e-3,
     )
 
 
 def _forward(
-    work: Work, cluster: Cluster, setting: Setting, c: Constants
+    work: Work, cluster: Cluster, setting: Setting, c: Constants, factor: float = 1.0
 ) -> tuple[tuple[float, float, float], float]:
     """Seconds of matmuls, attention and the rest on the device, and of launching on the host."""
     gpu = cluster.gpu
@@ -178,6 +209,7 @@ def _forward(
     bandwidth = gpu.memory_tbs * 1e12
     kept = c.compiled_launch if setting.compiled else 1.0
     moved = work.moved_nbytes * c.moved * (c.compiled_moved if setting.compiled else 1.0)
+    moved *= factor * c.rates.get(f"moved {setting.engine}", 1.0)
     matmul = work.matmul_flops / (peak * gpu.best * c.matmul * rate)
     matmul += c.matmul_traffic * work.matmul_nbytes / bandwidth
     attention_rate = c.rates.get(f"attention {gpu.name}", 1.0)
@@ -210,9 +242,12 @@ def _exposed(communication: float, compute: float, c: Constants) -> float:
     return _soft_max(communication, compute) - compute + c.interference * hidden
 
 
-def _soft_max(one: float, other: float) -> float:
+def _soft_max(one: float, other: float, sharpness: int = 6) -> float:
     """The larger, a little more where they are alike: two queues do not stay side by side."""
-    return (one**6 + other**6) ** (1 / 6)
+    larger = max(one, other)
+    return (
+        larger * (1 + (min(one, other) / larger) ** sharpness) ** (1 / sharpness) if larger else 0.0
+    )
 
 
 def with_constants(constants: Constants, values: Mapping[str, float]) -> Constants:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -67,12 +66,42 @@ class ModelProfile:
     tokens: int
     """Of a micro-batch; samples where inputs are no sequences."""
 
-    def total(self, units: slice = slice(None)) -> Work:
-        """The sum over some units."""
-        result = Work()
-        for work in self.work[units]:
-            result.add(work)
-        return result
+    @cached_property
+    def total(self) -> Work:
+        """The sum over all units."""
+        return _sum(self.work)
+
+    @cached_property
+    def inner(self) -> Work:
+        """The sum over all units but the root."""
+        return _sum(self.work[1:])
+
+    def extrapolate(self, two: ModelProfile, micro_batch: int) -> ModelProfile:
+        """The profile of more samples; this one is of one sample, ``two`` of two."""
+
+        def at(one: Work, other: Work) -> Work:
+            first, second = vars(one), vars(other)
+            return Work(
+                **{
+                    name: first[name] + (micro_batch - 1) * (second[name] - first[name])
+                    for name in first
+                }
+            )
+
+        return ModelProfile(
+            units=self.units,
+            work=[at(*pair) for pair in zip(self.work, two.work, strict=True)],
+            head=at(self.head, two.head),
+            micro_batch=micro_batch,
+            tokens=self.tokens * micro_batch,
+        )
+
+
+def _sum(works: Sequence[Work]) -> Work:
+    result = Work()
+    for work in works:
+        result.add(work)
+    return result
 
 
 # -- recording of operations
@@ -144,9 +173,7 @@ class _Recording(TorchDispatchMode):
         self._recorder = recorder
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._recorder.operation(func, args, kwargs or {}, out)
         return out
@@ -161,9 +188,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _once_each(
-    units: Sequence[UnitSpec], recorder: _Recorder
-) -> Generator[None]:
+def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None]:
     """Count each unit's module apart, and run only the first of those that are alike.
 
     The others return fresh tensors of the shapes that the first returned: nothing runs backward

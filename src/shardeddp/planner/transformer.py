@@ -121,9 +121,7 @@ class Attention(nn.Module):
         """Shape (batch, length, width) to the same."""
         batch, length, width = x.shape
         parts = self.qkv(x).split([width, self.kv, self.kv], dim=-1)
-        query, key, value = (
-            it.view(batch, length, -1, self.head).transpose(1, 2) for it in parts
-        )
+        query, key, value = (it.view(batch, length, -1, self.head).transpose(1, 2) for it in parts)
         if angles is not None:
             query, key = _rotate(query, angles), _rotate(key, angles)
         if self.dims.fused_attention:
