@@ -332,9 +332,11 @@ def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> 
         groups[f"time, {row['model']['name']}"].append(errors[id(run)])
         groups[f"time, {run.cluster.count} GPUs"].append(errors[id(run)])
         if verbose:
-            print(
-                f"{row['id']:18s} {run.engine[:14]:14s} {row['model']['name']:12s} {run.cluster.gpu.name:8s}x{run.cluster.count:<4d} S{row['run']['seq_len']:<6d} mb{row['run']['micro_batch']:<4d}ga{row['run']['grad_accum']:<3d} {run.measured:9.4f} {predicted(run, constants):9.4f} {100 * errors[id(run)]:+6.1f} %"
-            )
+            setting = f"S{row['run']['seq_len']} {row['run']['micro_batch']} x {run.setting.micro_batches}"
+            gpus = f"{run.cluster.gpu.name} x {run.cluster.count}"
+            seconds = f"{run.measured:9.4f} {predicted(run, constants):9.4f}"
+            name = f"{row['id']:18s} {run.engine[:14]:14s} {row['model']['name']:12s}"
+            print(f"{name} {gpus:16s} {setting:18s} {seconds} {100 * errors[id(run)]:+6.1f} %")
     for name in sorted(groups):
         print(f"{name:58s} {statistics_of(groups[name])}")
     print(order_of_pairs(timed, constants))

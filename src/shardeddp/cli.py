@@ -249,7 +249,7 @@ def plan(options: argparse.Namespace) -> int:
         cluster,
         global_batch=options.global_batch,
         strategies=options.strategy or tuple(SHARDING_STRATEGIES),
-        precisions=options.precision or ("bf16-mixed", "bf16-true"),
+        precisions=options.precision or ("bf16-mixed",),
         recomputes=options.recompute or tuple(RECOMPUTES),
         offloads=options.offload or ("none",),
         micro_batches=options.micro_batch or (1, 2, 4, 8, 16),

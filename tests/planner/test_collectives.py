@@ -16,7 +16,7 @@ from shardeddp.config import MixedPrecision
 from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.engine.unit import costs_of
-from shardeddp.lightning.mixed_precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.sharding_strategy import choose_sharding
 from shardeddp.planner.collectives import collectives_of_step, sent_by_kind

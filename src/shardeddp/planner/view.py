@@ -98,9 +98,8 @@ def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> s
     memory["free"] = max(0, int(room - plan.memory.peak))
     choice = plan.choice
     facts = (
-        f"{choice.strategy}, {choice.shard_size} ranks share a model, {choice.recompute} "
-        f"recomputation, {choice.offload} offload, micro-batch {choice.micro_batch} x "
-        f"{choice.micro_batches}, {choice.precision}"
+        f"{choice.strategy} over {choice.shard_size} ranks; recompute: {choice.recompute}; "
+        f"offload: {choice.offload}; micro-batch {_batch(plan)}; {choice.precision}"
     )
     step = plan.step
     return "\n".join(
@@ -146,7 +145,8 @@ def _treemap(parts: dict[str, int], width: float, height: float) -> str:
             place(items[cut:], x, y + h * share, w, h * (1 - share))
 
     place(items, 0, 0, width, height)
-    return f"<svg width='{width}' height='{height}'>{''.join(drawn)}</svg>"
+    legend = ", ".join(f"{_LABELS.get(key, key)} {value / GIB:.2f} GiB" for value, key in items)
+    return f"<svg width='{width}' height='{height}'>{''.join(drawn)}</svg><p>{legend}</p>"
 
 
 def _bar(parts: dict[str, float], width: float) -> str:
