@@ -1,1 +1,1 @@
-"""Planner: memory and time of a training step before it runs, from the module and the engine's layouts."""
+"""Planner: memory and time of a training step before it runs."""

@@ -1,4 +1,4 @@
-"""Collectives of a training step, from the engine's layouts: which, over how many ranks, how large."""
+"""Collectives of a training step: which, over how many ranks, how large."""
 
 from collections import Counter
 from collections.abc import Sequence
