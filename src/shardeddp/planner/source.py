@@ -99,8 +99,8 @@ def of_module(
 
 def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) -> Any:
     if inputs:
-        made = tuple(_tensor(text, samples, length) for text in inputs)
-        return made if len(made) > 1 else made[0]
+        made = [_tensor(text, samples, length) for text in inputs]
+        return tuple(made) if len(made) > 1 else made[0]
     example = getattr(module, "example_input_array", None)
     if isinstance(example, torch.Tensor):
         return torch.empty(samples, *example.shape[1:], dtype=example.dtype)

@@ -54,7 +54,7 @@ class Dimensions:
             "heads": ("num_attention_heads", "n_head", "n_heads"),
             "vocabulary": ("vocab_size",),
         }
-        found = {
+        found: dict[str, Any] = {
             name: next((config[key] for key in keys if key in config), None)
             for name, keys in names.items()
         }
