@@ -168,6 +168,10 @@ def _add_migrate(commands: Any) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help=kinds)
 
 
+_STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true")
+
+
 def _add_plan(commands: Any) -> None:
     text = "say what fits on some machines and how fast it is, before anything runs"
     parser = _add_command(commands, "plan", text)
@@ -202,13 +206,13 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--strategy",
         action="append",
-        choices=("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"),
+        choices=_STRATEGIES,
         help=each,
     )
     parser.add_argument(
         "--precision",
         action="append",
-        choices=("32-true", "bf16-mixed", "bf16", "bf16-true"),
+        choices=_PRECISIONS,
         help=each,
     )
     parser.add_argument(

@@ -362,7 +362,7 @@ def migrate(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    each.__name__: each for each in (verify, inspect, consolidate, metadata, diff, migrate)
+    each.__name__: each for each in (verify, inspect, consolidate, metadata, diff, migrate, plan)
 }
 
 
