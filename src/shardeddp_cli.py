@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(commands)
     _add_metadata(commands)
     _add_migrate(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -165,6 +166,73 @@ def _add_migrate(commands: Any) -> None:
     parser = _add_command(commands, "migrate", text)
     kinds = "Python or YAML for Lightning, YAML of Accelerate, or JSON of DeepSpeed; nothing is run"
     parser.add_argument("file", type=Path, metavar="FILE", help=kinds)
+
+
+_STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true")
+
+
+def _add_plan(commands: Any) -> None:
+    text = "say what fits on some machines and how fast it is, before anything runs"
+    parser = _add_command(commands, "plan", text)
+    model = "import path of a LightningModule, or a YAML file of LightningCLI with its `model`"
+    parser.add_argument("module", nargs="?", metavar="MODULE", help=model)
+    parser.add_argument("--args", default="{}", metavar="JSON", help="of its constructor")
+    shape = "of a batch: int64:B,S; several are a tuple (default: its example_input_array)"
+    parser.add_argument("--input", action="append", default=[], metavar="DTYPE:SIZES", help=shape)
+    parser.add_argument(
+        "--transformer", type=Path, metavar="CONFIG", help="instead: a config.json of transformers"
+    )
+    sizes = "instead: layers=32,width=4096,heads=32,vocabulary=32000,kv_heads=8,hidden=11008,..."
+    parser.add_argument("--dims", metavar="SIZES", help=sizes)
+    parser.add_argument("--length", type=_count, default=2048, help="tokens of a sample (2048)")
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help="H100, A100-40, B200, ...")
+    parser.add_argument("--gpus", type=_count, required=True, metavar="N", help="of all nodes")
+    parser.add_argument("--per-node", type=_count, default=8, metavar="N", help="(8)")
+    parser.add_argument(
+        "--network", type=float, metavar="GBITS", help="Gbit/s between nodes for each GPU"
+    )
+    for name, unit in (
+        ("bf16-tflops", "dense TFLOP/s"),
+        ("memory-gb", "GB"),
+        ("memory-tbs", "TB/s of memory"),
+        ("link-gbs", "GB/s inside a node, one direction"),
+    ):
+        parser.add_argument(f"--{name}", type=float, metavar="N", help=f"of the GPU: {unit}")
+    parser.add_argument(
+        "--global-batch", type=_count, metavar="N", help="samples of an optimizer step, all ranks"
+    )
+    each = "one of those to compare; may be repeated"
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        choices=_STRATEGIES,
+        help=each,
+    )
+    parser.add_argument(
+        "--precision",
+        action="append",
+        choices=_PRECISIONS,
+        help=each,
+    )
+    parser.add_argument(
+        "--recompute", action="append", choices=("none", "selective", "full"), help=each
+    )
+    parser.add_argument(
+        "--offload", action="append", choices=("none", "optimizer", "params"), help=each
+    )
+    parser.add_argument("--micro-batch", action="append", type=_count, metavar="N", help=each)
+    parser.add_argument("--auto-wrap-policy", default="auto", metavar="POLICY", help="(auto)")
+    parser.add_argument("--top", type=_count, default=10, metavar="N", help="rows to show (10)")
+    parser.add_argument("--why", action="store_true", help="why the best is the best")
+    parser.add_argument("--json", action="store_true", help="print every plan as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="a picture of the best")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
+    return int(text)
 
 
 def _output(text: str) -> Path:

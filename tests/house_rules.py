@@ -26,6 +26,9 @@ LAYERS = (
     ("optim",),
     ("checkpoint",),
     ("report",),
+    # Reads the layouts of `plan`, the units of `wrap` and the flat buffers of `engine`; the command
+    # line and Lightning's part ask it.
+    ("planner",),
     ("lightning",),
     ("fabric",),
     ("cli", "migrate", "__main__"),

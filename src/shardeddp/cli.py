@@ -1,4 +1,4 @@
-"""Commands: verify, inspect, compare, consolidate and index checkpoints, and migrate files."""
+"""Commands: plan runs, verify, inspect, compare, consolidate and index checkpoints, and migrate files."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ from shardeddp.checkpoint.verify import (
 from shardeddp.errors import CheckpointError, ConfigurationError, printable
 from shardeddp.migrate import migrate as read_file
 from shardeddp.migrate import report
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.planner.hardware import Cluster, find_gpu
+from shardeddp.planner.search import RECOMPUTES, Planner, why
+from shardeddp.planner.source import Source, of_dimensions, of_module, of_transformers_config
+from shardeddp.planner.transformer import Dimensions
+from shardeddp.planner.view import picture, plan_lines
 from shardeddp.report import (
     human_bytes,
     inspection_view,
@@ -48,6 +54,7 @@ from shardeddp.report import (
     terminal_width,
     verification_view,
 )
+from shardeddp.wrap import resolve_policy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -217,6 +224,66 @@ def metadata(options: argparse.Namespace) -> int:
     return 0
 
 
+def plan(options: argparse.Namespace) -> int:
+    """Say what fits on some machines, how fast it is, and what to set."""
+    cluster = Cluster(
+        gpu=find_gpu(
+            options.gpu,
+            bf16_tflops=options.bf16_tflops,
+            memory_gb=options.memory_gb,
+            memory_tbs=options.memory_tbs,
+            link_gbs=options.link_gbs,
+        ),
+        count=options.gpus,
+        per_node=options.per_node,
+        network_gbits=options.network,
+    )
+    source = _source(options)
+    planner = Planner(
+        build=source.build,
+        step=source.step,
+        length=options.length,
+        policy=resolve_policy(options.auto_wrap_policy),
+    )
+    plans = planner.plans(
+        cluster,
+        global_batch=options.global_batch,
+        strategies=options.strategy or tuple(SHARDING_STRATEGIES),
+        precisions=options.precision or ("bf16-mixed",),
+        recomputes=options.recompute or tuple(RECOMPUTES),
+        offloads=options.offload or ("none",),
+        micro_batches=options.micro_batch or (1, 2, 4, 8, 16),
+    )
+    best = plans[0]
+    configuration = best.choice.yaml(cluster)
+    if options.html is not None:
+        options.html.write_text(picture(best, cluster, source.name, configuration))
+    if options.json:
+        print(json.dumps([it.as_json() for it in plans], indent=2))
+        return 0 if best.fits else 1
+    lines = plan_lines(plans, cluster, source.name, options.top, terminal_width(80))
+    lines += ["", *why(best, plans[1:], cluster)] if options.why else []
+    lines += ["", configuration] if best.fits else []
+    print("\n".join(lines))
+    return 0 if best.fits else 1
+
+
+def _source(options: argparse.Namespace) -> Source:
+    given = [options.module, options.dims, options.transformer]
+    if sum(it is not None for it in given) != 1:
+        raise _UsageError("say one of: a LightningModule, --transformer CONFIG, --dims SIZES")
+    if options.dims is not None:
+        return of_dimensions(Dimensions.of_text(options.dims), options.length)
+    if options.transformer is not None:
+        return of_transformers_config(options.transformer, options.length)
+    try:
+        arguments = json.loads(options.args)
+    except json.JSONDecodeError as error:
+        raise _UsageError(f"--args is no JSON object: {error}") from None
+    sys.path.insert(0, os.curdir)
+    return of_module(options.module, arguments, options.input, options.length)
+
+
 _SHOWN = 20
 """Differences that ``diff`` names without ``--all``."""
 
@@ -295,7 +362,7 @@ def migrate(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    each.__name__: each for each in (verify, inspect, consolidate, metadata, diff, migrate)
+    each.__name__: each for each in (verify, inspect, consolidate, metadata, diff, migrate, plan)
 }
 
 

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
     from torch.utils import _pytree as pytree
@@ -83,6 +84,7 @@ else:
     HigherOrderOperator = _private("torch._ops:HigherOrderOperator")
     OpOverload = _private("torch._ops:OpOverload")
     OpOverloadPacket = _private("torch._ops:OpOverloadPacket")
+    FakeTensorMode = _private("torch._subclasses.fake_tensor:FakeTensorMode")
     StorageInfo = _private("torch.distributed.checkpoint.filesystem:_StorageInfo")
     IncompatibleKeys = _private("torch.nn.modules.module:_IncompatibleKeys")
     pytree = import_module("torch.utils._pytree")

@@ -21,6 +21,7 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.plan.memory import GroupCost
 from shardeddp.plan.sharding_strategy import ShardingStrategy
+from shardeddp.plan.topology import Topology
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import will_execute, without_torch_function
@@ -101,7 +102,7 @@ class Unit:
         self.untidy = False
         """Whether modules held tensors of somebody else's when the unit's state changed."""
 
-        members = _by_buffer(spec.parameters)
+        members = by_buffer(spec.parameters)
         self.groups = _make_groups(members, mesh, sharding)
         self._slots: list[_Slot] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
@@ -156,7 +157,7 @@ class Unit:
     def costs(self) -> list[GroupCost]:
         """The unit's flat buffers, for the cost model; what is idle counts as if it lay in some."""
         return [group.cost() for group in self.groups] + [
-            _idle_cost(specs) for specs in _by_buffer(self.spec.passthrough)
+            _idle_cost(specs) for specs in by_buffer(self.spec.passthrough)
         ]
 
     def unshard(self) -> None:
@@ -310,7 +311,7 @@ class Unit:
         """Be no unit any more; modules keep the sharded parameters, each in memory of its own."""
         self.keep_writes()
         memory: dict[int, torch.Tensor] = {}  # what shares it goes on sharing it
-        for group, specs in zip(self.groups, _by_buffer(self.spec.parameters), strict=True):
+        for group, specs in zip(self.groups, by_buffer(self.spec.parameters), strict=True):
             for spec, sharded in zip(specs, group.sharded, strict=True):
                 local = memory.setdefault(spec.memory, sharded.raw_local.clone())
                 sharded.leave_unit(local)
@@ -453,6 +454,21 @@ def _make_groups(
     return groups
 
 
+def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
+    """The flat buffers that a unit would have on a mesh, without making them."""
+    return [
+        GroupCost(
+            layout=layout_of(specs, topology.num_slices),
+            trainable=any(it.parameter.requires_grad for it in specs),
+            main_itemsize=specs[0].dtype.itemsize,
+            param_itemsize=specs[0].param_dtype.itemsize,
+            reduce_itemsize=specs[0].reduce_dtype.itemsize,
+            split=topology.num_slices // topology.shard_size,
+        )
+        for specs in by_buffer(spec.parameters)
+    ]
+
+
 def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
     return GroupCost(
         layout=layout_of(specs, 1),
@@ -463,7 +479,7 @@ def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
     )
 
 
-def _by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Parameters that can share a flat buffer, in order of first appearance.
 
     A parameter that shares memory is alone.

@@ -156,9 +156,10 @@ def plan_memory(
     retained = sum(group.part_nbytes for group in groups)
     if sharding.reshard is Reshard.NEVER:
         retained += sum(group.full_nbytes for group in groups)
-    in_flight = _unsharded_root(units, sharding) + _at_worst(
-        units, sharding, prefetch, staged, accumulates
+    worst = backward_moments(
+        units, sharding, prefetch=prefetch, staged=staged, accumulates=accumulates
     )
+    in_flight = max((nbytes for _, nbytes in worst), default=0)
     if sharding.offload_params:
         host, main, gradient, states = main + gradient + states, 0, 0, 0
     elif offload_optimizer:
@@ -175,25 +176,26 @@ def plan_memory(
     )
 
 
-def _unsharded_root(units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy) -> int:
-    root = units[0] if units else ()
-    return 0 if sharding.reshard is Reshard.NEVER else sum(group.full_nbytes for group in root)
-
-
-def _at_worst(
+def backward_moments(
     units: Sequence[Sequence[GroupCost]],
     sharding: ShardingStrategy,
+    *,
     prefetch: int,
-    staged: bool,
-    accumulates: bool,
-) -> int:
-    """Bytes of gradients and of non-root unsharded parameters at the worst moment of a backward."""
+    staged: bool = True,
+    accumulates: bool = False,
+) -> list[tuple[int, int]]:
+    """Candidates for the worst moment of a backward; arguments as in :func:`plan_memory`.
+
+    Returns:
+        The place of the unit at work, and bytes of unsharded parameters and gradients then.
+    """
     gradients = [sum(group.gradient_nbytes for group in unit) for unit in units]
     buffers = [sum(group.buffer_nbytes for group in unit) for unit in units]
     arriving = [sum(group.arriving_nbytes for group in unit) if staged else 0 for unit in units]
     parameters = [sum(group.full_nbytes for group in unit) for unit in units]
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
-    root = sum(gradients[:1])
+    kept_root = 0 if sharding.reshard is Reshard.NEVER else sum(parameters[:1])
+    root = kept_root + sum(gradients[:1])
     if accumulates and not sharding.reduce_every_backward:
         # All of them lie where autograd left them, until each has been packed. A new one is there
         # twice until it has been added to that of the micro-batches before.
@@ -202,22 +204,20 @@ def _at_worst(
             for buffer, more, own in zip(buffers, packed, gradients, strict=True)
         ]
         largest = [group.largest_nbytes for unit in units for group in unit]
-        return sum(gradients) + max(extra + largest, default=0)
+        everything = kept_root + sum(gradients) + max(extra + largest, default=0)
+        return [(max(0, len(units) - 1), everything)]
     unsharded = _unsharded(parameters, sharding, prefetch)
-    # The root's backward, after the last inner unit.
-    moments = [root + sum(gradients[1:2]) + sum(buffers[:1])]
-    if len(units) > 1:
-        moments += [root + own + held for own, held in zip(gradients[1:], unsharded, strict=True)]
-        # The unit before the one at work is in the first collective, the one before that in the
-        # second.
-        sharing = [*(sum(group.sharing_nbytes for group in unit) for unit in units[3:]), 0]
-        moments += [
-            root + own + before + earlier + held
-            for own, before, earlier, held in zip(
-                gradients[1:], packed[2:], sharing, unsharded, strict=False
-            )
-        ]
-    return max(moments)
+    # The root's turn, the last inner unit being done.
+    moments = [(0, root + sum(gradients[1:2]) + sum(buffers[:1]))]
+    # The unit before the one at work is in the first collective, the one before that in the second.
+    sharing = [*(sum(group.sharing_nbytes for group in unit) for unit in units[3:]), 0]
+    for place, (own, held) in enumerate(zip(gradients[1:], unsharded, strict=True), start=1):
+        moments.append((place, root + own + held))
+    for place, (own, before, earlier, held) in enumerate(
+        zip(gradients[1:], packed[2:], sharing, unsharded, strict=False), start=1
+    ):
+        moments.append((place, root + own + before + earlier + held))
+    return moments
 
 
 def _unsharded(parameters: Sequence[int], sharding: ShardingStrategy, prefetch: int) -> list[int]:

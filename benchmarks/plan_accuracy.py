@@ -1,0 +1,398 @@
+"""Accuracy of the planner: constants fitted to some published runs, judged on others.
+
+python benchmarks/plan_accuracy.py --calibrate A.json --judge B.json
+python benchmarks/plan_accuracy.py --calibrate A.json --hold-out size     # or: gpus, none
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardeddp.engine.unit import costs_of
+from shardeddp.plan.sharding_strategy import choose_sharding
+from shardeddp.planner.collectives import Collective, collectives_of_step
+from shardeddp.planner.cost import FITTED, Constants, Setting, time_of_work, with_constants
+from shardeddp.planner.hardware import GPUS, Cluster, find_gpu
+from shardeddp.planner.trace import ModelProfile, Work, profile
+from shardeddp.planner.transformer import Decoder, Dimensions
+from shardeddp.wrap import resolve_policy
+
+UNFUSED = ("Megatron-DeepSpeed",)
+"""Engines whose runs computed attention without a fused kernel."""
+
+RECOMPUTES = {
+    "none": (0.0, 0.0, 0.0),
+    "full": (1.0, 1.0, 1.0),
+    "selective-op": (0.5, 0.0, 1.0),  # torchtitan keeps attention and every other matmul
+    "selective": (0.0, 1.0, 0.0),  # Megatron computes attention's core again
+}
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One published run, with its work and its collectives."""
+
+    row: dict[str, Any]
+    all_work: Work
+    inner: Work
+    collectives: list[Collective]
+    cluster: Cluster
+    setting: Setting
+    profile: ModelProfile
+    costs: list[Any]
+    measured: float | None
+
+    @property
+    def engine(self) -> str:
+        return self.row["system"]
+
+
+@cache
+def decoder_profile(
+    dims: Dimensions, length: int, micro_batch: int, precision: str, reduce: str
+) -> ModelProfile:
+    with torch.device("meta"):
+        module = Decoder(dims, length)
+
+    def step(model: torch.nn.Module, samples: int) -> torch.Tensor:
+        return model(torch.empty(samples, length, dtype=torch.long))
+
+    return profile(
+        module,
+        step,
+        policy=resolve_policy("auto"),
+        precision=precision,
+        micro_batch=micro_batch,
+        tokens=micro_batch * length,
+        reduce_dtype=torch.bfloat16 if reduce == "bf16" else None,
+    )
+
+
+def read(path: Path) -> tuple[list[Run], list[str]]:
+    """The runs of a file that a sharded engine could have made, and why others are left out."""
+    runs: list[Run] = []
+    left: list[str] = []
+    for row in json.loads(path.read_text())["rows"]:
+        try:
+            runs.append(as_run(row))
+        except (ValueError, KeyError, TypeError) as error:
+            left.append(f"{row.get('id', '?')}: {type(error).__name__}: {str(error)[:120]}")
+    return runs, left
+
+
+def as_run(row: dict[str, Any]) -> Run:
+    model, hardware, parallel, run = (row[key] for key in ("model", "hardware", "parallel", "run"))
+    degrees = {key: parallel.get(key) or 1 for key in ("tp", "pp", "cp", "ep")}
+    if any(value > 1 for value in degrees.values()):
+        raise ValueError(f"tensor, pipeline, context or expert parallel: {degrees}")
+    if model.get("n_experts") or model.get("experts"):
+        raise ValueError("experts")
+    dims = Dimensions(
+        layers=model["n_layers"],
+        width=model["d_model"],
+        heads=model["n_heads"],
+        kv_heads=model.get("n_kv_heads"),
+        hidden=model.get("d_ff"),
+        vocabulary=model["vocab"],
+        gated=model.get("mlp") == "swiglu",
+        tied=bool(model.get("tied")),
+        bias=bool(model.get("bias")),
+        rope=model.get("pos") == "rope",
+        rms=model.get("family") == "llama",
+        fused_attention=row["system"] not in UNFUSED,
+    )
+    length, micro_batch = run["seq_len"], run["micro_batch"]
+    precision = "bf16-true" if run["precision"] == "bf16-true" else "bf16"
+    found = decoder_profile(dims, length, micro_batch, precision, run.get("reduce_dtype") or "fp32")
+    gpu = hardware["gpu"]
+    figures = (
+        {}
+        if gpu in GPUS
+        else {
+            "bf16_tflops": hardware.get("bf16") or hardware.get("fp16"),
+            "memory_gb": hardware["hbm_gb"],
+            "memory_tbs": hardware["hbm_tbs"],
+            "link_gbs": hardware["nvlink"],
+        }
+    )
+    cluster = Cluster(
+        gpu=replace(find_gpu(gpu, **figures), name=gpu),
+        count=hardware["gpus"],
+        per_node=hardware.get("gpus_per_node") or 8,
+        network_gbits=hardware.get("inter_node_gbps_per_gpu"),
+    )
+    strategy, size = parallel["strategy"], parallel.get("shard_size")
+    sharding = choose_sharding(strategy, size if strategy == "hybrid_shard" else None)
+    topology = sharding.topology(cluster.num_nodes, cluster.ranks_per_node)
+    units = [costs_of(unit, topology) for unit in found.units]
+    accumulation = run.get("grad_accum") or 1
+    trained = sum(group.shard_nbytes for unit in units for group in unit)
+    setting = Setting(
+        micro_batches=accumulation,
+        recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],
+        compiled=bool(run.get("compile")),
+        optimizer_nbytes=7.0 * trained,  # AdamW reads four and writes three
+        engine=row["system"],
+    )
+    return Run(
+        row=row,
+        all_work=found.total,
+        inner=found.inner,
+        collectives=combined(collectives_of_step(units, sharding, topology, accumulation)),
+        cluster=cluster,
+        setting=setting,
+        profile=found,
+        costs=units,
+        measured=seconds_of(row, found),
+    )
+
+
+def combined(collectives: Sequence[Collective]) -> list[Collective]:
+    """Equal collectives of different units as one that happens several times."""
+    counts: defaultdict[Collective, int] = defaultdict(int)
+    for it in collectives:
+        counts[replace(it, unit=0, times=1)] += it.times
+    return [replace(it, times=times) for it, times in counts.items()]
+
+
+def seconds_of(row: dict[str, Any], found: ModelProfile) -> float | None:
+    measured, run = row["measured"], row["run"]
+    tokens = found.tokens * (run.get("grad_accum") or 1)
+    if measured.get("step_s"):
+        return float(measured["step_s"])
+    if measured.get("tokens_per_s_per_gpu"):
+        return tokens / measured["tokens_per_s_per_gpu"]
+    peak = (row["hardware"].get("bf16") or row["hardware"].get("fp16")) * 1e12
+    for key, again in (("model_tflops", 0), ("mfu", 0), ("hw_tflops", 1), ("hfu", 1)):
+        value = measured.get(key)
+        if value:
+            work = found.total
+            # Published counts take the whole square of causal attention.
+            flops = 3 * (work.matmul_flops + 2 * work.attention_flops)
+            flops *= 4 / 3 if again and run.get("activation_checkpointing") == "full" else 1
+            rate = value * 1e12 if "tflops" in key else value * peak
+            return flops * (run.get("grad_accum") or 1) / rate
+    return None
+
+
+# -- the fit: logarithms of constants that stay near what is plausible, robust to odd runs
+
+PRIORS = {
+    # by constant: how far its logarithm may lie from its default (one standard deviation)
+    "matmul": 0.15,
+    "matmul_traffic": 0.5,
+    "attention": 0.3,
+    "moved": 0.4,
+    "moved_backward": 0.25,
+    "root_moved": 0.4,
+    "recompute": 0.1,
+    "micro_batch_ms": 0.5,
+    "kernel_us": 0.5,
+    "launch_us": 0.4,
+    "link": 0.2,
+    "network": 0.2,
+    "network_gbits": 0.6,
+    "latency_us": 0.7,
+    "interference": 0.6,
+    "optimizer": 0.4,
+    "step_ms": 0.7,
+    "compiled_moved": 0.3,
+    "compiled_launch": 0.3,
+}
+RATE, LAUNCH = 0.08, 0.4
+NOISE = 0.03
+
+
+def predicted(run: Run, constants: Constants) -> float:
+    return time_of_work(
+        run.all_work, run.inner, run.collectives, run.cluster, run.setting, constants
+    ).total
+
+
+def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
+    """Constants for runs, by Gauss-Newton on logarithms with priors and Huber weights."""
+    base = base or Constants()
+    names, spreads = list(PRIORS), list(PRIORS.values())
+    for gpu in sorted({run.cluster.gpu.name for run in runs}):
+        names += [gpu, f"attention {gpu}"]
+        spreads += [RATE, 0.2]
+    for engine in sorted({run.engine for run in runs}):
+        names += [engine, f"launch {engine}", f"moved {engine}"]
+        spreads += [RATE, LAUNCH, 0.25]
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for run in runs:
+        sizes[run.row["source"]["key"]] += 1
+    # A source of many similar runs counts for less than as many of different sources.
+    balance = torch.tensor(
+        [min(1.0, (30 / sizes[run.row["source"]["key"]]) ** 0.5) for run in runs],
+        dtype=torch.double,
+    )
+    spread = torch.tensor(spreads, dtype=torch.double)
+    starts = [vars(base)[name] if name in PRIORS else 1.0 for name in names]
+    point = torch.zeros(len(names), dtype=torch.double)
+
+    def residuals(at: torch.Tensor) -> torch.Tensor:
+        values = {n: s * math.exp(v) for n, s, v in zip(names, starts, at.tolist(), strict=True)}
+        constants = with_constants(base, values)
+        errors = [math.log(predicted(run, constants) / run.measured) for run in runs]  # type: ignore[operator]
+        return torch.tensor(errors, dtype=torch.double)
+
+    damping, current = 1e-2, residuals(point)
+
+    def objective(errors: torch.Tensor, at: torch.Tensor) -> float:
+        scaled = errors.abs() / NOISE
+        huber = torch.where(scaled < 1.5, scaled**2, 3 * scaled - 2.25)
+        return float((balance * huber).sum() + ((at / spread) ** 2).sum())
+
+    for _ in range(25):
+        step = 1e-4
+        columns = []
+        for index in range(len(names)):
+            moved = point.clone()
+            moved[index] += step
+            columns.append((residuals(moved) - current) / step)
+        jacobian = torch.stack(columns, dim=1)
+        scaled = current.abs() / NOISE
+        weight = (
+            balance / NOISE**2 * torch.where(scaled < 1.5, torch.ones_like(scaled), 1.5 / scaled)
+        )
+        hessian = jacobian.T @ (weight[:, None] * jacobian) + torch.diag(spread**-2)
+        gradient = jacobian.T @ (weight * current) + point / spread**2
+        before = objective(current, point)
+        while damping < 1e6:
+            change = torch.linalg.solve(hessian + damping * torch.diag(hessian.diag()), -gradient)
+            trial = point + change.clamp(-0.5, 0.5)
+            errors = residuals(trial)
+            if objective(errors, trial) < before:
+                break
+            damping *= 4
+        else:
+            break
+        done = before - objective(errors, trial) < 1e-4 * before
+        point, current, damping = trial, errors, max(1e-4, damping / 4)
+        if done:
+            break
+    values = {n: s * math.exp(v) for n, s, v in zip(names, starts, point.tolist(), strict=True)}
+    return with_constants(base, values)
+
+
+# -- reports
+
+
+def statistics_of(errors: Sequence[float]) -> str:
+    ordered = sorted(map(abs, errors))
+    p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+    return (
+        f"n {len(ordered):4d}  mean {100 * statistics.fmean(ordered):5.2f} %  median "
+        f"{100 * statistics.median(ordered):5.2f} %  p90 {100 * p90:5.2f} %  max {100 * ordered[-1]:5.2f} %  "
+        f"bias {100 * statistics.fmean(errors):+5.2f} %"
+    )
+
+
+def order_of_pairs(runs: Sequence[Run], constants: Constants) -> str:
+    """Pairs of one source, model and GPU whose tokens per second differ by 3 % or more."""
+    groups: defaultdict[object, list[tuple[float, float]]] = defaultdict(list)
+    for run in runs:
+        if run.measured:
+            tokens = run.profile.tokens * run.setting.micro_batches
+            key = (run.row["source"]["key"], run.row["model"]["name"], run.cluster.gpu.name)
+            groups[key].append((tokens / run.measured, tokens / predicted(run, constants)))
+    right = pairs = 0
+    for group in groups.values():
+        for (one, mine), (other, yours) in combinations(group, 2):
+            if abs(one - other) / max(one, other) >= 0.03:
+                pairs += 1
+                right += (one > other) == (mine > yours)
+    return f"pairs in the right order: {right} of {pairs}" + (
+        f" ({100 * right / pairs:.1f} %)" if pairs else ""
+    )
+
+
+def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> list[float]:
+    timed = [run for run in runs if run.measured]
+    errors = {id(run): predicted(run, constants) / run.measured - 1 for run in timed}  # type: ignore[operator]
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for run in timed:
+        row = run.row
+        groups[f"time, {row['source']['key']}, {row['system']}, {run.cluster.gpu.name}"].append(
+            errors[id(run)]
+        )
+        groups[f"time, {row['model']['name']}"].append(errors[id(run)])
+        groups[f"time, {run.cluster.count} GPUs"].append(errors[id(run)])
+        if verbose:
+            setting = f"S{row['run']['seq_len']} {row['run']['micro_batch']} x {run.setting.micro_batches}"
+            gpus = f"{run.cluster.gpu.name} x {run.cluster.count}"
+            seconds = f"{run.measured:9.4f} {predicted(run, constants):9.4f}"
+            name = f"{row['id']:18s} {run.engine[:14]:14s} {row['model']['name']:12s}"
+            print(f"{name} {gpus:16s} {setting:18s} {seconds} {100 * errors[id(run)]:+6.1f} %")
+    for name in sorted(groups):
+        print(f"{name:58s} {statistics_of(groups[name])}")
+    print(order_of_pairs(timed, constants))
+    return list(errors.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        help="runs to fit the constants to; without: those that are shipped",
+    )
+    parser.add_argument("--judge", type=Path, help="runs to compare with")
+    parser.add_argument(
+        "--hold-out",
+        choices=("size", "gpus", "none"),
+        help="fit on the rest of --calibrate, judge on what is held out",
+    )
+    parser.add_argument("--print-constants", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args()
+    runs, left = read(options.calibrate) if options.calibrate else ([], [])
+    timed = [run for run in runs if run.measured]
+    judged: list[float] = []
+    if options.hold_out == "size":
+        for name in sorted({run.row["model"]["name"] for run in timed}):
+            rest = [run for run in timed if run.row["model"]["name"] != name]
+            judged += report(
+                [run for run in timed if run.row["model"]["name"] == name],
+                fit(rest),
+                options.verbose,
+            )
+    elif options.hold_out == "gpus":
+        rest = [run for run in timed if run.cluster.count <= 8]
+        judged += report(
+            [run for run in timed if run.cluster.count > 8], fit(rest), options.verbose
+        )
+    else:
+        constants = fit(timed) if timed else FITTED
+        if options.print_constants:
+            print(constants)
+        if options.judge:
+            runs, left = read(options.judge)
+        judged += report(runs, constants, options.verbose)
+    for line in left:
+        print(f"left out: {line}")
+    print(statistics_of(judged))
+    ordered = sorted(map(abs, judged))
+    p90 = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+    print(
+        f"mean {100 * statistics.fmean(ordered):.2f} median {100 * statistics.median(ordered):.2f} p90 {100 * p90:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

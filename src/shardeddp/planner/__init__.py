@@ -1,0 +1,1 @@
+"""Planner: memory and time of a training step before it runs."""

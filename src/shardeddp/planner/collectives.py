@@ -1,0 +1,100 @@
+"""Collectives of a training step: which, over how many ranks, how large."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardeddp.plan.memory import GroupCost
+from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.topology import Topology
+
+Phase = Literal["forward", "backward", "step"]
+"""When it is issued; ``step``: once per optimizer step, beside the last backward or the first
+forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of one flat buffer."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    phase: Phase
+    unit: int
+    nbytes: int
+    """Of the whole buffer."""
+    ranks: int
+    stride: int = 1
+    """Distance of neighbours in the group: 1 inside a shard group, its size across replicas."""
+    times: int = 1
+    """Per optimizer step."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that one rank of a ring sends; as the engine's ``Traffic`` counts them."""
+        passes = 2 if self.kind == "all_reduce" else 1
+        return passes * self.nbytes * (self.ranks - 1) // self.ranks
+
+
+def collectives_of_step(
+    units: Sequence[Sequence[GroupCost]],
+    sharding: ShardingStrategy,
+    topology: Topology,
+    micro_batches: int = 1,
+) -> list[Collective]:
+    """What a rank communicates for one optimizer step, the steps before it being alike.
+
+    Inner units are expected to run one after the other: the last one ends the forward and begins
+    the backward, and the root stays unsharded through both.
+
+    Args:
+        units: The flat buffers of every unit, the root unit first.
+        sharding: When units are gathered, when gradients are reduced.
+        topology: Which ranks share.
+        micro_batches: Of an optimizer step.
+    """
+    found: list[Collective] = []
+    shard, replicas = topology.shard_size, topology.replicate_size
+    retained = sharding.reshard is Reshard.NEVER
+    reductions = micro_batches if sharding.reduce_every_backward else 1
+
+    def add(kind: str, phase: Phase, unit: int, nbytes: int, ranks: int, **more: int) -> None:
+        if ranks > 1 and nbytes:
+            found.append(
+                Collective(kind=kind, phase=phase, unit=unit, nbytes=nbytes, ranks=ranks, **more)  # type: ignore[arg-type]
+            )
+
+    for index, groups in enumerate(units):
+        again = sharding.reshard is Reshard.AFTER_FORWARD and 0 < index < len(units) - 1
+        for group in groups:
+            full = group.layout.padded_numel * group.param_itemsize
+            times = 1 if retained else micro_batches
+            if topology.split_replicas:
+                add("all_gather", "step", index, full // shard, replicas, stride=shard)
+            add("all_gather", "step" if retained else "forward", index, full, shard, times=times)
+            if again:
+                add(
+                    "all_gather",
+                    "backward",
+                    index,
+                    full,
+                    sharding.regather_size or shard,
+                    times=micro_batches,
+                )
+            if not group.trainable:
+                continue
+            reduced = group.layout.padded_numel * group.reduce_itemsize
+            phase: Phase = "backward" if reductions == micro_batches else "step"
+            add("reduce_scatter", phase, index, reduced, shard, times=reductions)
+            across = "reduce_scatter" if topology.split_replicas else "all_reduce"
+            add(across, "step", index, reduced // shard, replicas, stride=shard)
+    return found
+
+
+def sent_by_kind(collectives: Sequence[Collective]) -> tuple[Counter[str], Counter[str]]:
+    """Bytes and calls by kind, as the engine's ``Traffic`` has them."""
+    nbytes, calls = Counter[str](), Counter[str]()
+    for it in collectives:
+        nbytes[it.kind] += it.sent_nbytes * it.times
+        calls[it.kind] += it.times
+    return nbytes, calls

@@ -1,0 +1,257 @@
+"""Cost: the time of a training step by what it is spent on, from counted work and few constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardeddp.planner.collectives import Collective
+from shardeddp.planner.hardware import Cluster
+from shardeddp.planner.trace import Work
+
+BACKWARD_ATTENTION = 2.5
+"""FLOPs of fused attention's backward per FLOP of its forward: it computes the scores again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What is not in data sheets; `benchmarks/plan_accuracy.py` fits them to published runs.
+
+    Every value is positive, so that a fit can move its logarithm.
+    """
+
+    matmul: float = 1.0
+    """Rate of large matmuls in shares of the best that was measured on the GPU."""
+    matmul_traffic: float = 1.0
+    """Cost of a matmul's operands and results in shares of their time at full bandwidth."""
+    attention: float = 0.5
+    """Rate of fused attention in shares of the dense peak."""
+    moved: float = 0.5
+    """Cost of element-wise bytes in shares of their time at full bandwidth."""
+    moved_backward: float = 1.5
+    """Element-wise bytes of a backward per byte of its forward."""
+    root_moved: float = 1.5
+    """Element-wise bytes of the root (embedding, logits, loss) per byte that was counted."""
+    recompute: float = 0.95
+    """Cost of a recomputation per cost of the forward."""
+    kernel_us: float = 3.0
+    """Time that each kernel takes on the device whatever its size."""
+    launch_us: float = 20.0
+    """Host time of each kernel."""
+    link: float = 0.75
+    """Share of the node's link that collectives reach."""
+    network: float = 0.75
+    """The same for the network between nodes."""
+    network_gbits: float = 200.0
+    """Of a GPU, where nobody says."""
+    latency_us: float = 30.0
+    """Of a collective, per doubling of its ranks."""
+    interference: float = 0.2
+    """Slowdown of computing by the communication that it hides."""
+    optimizer: float = 1.5
+    """Passes of an optimizer over its states in shares of their time at full bandwidth."""
+    micro_batch_ms: float = 2.0
+    """Host time of each micro-batch beside its kernels'."""
+    step_ms: float = 5.0
+    """Of an optimizer step, whatever its size."""
+    compiled_moved: float = 0.5
+    """Element-wise bytes that ``torch.compile`` leaves."""
+    compiled_launch: float = 0.5
+    """Kernels that it leaves."""
+    rates: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Rate of matmuls and attention by GPU or engine, in shares of the above."""
+
+
+# `benchmarks/plan_accuracy.py --calibrate` on 221 published runs of MPT, Llama and GPT under FSDP1,
+# FSDP2, YaFSDP and Megatron-DeepSpeed on 1 to 128 A100 and H100; without what is theirs alone.
+FITTED = Constants(
+    matmul=0.970,
+    matmul_traffic=1.61,
+    attention=0.269,
+    moved=0.705,
+    moved_backward=1.77,
+    root_moved=0.915,
+    recompute=0.801,
+    kernel_us=2.95,
+    launch_us=24.3,
+    link=0.564,
+    network=0.699,
+    latency_us=26.7,
+    interference=0.311,
+    optimizer=1.32,
+    micro_batch_ms=11.4,
+    step_ms=2.13,
+    compiled_moved=0.321,
+    compiled_launch=0.489,
+    rates={
+        "A100-40": 1.08,
+        "A100-80": 1.12,
+        "H100-80": 1.01,
+        "H100-96-500W": 0.812,
+        "attention A100-40": 1.16,
+        "attention A100-80": 1.16,
+        "attention H100-80": 0.650,
+        "attention H100-96-500W": 0.870,
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Seconds of one optimizer step; the parts sum to the whole."""
+
+    compute: float
+    recompute: float
+    gathers: float
+    """Exposed: not hidden behind computing."""
+    reductions: float
+    optimizer: float
+    launch: float
+    """Waiting of the device for the host."""
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a step's time depends on beside work, collectives and machines."""
+
+    micro_batches: int = 1
+    recomputes: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Shares of inner units' matmuls, attention and the rest that backward computes again."""
+    fp32: bool = False
+    compiled: bool = False
+    optimizer_nbytes: float = 0.0
+    """That a rank's optimizer step reads and writes."""
+    host_gbs: float | None = None
+    """Rate of an optimizer step on the host; None: it steps on the device."""
+    engine: str = ""
+
+
+def time_of_work(
+    all_work: Work,
+    inner: Work,
+    collectives: Sequence[Collective],
+    cluster: Cluster,
+    setting: Setting,
+    constants: Constants,
+) -> Step:
+    """The time of one optimizer step.
+
+    Args:
+        all_work: Of a micro-batch.
+        inner: What of it is done by the units but the root.
+        collectives: Of a step.
+        cluster: Where it runs.
+        setting: How.
+        constants: What data sheets do not say.
+    """
+    c, count = constants, setting.micro_batches
+    root = Work()
+    root.add(all_work)
+    root.add(inner, times=-1)
+    own, own_launch = _forward(inner, cluster, setting, c)
+    others, other_launch = _forward(root, cluster, setting, c, c.root_moved)
+    forward = tuple(map(sum, zip(own, others, strict=True)))
+    matmul, attention, moved = forward
+    backward = (2 * matmul, BACKWARD_ATTENTION * attention, c.moved_backward * moved)
+    again = [
+        c.recompute * share * part for share, part in zip(setting.recomputes, own, strict=True)
+    ]
+    again_launch = own_launch * sum(setting.recomputes) / 3
+    forward_launch = own_launch + other_launch
+    ahead, back, redone = sum(forward), sum(backward), sum(again)
+    hosts = {"forward": forward_launch, "backward": 2 * forward_launch + again_launch}
+    work = {"forward": ahead, "backward": back + redone}
+    waits = {key: _soft_max(work[key], hosts[key], 8) - work[key] for key in work}
+    times = {"forward": [0.0, 0.0], "backward": [0.0, 0.0], "step": [0.0, 0.0]}
+    for it in collectives:
+        seconds = time_collective(it, cluster, c)
+        times[it.phase][it.kind != "all_gather"] += seconds * it.times
+    gathers = reductions = 0.0
+    # What happens once per step hides with the rest: gathers in the first forward, reductions in
+    # the last backward.
+    for phase, once in (
+        ("forward", (times["step"][0], 0.0)),
+        ("backward", (0.0, times["step"][1])),
+    ):
+        each = times[phase][0] / count, times[phase][1] / count
+        for repeats, parts in (
+            (count - 1, each),
+            (1, (each[0] + once[0], each[1] + once[1])),
+        ):
+            exposed = _exposed(sum(parts), work[phase] + waits[phase], c) * repeats
+            share = parts[0] / sum(parts) if sum(parts) else 0.0
+            gathers += share * exposed
+            reductions += (1 - share) * exposed
+    rate = setting.host_gbs or cluster.gpu.memory_tbs * 1e3 / c.optimizer
+    return Step(
+        compute=(ahead + back) * count,
+        recompute=redone * count,
+        gathers=gathers,
+        reductions=reductions,
+        optimizer=setting.optimizer_nbytes / (rate * 1e9),
+        launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count + c.step_ms * 1e-3,
+    )
+
+
+def _forward(
+    work: Work, cluster: Cluster, setting: Setting, c: Constants, factor: float = 1.0
+) -> tuple[tuple[float, float, float], float]:
+    """Seconds of matmuls, attention and the rest on the device, and of launching on the host."""
+    gpu = cluster.gpu
+    rate = c.rates.get(gpu.name, 1.0) * c.rates.get(setting.engine, 1.0)
+    peak = (gpu.fp32_tflops if setting.fp32 else gpu.bf16_tflops) * 1e12
+    bandwidth = gpu.memory_tbs * 1e12
+    kept = c.compiled_launch if setting.compiled else 1.0
+    moved = work.moved_nbytes * c.moved * (c.compiled_moved if setting.compiled else 1.0)
+    moved *= factor * c.rates.get(f"moved {setting.engine}", 1.0)
+    matmul = work.matmul_flops / (peak * gpu.best * c.matmul * rate)
+    matmul += c.matmul_traffic * work.matmul_nbytes / bandwidth
+    attention_rate = c.rates.get(f"attention {gpu.name}", 1.0)
+    attention = work.attention_flops / (peak * c.attention * attention_rate)
+    rest = moved / bandwidth + work.kernels * kept * c.kernel_us * 1e-6
+    launch = c.launch_us * c.rates.get(f"launch {setting.engine}", 1.0)
+    return (matmul, attention, rest), work.kernels * kept * launch * 1e-6
+
+
+def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
+    """Seconds of one collective as a ring does it.
+
+    Rings of the ranks of a node share its network: between nodes a ring has all of it, and groups
+    across replicas, of which a node has several, a part.
+    """
+    passes = 2 if it.kind == "all_reduce" else 1
+    nodes = min(it.ranks, math.ceil(it.ranks * it.stride / cluster.ranks_per_node))
+    rate = cluster.gpu.link_gbs * c.link
+    if nodes > 1:
+        own = (cluster.network_gbits or c.network_gbits) / 8 * c.network
+        inside = max(1, cluster.ranks_per_node // it.stride)
+        rate = min(rate, own * inside)
+    latency = c.latency_us * 1e-6 * math.log2(it.ranks)
+    return passes * (it.nbytes * (it.ranks - 1) / it.ranks / (rate * 1e9) + latency)
+
+
+def _exposed(communication: float, compute: float, c: Constants) -> float:
+    """Seconds that communication adds to computing beside which it runs."""
+    hidden = min(communication, compute)
+    return _soft_max(communication, compute) - compute + c.interference * hidden
+
+
+def _soft_max(one: float, other: float, sharpness: int = 6) -> float:
+    """The larger, a little more where they are alike: two queues do not stay side by side."""
+    larger = max(one, other)
+    return (
+        larger * (1 + (min(one, other) / larger) ** sharpness) ** (1 / sharpness) if larger else 0.0
+    )
+
+
+def with_constants(constants: Constants, values: Mapping[str, float]) -> Constants:
+    """Constants with other values; names that are no field are rates."""
+    own = {key: value for key, value in values.items() if key in vars(constants)}
+    rates = {key: value for key, value in values.items() if key not in own}
+    return replace(constants, **own, rates={**constants.rates, **rates})

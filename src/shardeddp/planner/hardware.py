@@ -1,0 +1,129 @@
+"""Hardware: dense peaks, memory and links of GPUs, and the machines that a plan is for."""
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from shardeddp.errors import ConfigurationError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """One GPU as its data sheet has it; all products are dense, without structured sparsity."""
+
+    name: str
+    bf16_tflops: float
+    """Dense; that of fp16 where the GPU has no bf16."""
+    fp32_tflops: float
+    """Of matmuls as torch does them by default: without TF32."""
+    memory_gb: float
+    """In units of 10**9 bytes."""
+    memory_tbs: float
+    link_gbs: float
+    """GB/s to the other GPUs of its node, in one direction."""
+    best: float
+    """Share of the dense peak that the best matmul of any shape reaches."""
+
+
+# Peaks, memory, links: the vendors' data sheets (A100 2021, H100 2023, H200 2024, Blackwell 2024,
+# MI300X 2023), where figures "with sparsity" are halved and NVLink's are halved to one direction.
+# H100 NVL is 835 dense (1,671 with sparsity). `best`: maximum achievable matmul FLOPS of
+# stas00/ml-engineering (compute/accelerator), which measured shapes of all sizes; without a
+# measurement the figure of the nearest relative.
+_TABLE = (
+    # name, bf16, fp32, GB, TB/s, GB/s, best
+    ("V100", 125, 15.7, 32, 0.9, 150, 0.80),
+    ("A100-40", 312, 19.5, 40, 1.555, 300, 0.87),
+    ("A100-80", 312, 19.5, 80, 2.039, 300, 0.87),
+    ("A100-PCIE", 312, 19.5, 80, 1.935, 32, 0.81),
+    ("H100-80", 989, 67, 80, 3.35, 450, 0.80),
+    ("H100-PCIE", 756, 51, 80, 2.0, 64, 0.80),
+    ("H100-NVL", 835, 60, 94, 3.9, 300, 0.80),
+    ("H100-96-500W", 989, 67, 96, 2.4, 450, 0.70),
+    ("H200", 989, 67, 141, 4.8, 450, 0.80),
+    ("GH200", 989, 67, 96, 4.0, 450, 0.84),
+    ("H20", 148, 44, 96, 4.0, 450, 0.90),
+    ("B200", 2250, 80, 180, 7.7, 900, 0.776),
+    ("GB200", 2500, 80, 186, 8.0, 900, 0.73),
+    ("B300", 2250, 77, 270, 8.0, 900, 0.786),
+    ("GB300", 2500, 80, 279, 8.0, 900, 0.73),
+    ("L40S", 362, 91.6, 48, 0.864, 32, 0.75),
+    ("MI250X", 383, 47.9, 128, 3.2, 150, 0.60),
+    ("MI300X", 1307, 163.4, 192, 5.3, 448, 0.51),
+    ("MI325X", 1307, 163.4, 256, 6.0, 448, 0.60),
+    ("MI355X", 2300, 157.3, 288, 8.0, 538, 0.68),
+)
+GPUS = {
+    name: GPU(
+        name=name,
+        bf16_tflops=bf16,
+        fp32_tflops=fp32,
+        memory_gb=memory,
+        memory_tbs=bandwidth,
+        link_gbs=link,
+        best=best,
+    )
+    for name, bf16, fp32, memory, bandwidth, link, best in _TABLE
+}
+_ALIASES = {"A100": "A100-80", "H100": "H100-80", "A100-SXM": "A100-80", "H100-SXM": "H100-80"}
+
+
+def find_gpu(name: str, **figures: float | None) -> GPU:
+    """A GPU by name, or by numbers.
+
+    Args:
+        name: As in ``GPUS``, in any case; any name where all figures are given.
+        **figures: Fields of :class:`GPU` that replace those of the table; None: as they are.
+
+    Raises:
+        ConfigurationError: The table does not have it, and figures are missing.
+    """
+    given = {key: value for key, value in figures.items() if value is not None}
+    key = name.upper().replace(" ", "-").removeprefix("NVIDIA-").removesuffix("GB")
+    found = GPUS.get(_ALIASES.get(key, key))
+    if found is not None:
+        return replace(found, **given)
+    needs = ("bf16_tflops", "memory_gb", "memory_tbs", "link_gbs")
+    missing = [need for need in needs if need not in given]
+    if missing:
+        near = get_close_matches(key, (*GPUS, *_ALIASES), n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigurationError(
+            f"GPU {name!r} is not in the table ({', '.join(GPUS)}){hint} Of another one say "
+            f"{', '.join('--' + need.replace('_', '-') for need in missing)} as well"
+        )
+    defaults = {"best": 0.75, "fp32_tflops": given["bf16_tflops"] / 16}
+    return GPU(name=name, **{**defaults, **given})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The machines of a run."""
+
+    gpu: GPU
+    count: int
+    per_node: int = 8
+    network_gbits: float | None = None
+    """Gbit/s of a GPU's share of its node's network; None: unknown, a usual one is taken."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.per_node < 1:
+            raise ConfigurationError(
+                f"expected at least one GPU on a node, found {self.count} GPUs at {self.per_node}"
+            )
+        if self.count > self.per_node and self.count % self.per_node:
+            raise ConfigurationError(
+                f"{self.count} GPUs at {self.per_node} on a node leave a node that is not full: "
+                f"every node needs the same number of ranks"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """GPUs of a node that are used."""
+        return min(self.count, self.per_node)
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return self.count // self.ranks_per_node

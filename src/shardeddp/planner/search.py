@@ -1,0 +1,472 @@
+"""Search: the settings of a run that fit on the machines, with their memory and time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardeddp.engine.unit import costs_of
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.memory import GroupCost, MemoryPlan, backward_moments, plan_memory
+from shardeddp.plan.sharding_strategy import (
+    SHARDING_STRATEGIES,
+    Reshard,
+    ShardingStrategy,
+    choose_sharding,
+)
+from shardeddp.planner.collectives import Collective, collectives_of_step
+from shardeddp.planner.cost import FITTED, Setting, Step, time_of_work
+from shardeddp.planner.hardware import GIB, Cluster
+from shardeddp.planner.trace import ModelProfile, profile
+from shardeddp.wrap import Policy
+
+TIME_INTERVAL = 0.15
+"""Share of a predicted time within which runs lie that the constants were not fitted to (p90)."""
+MEMORY_INTERVAL = 0.06
+"""The same of a predicted peak; what is called fitting fits at its upper end."""
+CONTEXT_NBYTES = int(1.5 * GIB)
+"""Of a GPU, outside of the allocator: CUDA's context, NCCL's buffers, libraries' workspaces."""
+SLACK = 0.08
+"""Of what is allocated and freed within a step; the allocator cannot give it all back."""
+HOST_GBS = 20.0
+"""Of optimizer states that a rank's share of its host steps through."""
+PCIE_GBS = 20.0
+
+RECOMPUTES = {
+    "none": (0.0, 0.0, 0.0),
+    "selective": (0.0, 0.0, 1.0),
+    "full": (1.0, 1.0, 1.0),
+}
+OFFLOADS = ("none", "optimizer", "params")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run."""
+
+    strategy: str
+    shard_size: int
+    recompute: str
+    offload: str
+    micro_batch: int
+    micro_batches: int
+    precision: str
+
+    def yaml(self, cluster: Cluster) -> str:
+        """The Trainer's part of a configuration that runs so."""
+        lines = ["trainer:", f"  num_nodes: {cluster.num_nodes}"]
+        lines += [f"  devices: {cluster.ranks_per_node}"]
+        if self.micro_batches > 1:
+            lines.append(f"  accumulate_grad_batches: {self.micro_batches}")
+        precision = "32-true" if self.precision == "bf16" else self.precision
+        lines += [f"  precision: {precision}", "  strategy:", "    class_path: shardeddp.ShardedDP"]
+        lines += ["    init_args:", f"      sharding_strategy: {self.strategy}"]
+        if self.strategy == "hybrid_shard":
+            lines.append(f"      shard_size: {self.shard_size}")
+        if self.precision == "bf16":
+            lines.append("      mixed_precision: bfloat16")
+        if self.recompute == "full":
+            lines.append("      activation_checkpointing: auto")
+        if self.recompute == "selective":
+            lines += ["      activation_checkpointing:"]
+            lines.append("        class_path: shardeddp.ActivationCheckpointing")
+            lines.append("        init_args: {save_ops: [matmul, attention]}")
+        if self.offload != "none":
+            lines += ["      cpu_offload:", "        class_path: shardeddp.CPUOffload"]
+            lines.append(f"        init_args: {{{self.offload}: true}}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a rank at the worst moment of a step, by kind; the device's sum to its peak."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    in_flight: int
+    """Unsharded parameters and gradients, communication buffers among them."""
+    activations: int
+    logits: int
+    """What the root keeps and computes behind the last inner unit."""
+    slack: int
+    context: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """Of the device."""
+        return sum(vars(self).values()) - self.host
+
+    @property
+    def allocated(self) -> int:
+        """Of torch's allocator, without what it cannot use."""
+        return self.peak - self.slack - self.context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A choice with its figures."""
+
+    choice: Choice
+    memory: Memory
+    step: Step
+    tokens: int
+    """Of all ranks, per optimizer step."""
+    model_flops: float
+    """Of a rank, per optimizer step, without recomputation."""
+    peak_flops: float
+    fits: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.step.total
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs in shares of the dense peak."""
+        return self.model_flops / self.step.total / self.peak_flops
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain figures: bytes, seconds, and intervals."""
+        seconds, peak = self.step.total, self.memory.peak
+        return {
+            **vars(self.choice),
+            "fits": self.fits,
+            "memory_nbytes": {**vars(self.memory), "peak": peak},
+            "memory_interval": [round(peak * (1 + sign * MEMORY_INTERVAL)) for sign in (-1, 1)],
+            "step_seconds": {**vars(self.step), "total": seconds},
+            "step_interval": [seconds * (1 + sign * TIME_INTERVAL) for sign in (-1, 1)],
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+        }
+
+
+@dataclass(kw_only=True)
+class Planner:
+    """Plans one model on some machines.
+
+    Args:
+        build: Makes the module, on the meta device.
+        step: Computes the loss of a micro-batch of so many samples.
+        length: Tokens of a sample.
+        policy: Which modules are units.
+        optimizer_states: Per element of a trainable parameter; 2 for Adam.
+        prefetch: Units that are gathered ahead.
+    """
+
+    build: Callable[[], nn.Module]
+    step: Callable[[nn.Module, int], Any]
+    length: int
+    policy: Policy
+    optimizer_states: int = 2
+    prefetch: int = 1
+    _extrapolated: dict[tuple[str, int], ModelProfile] = field(
+        default_factory=dict[tuple[str, int], ModelProfile]
+    )
+    _profiles: dict[tuple[str, int], ModelProfile] = field(
+        default_factory=dict[tuple[str, int], ModelProfile]
+    )
+
+    def profile(self, precision: str, micro_batch: int) -> ModelProfile:
+        """Work of a micro-batch; from two that were traced, as all of it is affine in samples."""
+        for samples in (1, 2):
+            if (precision, samples) not in self._profiles:
+                with torch.device("meta"):
+                    module = self.build()
+                self._profiles[precision, samples] = profile(
+                    module,
+                    self.step,
+                    policy=self.policy,
+                    precision=precision,
+                    micro_batch=samples,
+                    tokens=samples * self.length,
+                )
+        key = precision, micro_batch
+        if key not in self._extrapolated:
+            one, two = (self._profiles[precision, samples] for samples in (1, 2))
+            self._extrapolated[key] = one.extrapolate(two, micro_batch)
+        return self._extrapolated[key]
+
+    def plans(
+        self,
+        cluster: Cluster,
+        *,
+        global_batch: int | None = None,
+        strategies: Sequence[str] = tuple(SHARDING_STRATEGIES),
+        precisions: Sequence[str] = ("bf16-mixed",),
+        recomputes: Sequence[str] = tuple(RECOMPUTES),
+        offloads: Sequence[str] = ("none",),
+        micro_batches: Sequence[int] = (1, 2, 4, 8, 16),
+    ) -> list[Planned]:
+        """Every combination, the best first: those that fit by tokens per second, then the others.
+
+        Args:
+            cluster: The machines.
+            global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
+            strategies: Names of sharding strategies.
+            precisions: As the Trainer's.
+            recomputes: Names in ``RECOMPUTES``.
+            offloads: Names in ``OFFLOADS``.
+            micro_batches: Samples of a rank's forward.
+        """
+        found: list[Planned] = []
+        for precision in precisions:
+            for strategy, size in _shard_sizes(strategies, cluster):
+                found += self._plans_of(
+                    cluster,
+                    strategy,
+                    size,
+                    precision,
+                    global_batch,
+                    recomputes,
+                    offloads,
+                    micro_batches,
+                )
+        if not found:
+            raise ConfigurationError(
+                f"global_batch={global_batch}: expected a multiple of a micro-batch of "
+                f"{', '.join(map(str, micro_batches))} samples on each of {cluster.count} ranks"
+            )
+        return sorted(
+            found,
+            key=lambda it: (not it.fits, -it.tokens_per_second if it.fits else it.memory.peak),
+        )
+
+    def _plans_of(
+        self,
+        cluster: Cluster,
+        strategy: str,
+        size: int | None,
+        precision: str,
+        global_batch: int | None,
+        recomputes: Sequence[str],
+        offloads: Sequence[str],
+        micro_batches: Sequence[int],
+    ) -> Iterator[Planned]:
+        sharding = choose_sharding(strategy, size)
+        topology = sharding.topology(cluster.num_nodes, cluster.ranks_per_node)
+        units = [costs_of(it, topology) for it in self.profile(precision, 1).units]
+        trained = sum(it.shard_nbytes for unit in units for it in unit if it.trainable)
+        collectives: dict[int, list[Collective]] = {}
+        moments: dict[bool, list[tuple[int, int]]] = {}
+        resting: dict[tuple[str, bool], MemoryPlan] = {}
+        for micro_batch in micro_batches:
+            count, rest = divmod(
+                global_batch or micro_batch * cluster.count, micro_batch * cluster.count
+            )
+            if rest or not count:
+                continue
+            if count not in collectives:
+                collectives[count] = combined(collectives_of_step(units, sharding, topology, count))
+            if (count > 1) not in moments:
+                moments[count > 1] = backward_moments(
+                    units, sharding, prefetch=self.prefetch, staged=False, accumulates=count > 1
+                )
+            work = self.profile(precision, micro_batch)
+            for recompute in recomputes:
+                for offload in offloads:
+                    choice = Choice(
+                        strategy=strategy,
+                        shard_size=topology.shard_size,
+                        recompute=recompute,
+                        offload=offload,
+                        micro_batch=micro_batch,
+                        micro_batches=count,
+                        precision=precision,
+                    )
+                    if (offload, count > 1) not in resting:
+                        resting[offload, count > 1] = plan_memory(
+                            units,
+                            replace(sharding, offload_params=offload == "params"),
+                            prefetch=self.prefetch,
+                            states_per_element=self.optimizer_states,
+                            staged=False,
+                            accumulates=count > 1,
+                            offload_optimizer=offload == "optimizer",
+                        )
+                    memory = memory_of(
+                        work,
+                        recompute,
+                        resting[offload, count > 1],
+                        at_loss(units, sharding),
+                        moments[count > 1],
+                    )
+                    yield _timed(
+                        choice,
+                        memory,
+                        work,
+                        collectives[count],
+                        (2 * self.optimizer_states + 3) * trained,
+                        2 * trained,
+                        cluster,
+                    )
+
+
+def _timed(
+    choice: Choice,
+    memory: Memory,
+    work: ModelProfile,
+    collectives: Sequence[Collective],
+    optimizer_nbytes: int,
+    crossing_nbytes: int,
+    cluster: Cluster,
+) -> Planned:
+    """The figures of one choice; where the host steps, gradients and parameters cross to it."""
+    on_host = choice.offload != "none"
+    step = time_of_work(
+        work.total,
+        work.inner,
+        collectives,
+        cluster,
+        Setting(
+            micro_batches=choice.micro_batches,
+            recomputes=RECOMPUTES[choice.recompute],
+            fp32=choice.precision == "32-true",
+            optimizer_nbytes=optimizer_nbytes + on_host * crossing_nbytes * HOST_GBS / PCIE_GBS,
+            host_gbs=HOST_GBS if on_host else None,
+        ),
+        FITTED,
+    )
+    total = work.total
+    flops = 3 * (total.matmul_flops + total.attention_flops) * choice.micro_batches
+    gpu = cluster.gpu
+    peak = (gpu.fp32_tflops if choice.precision == "32-true" else gpu.bf16_tflops) * 1e12
+    return Planned(
+        choice=choice,
+        memory=memory,
+        step=step,
+        tokens=work.tokens * choice.micro_batches * cluster.count,
+        model_flops=flops,
+        peak_flops=peak,
+        fits=memory.peak * (1 + MEMORY_INTERVAL) <= gpu.memory_gb * 1e9,
+    )
+
+
+def at_loss(units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy) -> int:
+    """Bytes of unsharded parameters between forward and backward."""
+    full = [sum(group.full_nbytes for group in unit) for unit in units]
+    return {
+        Reshard.NEVER: 0,
+        Reshard.AFTER_BACKWARD: sum(full),
+        Reshard.AFTER_FORWARD: sum(full[:1]) + sum(full[1:][-1:]),
+    }[sharding.reshard]
+
+
+def memory_of(
+    work: ModelProfile,
+    recompute: str,
+    resting: MemoryPlan,
+    unsharded_nbytes: int,
+    moments: Sequence[tuple[int, int]],
+) -> Memory:
+    """Bytes of a rank at the worst moment of a step.
+
+    Two kinds of moment: between forward and backward, where everything that was kept is there and
+    the loss computes the gradient of the logits; and the turns of the units in backward, where what
+    later units kept is gone.
+
+    Args:
+        work: Of a micro-batch.
+        recompute: A name in ``RECOMPUTES``.
+        resting: What stays between steps.
+        unsharded_nbytes: See :func:`at_loss`.
+        moments: Of the backward, with units' places.
+    """
+    kept, again = kept_by_unit(work, recompute)
+    head = work.head
+    alive, below = list[int](), kept[0] - head.saved_nbytes
+    for index, own in enumerate(kept):
+        below += own if index else 0
+        # A unit at work has computed again what it had not kept; its largest results have gradients.
+        alive.append(below + again[index] + 2 * work.work[index].largest_nbytes * (index > 0))
+    # The logits' gradient is computed from what the loss has kept, in its dtype and in theirs.
+    loss = head.saved_nbytes + 3 * head.largest_nbytes // 2
+    candidates = [(unsharded_nbytes, below, loss)]
+    candidates += [(nbytes, alive[unit], 0) for unit, nbytes in moments]
+    in_flight, activations, logits = max(candidates, key=sum)
+    device = resting.resting_nbytes
+    return Memory(
+        parameters=resting.main_shard_nbytes + resting.retained_nbytes,
+        gradients=resting.gradient_shard_nbytes,
+        optimizer=resting.optimizer_nbytes,
+        in_flight=in_flight,
+        activations=activations,
+        logits=logits,
+        slack=int(SLACK * (device and in_flight + activations + logits)),
+        context=CONTEXT_NBYTES,
+        host=resting.host_nbytes,
+    )
+
+
+def kept_by_unit(work: ModelProfile, recompute: str) -> tuple[list[int], list[int]]:
+    """By unit, bytes kept from forward to backward, and bytes computed again in its turn."""
+    kept, again = [work.work[0].saved_nbytes], [0]
+    for own in work.work[1:]:
+        if recompute == "none":
+            keeps = own.saved_nbytes
+        else:
+            keeps = own.input_nbytes + (own.costly_nbytes if recompute == "selective" else 0)
+        keeps = min(keeps, own.saved_nbytes)
+        kept.append(keeps)
+        again.append(own.saved_nbytes - keeps)
+    return kept, again
+
+
+def combined(collectives: Sequence[Collective]) -> list[Collective]:
+    """Equal collectives of different units as one that happens several times."""
+    counts: defaultdict[Collective, int] = defaultdict(int)
+    for it in collectives:
+        counts[replace(it, unit=0, times=1)] += it.times
+    return [replace(it, times=times) for it, times in counts.items()]
+
+
+def _shard_sizes(strategies: Sequence[str], cluster: Cluster) -> Iterator[tuple[str, int | None]]:
+    """Strategies with the shard sizes that make a difference."""
+    for strategy in strategies:
+        if strategy != "hybrid_shard":
+            yield strategy, None
+            continue
+        size = 2
+        while size < cluster.count:
+            inside = cluster.ranks_per_node % size == 0
+            if cluster.count % size == 0 and (inside or size % cluster.ranks_per_node == 0):
+                yield strategy, size
+            size *= 2
+
+
+def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]:
+    """Why a plan is the best: what its step is spent on, and what its neighbours lose by."""
+    parts: Mapping[str, float] = vars(best.step)
+    largest = sorted(parts, key=lambda name: -parts[name])[:3]
+    spent = ", ".join(f"{100 * parts[name] / best.step.total:.0f} % {name}" for name in largest)
+    lines = [f"A step is {spent}."]
+    room = cluster.gpu.memory_gb * 1e9 - best.memory.peak
+    lines.append(
+        f"It leaves {room / GIB:.1f} GiB of {cluster.gpu.memory_gb * 1e9 / GIB:.1f} GiB free."
+    )
+    names = ("strategy", "shard_size", "recompute", "offload", "micro_batch", "precision")
+    mine = vars(best.choice)
+    for other in others:
+        differs = [name for name in names if vars(other.choice)[name] != mine[name]]
+        if len(differs) == 1 or set(differs) == {"strategy", "shard_size"}:
+            change = " ".join(str(vars(other.choice)[name]) for name in differs)
+            if not other.fits:
+                over = other.memory.peak * (1 + MEMORY_INTERVAL) - cluster.gpu.memory_gb * 1e9
+                verdict = f"may need {over / GIB:.1f} GiB more than there is"
+            else:
+                slower = best.tokens_per_second / other.tokens_per_second - 1
+                theirs = vars(other.step)
+                cause = max(
+                    parts,
+                    key=lambda it: theirs[it] / other.tokens - parts[it] / best.tokens,
+                )
+                verdict = f"{100 * slower:.0f} % slower, most by {cause}"
+            lines.append(f"{differs[0]} {change}: {verdict}.")
+    return lines[:12]

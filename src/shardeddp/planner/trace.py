@@ -1,0 +1,380 @@
+"""Trace: what a micro-batch of a module computes and keeps, by unit, without memory or weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
+
+from shardeddp.engine.autocast_copies import is_cast_by_autocast
+from shardeddp.errors import ConfigurationError
+from shardeddp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from shardeddp.wrap import Policy, build_units
+from shardeddp.wrap.tree import ParameterSpec, UnitSpec
+
+# -- what is counted
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What the forward of some modules does; backward and recomputation follow from it."""
+
+    matmul_flops: float = 0.0
+    matmul_nbytes: float = 0.0
+    """Of operands and results."""
+    attention_flops: float = 0.0
+    """Of fused attention; half of the square where it is causal."""
+    moved_nbytes: float = 0.0
+    """Read and written by everything else."""
+    kernels: int = 0
+    saved_nbytes: int = 0
+    """Kept for the backward; each storage once, parameters and their copies not at all."""
+    costly_nbytes: int = 0
+    """Results of matmuls and attention among it: what selective checkpointing keeps."""
+    input_nbytes: int = 0
+    """Tensors that the module is called with."""
+    largest_nbytes: int = 0
+    """Largest single result."""
+
+    def add(self, other: Work, times: int = 1) -> None:
+        """Count other work as well."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            setattr(
+                self, name, max(mine, value) if name == "largest_nbytes" else mine + times * value
+            )
+
+
+@dataclass(kw_only=True)
+class ModelProfile:
+    """One micro-batch of a module in the units that the engine would make of it."""
+
+    units: list[UnitSpec]
+    work: list[Work]
+    """By unit."""
+    head: Work
+    """What the root computes after the last inner unit: logits and loss; contained in its work."""
+    micro_batch: int
+    tokens: int
+    """Of a micro-batch; samples where inputs are no sequences."""
+
+    @cached_property
+    def total(self) -> Work:
+        """The sum over all units."""
+        return _sum(self.work)
+
+    @cached_property
+    def inner(self) -> Work:
+        """The sum over all units but the root."""
+        return _sum(self.work[1:])
+
+    def extrapolate(self, two: ModelProfile, micro_batch: int) -> ModelProfile:
+        """The profile of more samples; this one is of one sample, ``two`` of two."""
+
+        def at(one: Work, other: Work) -> Work:
+            first, second = vars(one), vars(other)
+            return Work(
+                **{
+                    name: first[name] + (micro_batch - 1) * (second[name] - first[name])
+                    for name in first
+                }
+            )
+
+        return ModelProfile(
+            units=self.units,
+            work=[at(*pair) for pair in zip(self.work, two.work, strict=True)],
+            head=at(self.head, two.head),
+            micro_batch=micro_batch,
+            tokens=self.tokens * micro_batch,
+        )
+
+
+def _sum(works: Sequence[Work]) -> Work:
+    result = Work()
+    for work in works:
+        result.add(work)
+    return result
+
+
+# -- recording of operations
+
+
+@dataclass
+class _Recorder:
+    """Takes operations and saved tensors into the innermost unit that is at work."""
+
+    work: list[Work]
+    head: Work
+    free: set[int]  # storages of parameters and of what is only a cast or view of them
+    inside: list[int] = field(default_factory=lambda: [0])
+    seen: set[int] = field(default_factory=set[int])
+    costly: set[int] = field(default_factory=set[int])
+    kept: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    after_units: bool = False
+
+    def targets(self) -> list[Work]:
+        own = self.work[self.inside[-1]]
+        return [own, self.head] if self.after_units and self.inside[-1] == 0 else [own]
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = storage(tensor)
+        if key not in self.seen and key not in self.free:
+            self.seen.add(key)
+            self.kept.append(tensor)  # its storage's identity must not be another's
+            for work in self.targets():
+                work.saved_nbytes += tensor.untyped_storage().nbytes()
+                if key in self.costly:
+                    work.costly_nbytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        results = [it for it in pytree.tree_leaves(out) if isinstance(it, torch.Tensor)]
+        operands = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        if not results:
+            return
+        if operands and all(storage(it) in self.free for it in operands):
+            self.free.update(map(storage, results))  # a cast or a view of parameters: gathered so
+            self.kept += results
+            return
+        if storage(results[0]) in {storage(it) for it in operands} and func.is_view:
+            return
+        name = func.name().partition("::")[2].partition(".")[0]
+        nbytes = sum(it.nbytes for it in (*operands, *results))
+        causal = any(flag is True for flag in (*args[4:6], kwargs.get("is_causal")))
+        for work in self.targets():
+            work.kernels += 1
+            work.largest_nbytes = max(work.largest_nbytes, *(it.nbytes for it in results))
+            if "scaled_dot_product" in name:
+                query, key = operands[0], operands[1]
+                square = math.prod(query.shape) * key.shape[-2]
+                work.attention_flops += 4.0 * square * (0.5 if causal else 1.0)
+            elif func.overloadpacket in flop_registry:
+                count = flop_registry[func.overloadpacket]
+                work.matmul_flops += count(*args, **kwargs, out_val=out)
+                work.matmul_nbytes += nbytes
+            else:
+                work.moved_nbytes += nbytes
+        if "scaled_dot_product" in name or func.overloadpacket in flop_registry:
+            self.costly.update(map(storage, results))
+            self.kept += results
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._recorder.operation(func, args, kwargs or {}, out)
+        return out
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Equal for tensors of one memory while they live."""
+    return tensor.untyped_storage()._cdata
+
+
+# -- repeated modules run once
+
+
+@contextmanager
+def _once_each(units: Sequence[UnitSpec], recorder: _Recorder) -> Generator[None]:
+    """Count each unit's module apart, and run only the first of those that are alike.
+
+    The others return fresh tensors of the shapes that the first returned: nothing runs backward
+    here, so nothing can tell.
+    """
+    known: dict[object, tuple[Any, list[Work]]] = {}
+    indices = {id(unit.module): index for index, unit in enumerate(units)}
+    inner = [
+        [indices[id(module)] for module in unit.module.modules() if id(module) in indices]
+        for unit in units
+    ]
+    last = max(indices.values())
+
+    def run(index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        key = _signature(units[index].module, args, kwargs)
+        if key in known:
+            out, works = known[key]
+            for place, work in zip(inner[index], works, strict=True):
+                recorder.work[place].add(work)
+            result = pytree.tree_map(_like, out)
+        else:
+            before = [Work(**vars(recorder.work[place])) for place in inner[index]]
+            recorder.inside.append(index)
+            recorder.work[index].input_nbytes += sum(it.nbytes for it in tensors)
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                recorder.inside.pop()
+            if not any(vars(work)["kernels"] for work in before):
+                known[key] = result, [Work(**vars(recorder.work[it])) for it in inner[index]]
+        recorder.after_units = index == last
+        return result
+
+    with ExitStack() as stack:
+        for index, unit in enumerate(units[1:], start=1):
+            original = unit.module.forward
+            unit.module.forward = partial(run, index, original)
+            stack.callback(vars(unit.module).pop, "forward")
+        yield
+
+
+def _signature(module: nn.Module, args: Any, kwargs: Any) -> object:
+    def plain(value: Any) -> object:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.dtype, value.requires_grad
+        return value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+
+    parameters = tuple((name, plain(it)) for name, it in module.named_parameters())
+    settings = tuple(
+        (key, value)
+        for child in module.modules()
+        for key, value in vars(child).items()
+        if isinstance(value, (int, float, str)) and key != "layer_idx"
+    )
+    return type(module), parameters, settings, tuple(map(plain, pytree.tree_leaves((args, kwargs))))
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_like(value).requires_grad_(value.requires_grad)
+
+
+# -- a module without memory, and its step
+
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16", "bf16-true")
+"""As the Trainer's ``precision``; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``."""
+
+
+def without_memory(module: nn.Module, mode: Any, dtype: torch.dtype | None) -> None:
+    """Put tensors without memory in the place of parameters and buffers; ties stay."""
+    made: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # an identity must not become another's
+
+    def replaced(tensor: torch.Tensor) -> torch.Tensor:
+        cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        with mode:
+            fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast)
+        if isinstance(tensor, nn.Parameter):
+            fresh = nn.Parameter(fresh, requires_grad=tensor.requires_grad)
+        return fresh
+
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for name, tensor in list(table.items()):
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = replaced(tensor)
+                        kept.append(tensor)
+                    table[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def profile(
+    module: nn.Module,
+    step: Callable[[nn.Module, int], Any],
+    *,
+    policy: Policy,
+    precision: str,
+    micro_batch: int,
+    tokens: int,
+    reduce_dtype: torch.dtype | None = None,
+) -> ModelProfile:
+    """Run one forward of a module on tensors without memory, and count it by unit.
+
+    Args:
+        module: Built on the meta device or anywhere else; its tensors are replaced by ones without
+            memory. Not usable afterwards.
+        step: Computes the loss of a micro-batch of so many samples; it makes its own inputs.
+        policy: Which modules are units.
+        precision: One of ``PRECISIONS``.
+        micro_batch: Samples.
+        tokens: Of a micro-batch.
+        reduce_dtype: In which gradients travel; None: float32.
+
+    Raises:
+        ConfigurationError: The module needs values to run, or something that is not there.
+    """
+    if precision not in PRECISIONS:
+        raise ConfigurationError(
+            f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}"
+        )
+    mode = FakeTensorMode()
+    computes = torch.bfloat16 if precision in ("bf16", "bf16-true") else None
+    without_memory(module, mode, computes)
+    units = [
+        UnitSpec(
+            name=unit.name,
+            module=unit.module,
+            parameters=tuple(_with_dtypes(it, precision, reduce_dtype) for it in unit.parameters),
+        )
+        for unit in build_units(module, policy)
+    ]
+    free = {storage(it) for it in (*module.parameters(), *module.buffers())}
+    recorder = _Recorder([Work() for _ in units], Work(), free)
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
+    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
+    with mode, _once_each(units, recorder), mixed, hooks, _Recording(recorder):
+        try:
+            step(module, micro_batch)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"{type(module).__name__} does not run without values ({type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}). The planner runs one "
+                f"training step on tensors that have shapes and no values: a step that reads values "
+                f"(item(), shapes that depend on data, attributes that setup() or a Trainer sets) "
+                f"cannot be planned so. `shardeddp plan --dims` plans a transformer of the same "
+                f"dimensions"
+            ) from error
+    return ModelProfile(
+        units=units, work=recorder.work, head=recorder.head, micro_batch=micro_batch, tokens=tokens
+    )
+
+
+def _with_dtypes(
+    spec: ParameterSpec, precision: str, reduce_dtype: torch.dtype | None
+) -> ParameterSpec:
+    """The dtypes that the engine would gather and reduce a parameter in.
+
+    The main shard's dtype is that of the parameter, which ``bf16`` has in float32 and computes with
+    in bfloat16.
+    """
+    return ParameterSpec(
+        fqn=spec.fqn,
+        parameter=_main(spec, precision),
+        owners=spec.owners,
+        shares_memory_with=spec.shares_memory_with,
+        compute_in=_compute_dtype(spec, precision),
+        reduce_in=reduce_dtype,
+    )
+
+
+def _main(spec: ParameterSpec, precision: str) -> nn.Parameter:
+    if precision != "bf16" or not spec.dtype.is_floating_point:
+        return spec.parameter
+    main = torch.empty(spec.parameter.shape, dtype=torch.float32, device="meta")
+    return nn.Parameter(main, requires_grad=spec.parameter.requires_grad)
+
+
+def _compute_dtype(spec: ParameterSpec, precision: str) -> torch.dtype | None:
+    if precision == "bf16":
+        return torch.bfloat16 if spec.dtype.is_floating_point else None
+    cast = precision == "bf16-mixed" and all(
+        is_cast_by_autocast(owner, name) for owner, name in spec.owners
+    )
+    return torch.bfloat16 if cast else None

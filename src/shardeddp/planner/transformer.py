@@ -1,0 +1,198 @@
+"""Transformer: a decoder of given dimensions, for plans of models whose code is not at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from typing_extensions import override
+
+from shardeddp.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """Sizes of a decoder-only transformer."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    kv_heads: int | None = None
+    hidden: int | None = None
+    """Of the MLP; None: four times the width."""
+    gated: bool = True
+    """SwiGLU: three matrices instead of two."""
+    tied: bool = False
+    bias: bool = False
+    rope: bool = True
+    """Rotary positions; else a learned table."""
+    rms: bool = True
+    fused_attention: bool = True
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
+            raise ConfigurationError(
+                f"{self.heads} heads do not divide a width of {self.width}, or {self.kv_heads} "
+                f"key-value heads do not divide them"
+            )
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Dimensions:
+        """The dimensions in a ``config.json`` of transformers.
+
+        Raises:
+            ConfigurationError: It is not one of a decoder, or has experts.
+        """
+        names = {
+            "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+            "width": ("hidden_size", "n_embd", "d_model"),
+            "heads": ("num_attention_heads", "n_head", "n_heads"),
+            "vocabulary": ("vocab_size",),
+        }
+        found: dict[str, Any] = {
+            name: next((config[key] for key in keys if key in config), None)
+            for name, keys in names.items()
+        }
+        missing = [names[name][0] for name, value in found.items() if value is None]
+        if missing:
+            raise ConfigurationError(
+                f"the config has no {', '.join(missing)}: expected that of a decoder-only "
+                f"transformer. Say its sizes with --dims"
+            )
+        if any("expert" in key and config[key] for key in config):
+            raise ConfigurationError(
+                "the config has experts, whose work depends on the data: plan the LightningModule "
+                "itself, or dense dimensions of the active experts with --dims"
+            )
+        old = str(config.get("model_type", "")) in ("gpt2", "gpt_neo", "gptj", "opt", "mpt")
+        return cls(
+            **found,
+            kv_heads=config.get("num_key_value_heads"),
+            hidden=config.get("intermediate_size") or config.get("n_inner"),
+            gated=not old,
+            tied=bool(config.get("tie_word_embeddings", old)),
+            bias=bool(config.get("attention_bias", old)),
+            rope=not old,
+            rms=not old,
+        )
+
+    @classmethod
+    def of_text(cls, text: str) -> Dimensions:
+        """The dimensions of ``layers=32,width=4096,heads=32,vocabulary=32000``.
+
+        Raises:
+            ConfigurationError: A name or a value is not known, or one is missing.
+        """
+        known = {it.name: it for it in fields(cls)}
+        values: dict[str, Any] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, value = part.partition("=")
+            flag = value.lower() in ("true", "false")
+            if name not in known or not (flag or value.isdigit()):
+                raise ConfigurationError(
+                    f"--dims: {part!r} is no NAME=NUMBER or NAME=true|false with a NAME of "
+                    f"{', '.join(known)}"
+                )
+            values[name] = value.lower() == "true" if flag else int(value)
+        missing = {"layers", "width", "heads", "vocabulary"} - set(values)
+        if missing:
+            raise ConfigurationError(f"--dims: {', '.join(sorted(missing))} missing")
+        return cls(**values)
+
+
+class Attention(nn.Module):
+    """Causal attention; query heads may share key and value heads."""
+
+    def __init__(self, dims: Dimensions) -> None:
+        super().__init__()
+        self.dims = dims
+        self.head = dims.width // dims.heads
+        self.kv = (dims.kv_heads or dims.heads) * self.head
+        self.qkv = nn.Linear(dims.width, dims.width + 2 * self.kv, bias=dims.bias)
+        self.out = nn.Linear(dims.width, dims.width, bias=dims.bias)
+
+    @override
+    def forward(self, x: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+        """Shape (batch, length, width) to the same."""
+        batch, length, width = x.shape
+        parts = self.qkv(x).split([width, self.kv, self.kv], dim=-1)
+        query, key, value = (it.view(batch, length, -1, self.head).transpose(1, 2) for it in parts)
+        if angles is not None:
+            query, key = _rotate(query, angles), _rotate(key, angles)
+        if self.dims.fused_attention:
+            shared = key.shape[1] != query.shape[1]
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=shared
+            )
+        else:
+            scores = query @ key.transpose(-2, -1)
+            mixed = F.dropout((scores * self.head**-0.5).softmax(-1), 0.1) @ value
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm."""
+
+    def __init__(self, dims: Dimensions) -> None:
+        super().__init__()
+        hidden = dims.hidden or 4 * dims.width
+        self.gated = dims.gated
+        self.norms = nn.ModuleList([_norm(dims), _norm(dims)])
+        self.attention = Attention(dims)
+        self.up = nn.Linear(dims.width, hidden, bias=dims.bias)
+        self.gate = nn.Linear(dims.width, hidden, bias=dims.bias) if dims.gated else None
+        self.down = nn.Linear(hidden, dims.width, bias=dims.bias)
+
+    @override
+    def forward(self, x: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+        """Shape (batch, length, width) to the same."""
+        x = x + self.attention(self.norms[0](x), angles)
+        normed = self.norms[1](x)
+        hidden = self.up(normed)
+        hidden = F.gelu(hidden) if self.gate is None else F.silu(self.gate(normed)) * hidden
+        return x + self.down(hidden)
+
+
+class Decoder(nn.Module):
+    """Blocks between an embedding and an output layer."""
+
+    def __init__(self, dims: Dimensions, length: int) -> None:
+        super().__init__()
+        self.dims = dims
+        self.embedding = nn.Embedding(dims.vocabulary, dims.width)
+        self.positions = None if dims.rope else nn.Embedding(length, dims.width)
+        self.blocks = nn.ModuleList([Block(dims) for _ in range(dims.layers)])
+        self.norm = _norm(dims)
+        self.output = nn.Linear(dims.width, dims.vocabulary, bias=False)
+        if dims.tied:
+            self.output.weight = self.embedding.weight
+
+    @override
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens (batch, length) to the loss of predicting each from those before it."""
+        length = tokens.shape[1]
+        x = self.embedding(tokens)
+        angles = None
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(length))
+        else:
+            half = self.dims.width // self.dims.heads // 2
+            angles = torch.empty(length, half, dtype=torch.complex64)
+        for block in self.blocks:
+            x = block(x, angles)
+        logits = self.output(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _norm(dims: Dimensions) -> nn.Module:
+    return nn.RMSNorm(dims.width) if dims.rms else nn.LayerNorm(dims.width)

@@ -1,0 +1,179 @@
+"""Views of plans: a table for a terminal, and one picture of memory and time as HTML with SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from shardeddp.planner.hardware import GIB, Cluster
+from shardeddp.planner.search import MEMORY_INTERVAL, TIME_INTERVAL, Planned
+from shardeddp.report import Column, text_table
+
+_COLOURS = {
+    "parameters": "#4c78a8",
+    "gradients": "#72a0c8",
+    "optimizer": "#9ebcda",
+    "in_flight": "#f58518",
+    "activations": "#54a24b",
+    "logits": "#88d27a",
+    "slack": "#bab0ac",
+    "context": "#8c8580",
+    "compute": "#54a24b",
+    "recompute": "#88d27a",
+    "gathers": "#f58518",
+    "reductions": "#ffbf79",
+    "launch": "#bab0ac",
+}
+_LABELS = {"in_flight": "units in flight"}
+
+
+def plan_lines(
+    plans: Sequence[Planned], cluster: Cluster, name: str, top: int, width: int
+) -> list[str]:
+    """The best plans as a table, and how many fit at all.
+
+    Args:
+        plans: The best first.
+        cluster: The machines.
+        name: Of the model.
+        top: Rows of the table.
+        width: Columns of the terminal.
+    """
+    fitting = sum(plan.fits for plan in plans)
+    gpu, shown = cluster.gpu, plans[:top]
+    columns = [
+        Column(
+            heading="strategy / ranks",
+            cells=[f"{it.choice.strategy} / {it.choice.shard_size}" for it in shown],
+            footer=f"{fitting:,} of {len(plans):,} fit",
+            is_number=False,
+        ),
+        Column(
+            heading="recompute, offload, precision",
+            cells=[_options(it) for it in shown],
+            footer="",
+            is_number=False,
+        ),
+        _numbers("batch", [_batch(it) for it in shown]),
+        _numbers("GiB", [f"{it.memory.peak / GIB:.1f}" for it in shown]),
+        _numbers("step s", [f"{it.step.total:.3g}" for it in shown]),
+        _numbers("tokens/s", [f"{it.tokens_per_second:,.0f}" for it in shown]),
+        _numbers("MFU", [f"{100 * it.mfu:.1f} %" for it in shown]),
+    ]
+    lines = [
+        f"{name} on {cluster.count} x {gpu.name} ({cluster.num_nodes} x {cluster.ranks_per_node})",
+        *text_table(columns, width),
+        f"GiB: peak of a GPU of {gpu.memory_gb * 1e9 / GIB:.1f} GiB, within "
+        f"{100 * MEMORY_INTERVAL:.0f} %. Time: within {100 * TIME_INTERVAL:.0f} %.",
+    ]
+    if cluster.num_nodes > 1 and cluster.network_gbits is None:
+        lines.append("The network is not known: 200 Gbit/s for each GPU is taken (--network).")
+    if not fitting:
+        lines.append("Nothing fits; this comes nearest. More GPUs, a shorter --length, --offload")
+        lines.append("params or a smaller --micro-batch may.")
+    return lines
+
+
+def _numbers(heading: str, cells: Sequence[str]) -> Column:
+    return Column(heading=heading, cells=cells, footer="")
+
+
+def _options(plan: Planned) -> str:
+    choice = plan.choice
+    parts = [choice.recompute] if choice.recompute != "none" else []
+    if choice.offload != "none":
+        parts.append(f"{choice.offload} offloaded ({plan.memory.host / GIB:.1f} GiB)")
+    return ", ".join([*parts, choice.precision])
+
+
+def _batch(plan: Planned) -> str:
+    times = f" x {plan.choice.micro_batches}" if plan.choice.micro_batches > 1 else ""
+    return f"{plan.choice.micro_batch}{times}"
+
+
+def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> str:
+    """One HTML page: memory as a treemap with free memory, the step as a bar, the YAML to copy."""
+    memory = {key: value for key, value in vars(plan.memory).items() if key != "host"}
+    room = cluster.gpu.memory_gb * 1e9
+    memory["free"] = max(0, int(room - plan.memory.peak))
+    choice = plan.choice
+    facts = (
+        f"{choice.strategy} over {choice.shard_size} ranks; recompute: {choice.recompute}; "
+        f"offload: {choice.offload}; micro-batch {_batch(plan)}; {choice.precision}"
+    )
+    step = plan.step
+    return "\n".join(
+        [
+            "<!doctype html><meta charset='utf-8'>",
+            f"<title>{escape(name)}</title>",
+            "<style>body{font:15px system-ui,sans-serif;margin:32px;max-width:900px;color:#222}"
+            "h1{font-size:22px;margin:0}h2{font-size:16px;margin:28px 0 8px}"
+            "pre{background:#f4f4f2;padding:12px}svg{display:block}</style>",
+            f"<h1>{escape(name)} on {cluster.count} x {escape(cluster.gpu.name)}</h1>",
+            f"<p>{escape(facts)}</p>",
+            f"<h2>Memory of a GPU: {plan.memory.peak / GIB:.1f} GiB of {room / GIB:.1f} GiB</h2>",
+            _treemap(memory, 900, 300),
+            f"<h2>A step: {step.total:.3g} s, {plan.tokens_per_second:,.0f} tokens/s, MFU "
+            f"{100 * plan.mfu:.1f} %</h2>",
+            _bar(vars(step), 900),
+            f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
+        ]
+    )
+
+
+def _treemap(parts: dict[str, int], width: float, height: float) -> str:
+    """Rectangles whose areas are the parts: each is split where its halves are most alike."""
+    items = sorted(((v, k) for k, v in parts.items() if v > 0), reverse=True)
+    drawn: list[str] = []
+
+    def place(items: Sequence[tuple[int, str]], x: float, y: float, w: float, h: float) -> None:
+        if len(items) == 1:
+            value, key = items[0]
+            drawn.append(_cell(key, f"{value / GIB:.2f} GiB", x, y, w, h))
+            return
+        total = sum(value for value, _ in items)
+        cut = min(
+            range(1, len(items)),
+            key=lambda it: abs(2 * sum(value for value, _ in items[:it]) - total),
+        )
+        share = sum(value for value, _ in items[:cut]) / total
+        if w > h:
+            place(items[:cut], x, y, w * share, h)
+            place(items[cut:], x + w * share, y, w * (1 - share), h)
+        else:
+            place(items[:cut], x, y, w, h * share)
+            place(items[cut:], x, y + h * share, w, h * (1 - share))
+
+    place(items, 0, 0, width, height)
+    legend = ", ".join(f"{_LABELS.get(key, key)} {value / GIB:.2f} GiB" for value, key in items)
+    return f"<svg width='{width}' height='{height}'>{''.join(drawn)}</svg><p>{legend}</p>"
+
+
+def _bar(parts: dict[str, float], width: float) -> str:
+    total, x = sum(parts.values()), 0.0
+    drawn: list[str] = []
+    legend: list[str] = []
+    for key, value in parts.items():
+        size = width * value / total
+        share = f"{100 * value / total:.1f} %"
+        drawn.append(_cell(key, share, x, 0, size, 56))
+        legend.append(f"{key} {value:.3g} s ({share})")
+        x += size
+    return f"<svg width='{width}' height='56'>{''.join(drawn)}</svg><p>{', '.join(legend)}</p>"
+
+
+def _cell(key: str, text: str, x: float, y: float, w: float, h: float) -> str:
+    colour = _COLOURS.get(key, "#f2f1ee")
+    label = escape(_LABELS.get(key, key))
+    cell = (
+        f"<rect x='{x:.1f}' y='{y:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{colour}' "
+        f"stroke='white' stroke-width='2'><title>{label}: {text}</title></rect>"
+    )
+    if w > 8 * max(len(label), len(text)) + 8 and h > 40:
+        lines = ((0, "600", label), (17, "400", text))
+        cell += "".join(
+            f"<text x='{x + 8:.1f}' y='{y + 20 + down:.1f}' font-size='13' font-weight='{weight}'>"
+            f"{line}</text>"
+            for down, weight, line in lines
+        )
+    return cell

@@ -1,0 +1,123 @@
+"""The plan's collectives are those that the engine issues, in calls and bytes, under every strategy."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
+
+from shardeddp.comm import Mesh
+from shardeddp.config import MixedPrecision
+from shardeddp.engine.runtime import Prefetch
+from shardeddp.engine.shard_model import shard_model
+from shardeddp.engine.unit import costs_of
+from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
+from shardeddp.optim.attach import attach_optimizer
+from shardeddp.plan.sharding_strategy import choose_sharding
+from shardeddp.planner.collectives import collectives_of_step, sent_by_kind
+from shardeddp.wrap import NamePolicy, build_units
+
+pytestmark = pytest.mark.timeout(60)
+
+WIDTH = 12
+
+
+class Block(nn.Module):
+    """Two matrices and a norm, whose sizes need padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (rows, WIDTH) to the same."""
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Stack(nn.Module):
+    """Blocks between two layers of the root; one of the blocks may be frozen."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.input = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.output = nn.Linear(WIDTH, 5)
+        if frozen:
+            self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (rows, 3) to (rows, 5)."""
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(x)
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Rank 0 of ranks that are not there: what it sends is true, what it receives is not."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("frozen", "dtype"), [(False, None), (True, "bfloat16")])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("full_shard", {}),
+        ("full_shard", {"reshard_after_forward": 4}),
+        ("full_shard", {"reduce_every_backward": False}),
+        ("shard_grad_op", {}),
+        ("shard_optimizer", {}),
+        ("no_shard", {}),
+        ("hybrid_shard", {}),
+        ("hybrid_shard", {"shard_size": 2}),
+        ("hybrid_shard", {"optimizer_shard": "world"}),
+    ],
+)
+def test_the_plan_lists_what_the_engine_sends(
+    strategy: str,
+    options: dict[str, Any],
+    dtype: str | None,
+    frozen: bool,
+    micro_batches: int,
+) -> None:
+    sharding = choose_sharding(strategy, **options)
+    topology = sharding.topology(2, 4)
+    model = Stack(frozen)
+    dtypes = resolve_dtypes(MixedPrecision(param_dtype=dtype) if dtype else None, None)
+    units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), dtypes)
+    expected = sent_by_kind(
+        collectives_of_step(
+            [costs_of(unit, topology) for unit in units], sharding, topology, micro_batches
+        )
+    )
+    with fake_world(8):
+        cast_at_boundaries(model, units, dtypes)
+        mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=30), sharding.regather_size)
+        runtime = shard_model(units, mesh, sharding, Prefetch())
+        trained = [it for it in model.parameters() if it.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        attach_optimizer(optimizer, runtime.parameters_changed)
+        for _ in range(3):
+            mesh.traffic.reset()
+            for micro_batch in range(micro_batches):
+                runtime.sync_gradients = micro_batch == micro_batches - 1
+                with runtime.step("training_step") as outputs:
+                    outputs.append(model(torch.ones(2, 3)).float().square().mean())
+                outputs[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = mesh.traffic
+    assert (+found.nbytes, +found.calls) == expected
