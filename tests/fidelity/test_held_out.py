@@ -68,7 +68,7 @@ class InnerLearner(ScaledBlock):
         return x + F.linear(F.linear(x, w - 0.1 * slope), self.block.down.weight) * self.scale
 
 
-class TestTimeTraining(OfUnits):
+class TrainsAtTestTime(OfUnits):
     unit = InnerLearner
 
 

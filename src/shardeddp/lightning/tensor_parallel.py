@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -96,7 +97,8 @@ def refuse_untried_in(trainer: Trainer) -> None:
         ConfigurationError: There is one.
     """
     averaging = ("WeightAveraging", "StochasticWeightAveraging")
-    for callback in trainer.callbacks:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
         if any(base.__name__ in averaging for base in type(callback).__mro__):
             raise ConfigurationError(
                 f"tensor_parallel_size does not work together with {type(callback).__name__} yet: "
