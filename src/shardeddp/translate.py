@@ -610,7 +610,7 @@ _ACTIVATIONS: dict[str, Rule] = {
         _unneeded,
     ),
     "cpu_checkpointing": _cpu_checkpointing,
-    "partition_activations": _lost("tensor parallelism is not there, so activations are not split"),
+    "partition_activations": _lost("kept inputs are not split over tensor-parallel ranks"),
 }
 _CONFIG: dict[str, Rule] = {
     **dict.fromkeys(

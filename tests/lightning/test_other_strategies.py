@@ -38,7 +38,7 @@ class Wrong(GPTModule):
 @on_ranks(1)
 def test_a_device_mesh_in_configure_model_gets_advice() -> None:
     trainer = make_trainer(ShardedDP(), max_steps=1)
-    with pytest.raises(ConfigurationError, match="take fully_shard"):
+    with pytest.raises(ConfigurationError, match="Take fully_shard"):
         trainer.fit(ForModelParallel(), batches())
 
 

@@ -23,7 +23,7 @@ EXPECTED_WARNINGS = (
     ("GPU available but not used", UserWarning),
     ("Your `IterableDataset` has `__len__` defined", UserWarning),
     ("Length of IterableDataset .* was reported to be", UserWarning),
-    ("debug=True: what Lightning is asked for", UserWarning),  # the pool has made the process group
+    ("debug=True: calls through Lightning", UserWarning),  # the pool has made the process group
     ("The dirpath has changed from", UserWarning),
     ("Checkpoint directory .* exists and is not empty", UserWarning),
     ("nothing is known about the optimizer support.tasks.NormalizedDescent", UserWarning),

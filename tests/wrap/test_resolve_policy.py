@@ -127,18 +127,22 @@ def test_an_empty_list_of_classes_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "chosen"),
     [
-        ModuleWrapPolicy({Block}),
-        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-        functools.partial(size_based_auto_wrap_policy, min_num_params=10),
+        (ModuleWrapPolicy({Block}), ["0", "2"]),
+        (
+            functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+            ["0", "2"],
+        ),
+        (
+            functools.partial(size_based_auto_wrap_policy, min_num_params=10),
+            SizePolicy(10).select(MODEL),
+        ),
     ],
     ids=["classes", "transformer", "size"],
 )
-def test_the_policies_of_torchs_fsdp_are_told_from_predicates(policy: object) -> None:
-    text = refused(policy)
-    assert "torch's FSDP" in text
-    assert "set of classes" in text
+def test_the_policies_of_torchs_fsdp_choose_as_there(policy: object, chosen: list[str]) -> None:
+    assert resolve_policy(policy).select(MODEL) == chosen
 
 
 # --- YAML ---

@@ -150,6 +150,8 @@ def count_connections(
     if device.type == "cpu":
         sizes += [world, shard, shard, replicas, regather_size or 1]
         sizes += [world, replicas] if split else []
+        if (tensor := topology.tensor_size) > 1:
+            sizes += [world // tensor, tensor, shard * tensor]
     store = 2 if rank else 2 * world  # two connections of each rank
     return sum(size + _OF_GLOO for size in sizes if size > 1) + store
 

@@ -248,7 +248,7 @@ class ProcessGroup:
         backend = torch.distributed.get_backend() if made else self._backend
         if backend == "fake":  # which connects to nobody
             return ""
-        topology = self._sharding.topology(num_nodes, ranks_per_node)
+        topology = self._sharding.topology(num_nodes, ranks_per_node, None, self._tensor_size)
         regather_size = self._sharding.regather_size
         rank = environment.global_rank()
         return reserve_open_files(count_connections(topology, rank, device, regather_size))

@@ -585,27 +585,21 @@ class ShardedDP(ParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None]:
-        """Surround the building of a module.
+        """Surround the building of a module, in ``configure_model`` too.
 
         With ``empty_init=True`` it is built on the meta device and stays there until it is sharded.
         """
-        with self._model_sharding.building(self.precision_plugin, empty_init):
-            yield
-
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Generator[None]:
-        """Surround ``configure_model``, which may have been written for ModelParallelStrategy."""
         try:
-            yield
+            with self._model_sharding.building(self.precision_plugin, empty_init):
+                yield
         except TypeError as error:
             if "device_mesh" not in (extract_tb(error.__traceback__)[-1].line or ""):
                 raise
             raise ConfigurationError(
-                "configure_model asks for a device_mesh, which ModelParallelStrategy makes and "
-                "ShardedDP does not need: take fully_shard(...) and parallelize_module(...) out of "
-                "configure_model and leave the bare modules. auto_wrap_policy says which modules "
-                "are units, and tensor parallelism is not there"
+                "configure_model asks for a device_mesh, and there is none without a tensor axis. "
+                "Take fully_shard(...) out of configure_model: auto_wrap_policy says which modules "
+                "are units. For parallelize_module(...) set ShardedDP(tensor_parallel_size=...), "
+                'which makes self.device_mesh["tensor_parallel"]; else take it out, too'
             ) from error
 
     @override
