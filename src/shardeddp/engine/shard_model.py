@@ -95,7 +95,7 @@ def shard_model(
     strided = {
         it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()
     }
-    if passthrough and mesh.data.size == 1:
+    if passthrough and mesh.data.size == mesh.tensor.size == 1:
         specs = [_set_idle(spec, mesh.device) for spec in specs]
     units = run_on_all_ranks(
         "sharding the model",
@@ -227,7 +227,7 @@ def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
 @torch.no_grad()
 def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
     """Give every rank rank 0's initial parameter values, as ``DistributedDataParallel`` does."""
-    if mesh.data.size == 1:
+    if mesh.data.size == mesh.tensor.size == 1:
         return
     for unit in specs:
         for spec in unit.parameters:
