@@ -64,14 +64,18 @@ def collectives_of_step(
                 Collective(kind=kind, phase=phase, unit=unit, nbytes=nbytes, ranks=ranks, **more)  # type: ignore[arg-type]
             )
 
+    phase: Phase
     for index, groups in enumerate(units):
         again = sharding.reshard is Reshard.AFTER_FORWARD and 0 < index < len(units) - 1
         for group in groups:
             full = group.layout.padded_numel * group.param_itemsize
             times = 1 if retained else micro_batches
-            if topology.split_replicas:
+            # Frozen parameters do not change, so what is kept of them is not gathered again.
+            if topology.split_replicas and group.trainable:
                 add("all_gather", "step", index, full // shard, replicas, stride=shard)
-            add("all_gather", "step" if retained else "forward", index, full, shard, times=times)
+            if group.trainable or not retained:
+                phase = "step" if retained else "forward"
+                add("all_gather", phase, index, full, shard, times=times)
             if again:
                 add(
                     "all_gather",
@@ -84,7 +88,7 @@ def collectives_of_step(
             if not group.trainable:
                 continue
             reduced = group.layout.padded_numel * group.reduce_itemsize
-            phase: Phase = "backward" if reductions == micro_batches else "step"
+            phase = "backward" if reductions == micro_batches else "step"
             add("reduce_scatter", phase, index, reduced, shard, times=reductions)
             across = "reduce_scatter" if topology.split_replicas else "all_reduce"
             add(across, "step", index, reduced // shard, replicas, stride=shard)
