@@ -137,7 +137,8 @@ def assert_same_weights(
     """Every tensor of both within ``rtol`` of the other, relative to its norm."""
     assert list(found) == list(expected)
     for name, tensor in expected.items():
-        difference = (found[name].double() - tensor.double()).norm()
-        assert difference <= rtol * tensor.double().norm(), (
-            f"{name} differs by {difference:.3g} of {tensor.norm():.3g}"
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        difference = (found[name].to(wide) - tensor.to(wide)).norm()
+        assert difference <= rtol * tensor.to(wide).norm(), (
+            f"{name} differs by {difference:.3g} of {tensor.to(wide).norm():.3g}"
         )
