@@ -74,6 +74,9 @@ class Selection:
     strip_prefix: str = ""
     """Dropped from the names of tensors that begin so."""
 
+    adapter: str = ""
+    """Name of an adapter of peft's, of which alone the weights are; empty: all weights."""
+
     dtype: torch.dtype | None = None
     """Of all floating-point tensors; None: as they are."""
 
@@ -126,6 +129,12 @@ def to_safetensors(
     contents = _open(source, selection, (WEIGHTS, TRAINED))
     notes = list(contents.notes)
     weights = _names(_weights(contents.checkpoint, selection, notes), selection.strip_prefix)
+    if selection.adapter:
+        weights = _of_adapter(weights, selection.adapter)
+        notes.append(
+            "peft reads it as adapter_model.safetensors beside an adapter_config.json, which "
+            f"model.peft_config[{selection.adapter!r}].save_pretrained(folder) writes"
+        )
     entries, aliases = _once(weights, contents.memory, selection.dtype)
     skipped = [name for name, value in weights.items() if not _is_dense(value)]
     if skipped:
@@ -276,6 +285,25 @@ def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
             f"without {prefix!r} some names are the same: leave --strip-prefix out"
         )
     return renamed
+
+
+def _of_adapter(weights: Mapping[str, Any], adapter: str) -> dict[str, Any]:
+    """The weights of an adapter, under the names that peft's own files have for them."""
+    found: dict[str, Any] = {}
+    for name, value in weights.items():
+        _, base, inside = name.rpartition("base_model.")
+        parts = inside.split(".")
+        if not base or adapter not in parts[1:]:
+            continue
+        place = parts.index(adapter, 1)
+        start = place - (parts[place - 1] == "modules_to_save")
+        found[".".join(("base_model", *parts[:start], *parts[place + 1 :]))] = value
+    if not found:
+        raise CheckpointError(
+            f"there is no adapter {adapter!r}: no weight has it behind base_model in its name; the "
+            f"last is {list(weights)[-1]!r}"
+        )
+    return found
 
 
 def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
