@@ -7,6 +7,7 @@ hooks) are used where they are needed; ``tests/house_rules.py`` lists them.
 """
 
 # Other files import from here what is imported here.
+# ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,51 @@ from shardeddp.errors import ConfigurationError
 
 NEEDS = ">=2.11"
 """Releases of torch that ``pyproject.toml`` allows."""
+
+
+def _changed(problem: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"torch {torch.__version__} has changed {problem}. shardeddp needs torch {NEEDS}"
+    )
+
+
+try:
+    from torch._dynamo import OptimizedModule
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._guards import TracingContext
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+    from torch.utils import _pytree as pytree
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:
+    raise _changed(f"{error.name}: expected all that is used, but {error}") from error
+
+# -- Checks
+
+
+def changed_parameters(
+    found: Sequence[inspect.Parameter], parameters: str, *, exactly: bool = True
+) -> str | None:
+    """How a function's parameters differ from those that are expected, or None.
+
+    Args:
+        found: Of the function that is installed.
+        parameters: Names that it has to begin with, separated by blanks.
+        exactly: Whether it may have no other; else further ones need a default.
+    """
+    expected, names = parameters.split(), [each.name for each in found]
+    further = [each for each in found[len(expected) :] if exactly or _is_required(each)]
+    if names[: len(expected)] == expected and not further:
+        return None
+    return f"expected ({', '.join(expected)}), found ({', '.join(names)})"
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not variadic
 
 
 def _private(path: str, parameters: str | None = None) -> Any:
@@ -45,51 +91,11 @@ def _private(path: str, parameters: str | None = None) -> Any:
     if found is None:
         raise _changed(f"{place}: expected to be there, found nothing")
     if parameters is not None:
-        has = " ".join(inspect.signature(found).parameters)
-        if has != parameters:
-            raise _changed(
-                f"{place}: expected ({parameters.replace(' ', ', ')}), found "
-                f"({has.replace(' ', ', ')})"
-            )
+        has = list(inspect.signature(found).parameters.values())
+        if problem := changed_parameters(has, parameters):
+            raise _changed(f"{place}: {problem}")
     return found
 
-
-def _changed(problem: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"torch {torch.__version__} has changed {problem}. shardeddp needs torch {NEEDS}"
-    )
-
-
-if TYPE_CHECKING:
-    from torch._dynamo import OptimizedModule as OptimizedModule
-    from torch._functorch.pyfunctorch import (
-        temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
-    )
-    from torch._guards import TracingContext as TracingContext
-    from torch._ops import HigherOrderOperator as HigherOrderOperator
-    from torch._ops import OpOverload as OpOverload
-    from torch._ops import OpOverloadPacket as OpOverloadPacket
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-    from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
-    from torch.utils import _pytree as pytree
-    from torch.utils._device import DeviceContext as DeviceContext
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-else:
-    OptimizedModule = _private("torch._dynamo:OptimizedModule")
-    temporarily_clear_interpreter_stack = _private(
-        "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack"
-    )
-    TracingContext = _private("torch._guards:TracingContext")
-    HigherOrderOperator = _private("torch._ops:HigherOrderOperator")
-    OpOverload = _private("torch._ops:OpOverload")
-    OpOverloadPacket = _private("torch._ops:OpOverloadPacket")
-    FakeTensorMode = _private("torch._subclasses.fake_tensor:FakeTensorMode")
-    StorageInfo = _private("torch.distributed.checkpoint.filesystem:_StorageInfo")
-    IncompatibleKeys = _private("torch.nn.modules.module:_IncompatibleKeys")
-    pytree = import_module("torch.utils._pytree")
-    DeviceContext = _private("torch.utils._device:DeviceContext")
-    TorchDispatchMode = _private("torch.utils._python_dispatch:TorchDispatchMode")
 
 # -- Tensors
 

@@ -118,25 +118,12 @@ class Operation:
 # -- Recording: the operations of a construction, in order
 
 _REPLACING = {
-    "normal_",
-    "uniform_",
-    "fill_",
-    "zero_",
-    "copy_",
-    "random_",
-    "bernoulli_",
-    "exponential_",
-    "geometric_",
-    "log_normal_",
-    "cauchy_",
+    *("normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "bernoulli_"),
+    *("exponential_", "geometric_", "log_normal_", "cauchy_"),
 }
 _WITHOUT_VALUES = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "empty_permuted",
-    "new_empty",
-    "new_empty_strided",
+    *("empty", "empty_like", "empty_strided", "empty_permuted"),
+    *("new_empty", "new_empty_strided"),
 }
 
 # Functions that make tensors on the meta device past all dispatch.

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import NAMESPACE, changed_release, named
+from shardeddp.torch_private import changed_parameters
 
 # Other files import these names from here.
 # pyright: reportUnusedImport=false
@@ -443,23 +444,14 @@ class Reliance:
             return None if known else f"{place}: expected an attribute, found none"
         if member is None:
             return f"{place}: expected a method, found none"
-        expected = self.parameters.split()
         function = getattr(owner, self.name)
         if not callable(function):
             return f"{place}: expected a method, found {type(function).__name__}"
         found = list(inspect.signature(function).parameters.values())
         if isinstance(owner, type) and isinstance(member, FunctionType):
             found = found[1:]  # self
-        names = [each.name for each in found]
-        further = [each for each in found[len(expected) :] if self.replaced or _is_required(each)]
-        if names[: len(expected)] != expected or further:
-            return f"{place}: expected ({', '.join(expected)}), found ({', '.join(names)})"
-        return None
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is inspect.Parameter.empty and not variadic
+        difference = changed_parameters(found, self.parameters, exactly=self.replaced)
+        return difference and f"{place}: {difference}"
 
 
 @cache
@@ -477,11 +469,6 @@ def _assigned(kind: type) -> Iterator[str]:
         )
 
 
-def _attribute(owner: str, *names: str) -> Iterator[Reliance]:
-    for name in names:
-        yield Reliance(owner=owner, name=name)
-
-
 _TRAINER = "pytorch.trainer.trainer:Trainer"
 _SIGNALS = "pytorch.trainer.connectors.signal_connector:_SignalConnector"
 _CHECKPOINTS = "pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector"
@@ -495,128 +482,67 @@ _LAUNCHER = "pytorch.strategies.launchers.multiprocessing:_MultiProcessingLaunch
 _STRATEGY = "pytorch.strategies:ParallelStrategy"
 _DISTRIBUTED = "fabric.utilities.distributed"
 
+_ATTRIBUTES = {
+    "pytorch:LightningModule": "_trainer _compiler_ctx _device _device_mesh",
+    _FIT: "_combined_loader _data_fetcher _restarting _resuming_from_checkpoint is_resuming",
+    _EPOCH: "_restarting batch_progress val_loop",
+    _EVALUATION: "_restarting _combined_loader",
+    _PREDICTION: "_combined_loader",
+    "pytorch.loops.fetchers:_PrefetchDataFetcher": "batches combined_loader",
+    _TRAINER: "_signal_connector _checkpoint_connector",
+    _SIGNALS: "received_sigterm",
+    _CHECKPOINTS: "_hpc_resume_path",
+    "pytorch.callbacks:WeightAveraging": "_device",
+    "pytorch.callbacks:StochasticWeightAveraging": "_device",
+    "pytorch.callbacks:ModelSummary": "_max_depth",
+    f"{_SUMMARY}:ModelSummary": "_layer_summary _model",
+    f"{_SUMMARY}:LayerSummary": "_module",
+    _LAUNCHER: "_strategy",
+    _STRATEGY: "_layer_sync _launcher _lightning_module _precision_plugin",
+}
+
+# Functions that are called: their parameters in use.
+_CALLED = (
+    (_FIT, "_should_accumulate", ""),
+    (_SIGNALS, "_register_signal", "signum handlers"),
+    (_MODEL_CHECKPOINT, "_find_last_checkpoints", "trainer"),
+    (_MODEL_CHECKPOINT, "_monitor_candidates", "trainer"),
+    (_MODEL_CHECKPOINT, "_save_last_checkpoint", "trainer monitor_candidates"),
+    (_MODEL_CHECKPOINT, "_should_save_on_exception", "trainer"),
+    ("pytorch.core.saving", "_load_state", "cls checkpoint strict cls_kwargs_new"),
+    ("pytorch.core.saving", "pl_load", "path_or_url map_location weights_only"),
+    ("pytorch.utilities.migration.utils", "_pl_migrate_checkpoint", "checkpoint checkpoint_path"),
+    (
+        _LAUNCHER,
+        "_wrapping_function",
+        "process_idx trainer function args kwargs return_queue global_states",
+    ),
+    (_DISTRIBUTED, "_all_gather_ddp_if_available", "tensor group sync_grads"),
+    (_DISTRIBUTED, "_init_dist_connection", "cluster_environment torch_distributed_backend"),
+)
+
+# Functions in whose place there is one of ours, so that Lightning may pass no other parameter.
+_REPLACED = (
+    ("pytorch.loops.fetchers:_PrefetchDataFetcher", "__next__", ""),
+    ("pytorch.loops.fetchers:_PrefetchDataFetcher", "reset", ""),
+    (_EVALUATION, "_store_dataloader_outputs", ""),
+    (_PREDICTION, "_on_predict_epoch_end", ""),
+    (_SIGNALS, "_sigterm_notifier_fn", "signum _"),
+    (_SIGNALS, "_slurm_sigusr_handler_fn", "signum _"),
+    (_EPOCH, "_broadcast_sigterm_tensor", ""),
+    (_CHECKPOINTS, "_parse_ckpt_path", "state_fn ckpt_path model_provided model_connected"),
+    (_CHECKPOINTS, "resume_start", "checkpoint_path weights_only"),
+    ("pytorch.callbacks:ModelSummary", "_summary", "trainer pl_module"),
+    (f"{_SUMMARY}:ModelSummary", "_get_summary_data", ""),
+    (_LAUNCHER, "_collect_rank_zero_results", "trainer results"),
+    (_LAUNCHER, "_recover_results_in_main_process", "worker_output trainer"),
+    (_STRATEGY, "_configure_launcher", ""),
+)
+
 RELIANCES = (
-    # modules
-    *_attribute("pytorch:LightningModule", "_trainer", "_compiler_ctx", "_device", "_device_mesh"),
-    # loops
-    *_attribute(
-        _FIT,
-        "_combined_loader",
-        "_data_fetcher",
-        "_restarting",
-        "_resuming_from_checkpoint",
-        "is_resuming",
-    ),
-    *_attribute(_EPOCH, "_restarting", "batch_progress", "val_loop"),
-    *_attribute(_EVALUATION, "_restarting", "_combined_loader"),
-    *_attribute(_PREDICTION, "_combined_loader"),
-    *_attribute("pytorch.loops.fetchers:_PrefetchDataFetcher", "batches", "combined_loader"),
-    Reliance(
-        owner="pytorch.loops.fetchers:_PrefetchDataFetcher",
-        name="__next__",
-        parameters="",
-        replaced=True,
-    ),
-    Reliance(
-        owner="pytorch.loops.fetchers:_PrefetchDataFetcher",
-        name="reset",
-        parameters="",
-        replaced=True,
-    ),
-    Reliance(owner=_FIT, name="_should_accumulate", parameters=""),
-    Reliance(owner=_EVALUATION, name="_store_dataloader_outputs", parameters="", replaced=True),
-    Reliance(owner=_PREDICTION, name="_on_predict_epoch_end", parameters="", replaced=True),
-    # signals
-    *_attribute(_TRAINER, "_signal_connector", "_checkpoint_connector"),
-    *_attribute(_SIGNALS, "received_sigterm"),
-    Reliance(owner=_SIGNALS, name="_register_signal", parameters="signum handlers"),
-    Reliance(owner=_SIGNALS, name="_sigterm_notifier_fn", parameters="signum _", replaced=True),
-    Reliance(owner=_SIGNALS, name="_slurm_sigusr_handler_fn", parameters="signum _", replaced=True),
-    Reliance(owner=_EPOCH, name="_broadcast_sigterm_tensor", parameters="", replaced=True),
-    # checkpoints
-    *_attribute(_CHECKPOINTS, "_hpc_resume_path"),
-    Reliance(
-        owner=_CHECKPOINTS,
-        name="_parse_ckpt_path",
-        parameters="state_fn ckpt_path model_provided model_connected",
-        replaced=True,
-    ),
-    Reliance(
-        owner=_CHECKPOINTS,
-        name="resume_start",
-        parameters="checkpoint_path weights_only",
-        replaced=True,
-    ),
-    Reliance(owner=_MODEL_CHECKPOINT, name="_find_last_checkpoints", parameters="trainer"),
-    Reliance(owner=_MODEL_CHECKPOINT, name="_monitor_candidates", parameters="trainer"),
-    Reliance(
-        owner=_MODEL_CHECKPOINT,
-        name="_save_last_checkpoint",
-        parameters="trainer monitor_candidates",
-    ),
-    Reliance(owner=_MODEL_CHECKPOINT, name="_should_save_on_exception", parameters="trainer"),
-    Reliance(
-        owner="pytorch.core.saving",
-        name="_load_state",
-        parameters="cls checkpoint strict cls_kwargs_new",
-    ),
-    Reliance(
-        owner="pytorch.core.saving",
-        name="pl_load",
-        parameters="path_or_url map_location weights_only",
-    ),
-    Reliance(
-        owner="pytorch.utilities.migration.utils",
-        name="_pl_migrate_checkpoint",
-        parameters="checkpoint checkpoint_path",
-    ),
-    # callbacks
-    *_attribute("pytorch.callbacks:WeightAveraging", "_device"),
-    *_attribute("pytorch.callbacks:StochasticWeightAveraging", "_device"),
-    *_attribute("pytorch.callbacks:ModelSummary", "_max_depth"),
-    Reliance(
-        owner="pytorch.callbacks:ModelSummary",
-        name="_summary",
-        parameters="trainer pl_module",
-        replaced=True,
-    ),
-    *_attribute(f"{_SUMMARY}:ModelSummary", "_layer_summary", "_model"),
-    *_attribute(f"{_SUMMARY}:LayerSummary", "_module"),
-    Reliance(
-        owner=f"{_SUMMARY}:ModelSummary", name="_get_summary_data", parameters="", replaced=True
-    ),
-    # launchers and the strategy's own base classes
-    *_attribute(_LAUNCHER, "_strategy"),
-    Reliance(
-        owner=_LAUNCHER,
-        name="_wrapping_function",
-        parameters="process_idx trainer function args kwargs return_queue global_states",
-    ),
-    Reliance(
-        owner=_LAUNCHER,
-        name="_collect_rank_zero_results",
-        parameters="trainer results",
-        replaced=True,
-    ),
-    Reliance(
-        owner=_LAUNCHER,
-        name="_recover_results_in_main_process",
-        parameters="worker_output trainer",
-        replaced=True,
-    ),
-    *_attribute(_STRATEGY, "_layer_sync", "_launcher", "_lightning_module", "_precision_plugin"),
-    Reliance(owner=_STRATEGY, name="_configure_launcher", parameters="", replaced=True),
-    # communication
-    Reliance(
-        owner=_DISTRIBUTED,
-        name="_all_gather_ddp_if_available",
-        parameters="tensor group sync_grads",
-    ),
-    Reliance(
-        owner=_DISTRIBUTED,
-        name="_init_dist_connection",
-        parameters="cluster_environment torch_distributed_backend",
-    ),
+    *(Reliance(owner=it, name=name) for it in _ATTRIBUTES for name in _ATTRIBUTES[it].split()),
+    *(Reliance(owner=it, name=name, parameters=names) for it, name, names in _CALLED),
+    *(Reliance(owner=it, name=n, parameters=p, replaced=True) for it, n, p in _REPLACED),
 )
 """Every private name relied on, with the methods of private classes that are replaced."""
 

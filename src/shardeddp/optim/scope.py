@@ -12,17 +12,8 @@ from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 
 ELEMENTWISE: set[type[optim.Optimizer]] = {
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
+    *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
 }
 
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
@@ -40,17 +31,9 @@ KNOWN: dict[type, Scope] = {
 # Names that a subclass may add and stay the same optimizer: they say how one is made, not what a
 # step does.
 _HARMLESS = {
-    *(
-        "__init__",
-        "__module__",
-        "__qualname__",
-        "__doc__",
-        "__annotations__",
-        "__slots__",
-        "__weakref__",
-        "__dict__",
-    ),
-    *("__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"),
+    *("__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__slots__"),
+    *("__weakref__", "__dict__", "__firstlineno__", "__static_attributes__"),
+    *("__parameters__", "__orig_bases__"),
 }
 
 

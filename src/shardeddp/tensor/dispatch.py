@@ -30,24 +30,15 @@ _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 # Same elements in the same order: the result is a shard like its operand.
 _SAME_ELEMENTS = {
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.copy_.default,
+    *(aten.clone.default, aten._to_copy.default, aten.copy_.default),
+    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.empty_like.default, aten.zero_.default, aten.fill_.Scalar),
 }
 
 # Take dtype and device from their operand, and nothing else.
 _CREATIONS = {
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
+    *(aten.new_empty.default, aten.new_empty_strided.default, aten.new_full.default),
+    *(aten.new_ones.default, aten.new_zeros.default),
 }
 
 # Reductions over all elements: (this rank's part, how ranks combine it).

@@ -7,83 +7,24 @@ import torch
 
 from shardeddp.torch_private import TensorBase, pytree
 
-_NAMES = {
-    "__get__",
-    "__set__",
-    "__delete__",
-    "__hash__",
-    "__len__",
-    "__repr__",
-    "__format__",
-    "__deepcopy__",
-    "__reduce_ex__",
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "element_size",
-    "stride",
-    "storage_offset",
-    "is_contiguous",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "is_inference",
-    "is_set_to",
-    "is_shared",
-    "_has_compatible_shallow_copy_type",  # asked by Module.to()
-    "grad",  # torch.autograd.grad, which asks about the graph
-    "get_device",
-    "detach",
-    "requires_grad_",
-    "retain_grad",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "has_names",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-    "new_empty_strided",
-    "new_tensor",
-}
+# `Module.to` asks for _has_compatible_shallow_copy_type, `autograd.grad` for grad.
+_NAMES = (
+    "__get__ __set__ __delete__ __hash__ __len__ __repr__ __format__ __deepcopy__ "
+    "__reduce_ex__ size dim ndimension numel nelement element_size stride storage_offset "
+    "is_contiguous is_floating_point is_complex is_signed is_inference is_set_to is_shared "
+    "_has_compatible_shallow_copy_type grad get_device detach requires_grad_ retain_grad "
+    "register_hook register_post_accumulate_grad_hook has_names zeros_like ones_like full_like "
+    "empty_like rand_like randn_like randint_like new_zeros new_ones new_full new_empty "
+    "new_empty_strided new_tensor"
+)
 
 # Answered with truths or places, which have no gradient.
-_TRUTHS = {
-    "equal",
-    "allclose",
-    "isclose",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "any",
-    "all",
-    "count_nonzero",
-    "argmax",
-    "argmin",
-}
+_TRUTHS = (
+    "equal allclose isclose eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isnan "
+    "isinf isfinite any all count_nonzero argmax argmin"
+)
 
-_ASKED = _NAMES | _TRUTHS
+_ASKED = {*_NAMES.split(), *_TRUTHS.split()}
 
 # Attributes that are operations.
 _COMPUTED_ATTRIBUTES = {
