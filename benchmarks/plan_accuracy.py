@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -23,7 +23,7 @@ import torch
 from shardeddp.engine.unit import costs_of
 from shardeddp.plan.sharding_strategy import choose_sharding
 from shardeddp.planner.collectives import Collective, collectives_of_step
-from shardeddp.planner.cost import FITTED, Constants, Setting, time_of_work, with_constants
+from shardeddp.planner.cost import FITTED, Constants, Setting, time_of_work
 from shardeddp.planner.hardware import GPUS, Cluster, find_gpu
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
@@ -69,15 +69,23 @@ def decoder_profile(
     def step(model: torch.nn.Module, samples: int) -> torch.Tensor:
         return model(torch.empty(samples, length, dtype=torch.long))
 
-    return profile(
+    found = profile(
         module,
         step,
         policy=resolve_policy("auto"),
         precision=precision,
         micro_batch=micro_batch,
         tokens=micro_batch * length,
-        reduce_dtype=torch.bfloat16 if reduce == "bf16" else None,
     )
+    if reduce == "bf16":  # gradients travel in it
+        found.units = [
+            replace(
+                unit,
+                parameters=tuple(replace(it, reduce_in=torch.bfloat16) for it in unit.parameters),
+            )
+            for unit in found.units
+        ]
+    return found
 
 
 def read(path: Path) -> tuple[list[Run], list[str]]:
@@ -142,9 +150,7 @@ def as_run(row: dict[str, Any]) -> Run:
     setting = Setting(
         micro_batches=accumulation,
         recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],
-        compiled=bool(run.get("compile")),
         optimizer_nbytes=7.0 * trained,  # AdamW reads four and writes three
-        engine=row["system"],
     )
     return Run(
         row=row,
@@ -208,17 +214,45 @@ PRIORS = {
     "interference": 0.6,
     "optimizer": 0.4,
     "step_ms": 0.7,
-    "compiled_moved": 0.3,
+    "compiled_moved": 0.3,  # shares of element-wise bytes and of kernels that torch.compile leaves
     "compiled_launch": 0.3,
 }
+COMPILED = {"compiled_moved": 0.5, "compiled_launch": 0.5}
 RATE, LAUNCH = 0.08, 0.4
 NOISE = 0.03
 
 
 def predicted(run: Run, constants: Constants) -> float:
+    """Seconds; engines differ from the planner's model in their rates, runs in whether they compile."""
+    rates, engine = {**COMPILED, **constants.rates}, run.engine
+    compiles = bool(run.row["run"].get("compile"))
+    moved = rates["compiled_moved"] if compiles else 1.0
+    kernels = rates["compiled_launch"] if compiles else 1.0
+
+    def adapted(work: Work) -> Work:
+        return replace(
+            work,
+            matmul_flops=work.matmul_flops / rates.get(engine, 1.0),
+            moved_nbytes=work.moved_nbytes * moved * rates.get(f"moved {engine}", 1.0),
+            kernels=work.kernels * kernels,
+        )
+
+    launch_us = constants.launch_us * rates.get(f"launch {engine}", 1.0)
     return time_of_work(
-        run.all_work, run.inner, run.collectives, run.cluster, run.setting, constants
+        adapted(run.all_work),
+        adapted(run.inner),
+        run.collectives,
+        run.cluster,
+        run.setting,
+        replace(constants, launch_us=launch_us),
     ).total
+
+
+def with_constants(constants: Constants, values: Mapping[str, float]) -> Constants:
+    """Constants with other values; names that are no field are rates."""
+    own = {key: value for key, value in values.items() if key in vars(constants)}
+    rates = {key: value for key, value in values.items() if key not in own}
+    return replace(constants, **own, rates={**constants.rates, **rates})
 
 
 def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
@@ -240,7 +274,7 @@ def fit(runs: Sequence[Run], base: Constants | None = None) -> Constants:
         dtype=torch.double,
     )
     spread = torch.tensor(spreads, dtype=torch.double)
-    starts = [vars(base)[name] if name in PRIORS else 1.0 for name in names]
+    starts = [{**vars(base), **COMPILED}.get(name, 1.0) for name in names]
     point = torch.zeros(len(names), dtype=torch.double)
 
     def residuals(at: torch.Tensor) -> torch.Tensor:
@@ -378,7 +412,8 @@ def main() -> None:
             [run for run in timed if run.cluster.count > 8], fit(rest), options.verbose
         )
     else:
-        constants = fit(timed) if timed else FITTED
+        shipped = with_constants(FITTED, {"compiled_moved": 0.321, "compiled_launch": 0.489})
+        constants = fit(timed) if timed else shipped
         if options.print_constants:
             print(constants)
         if options.judge:

@@ -1,6 +1,7 @@
 """The plan's collectives are those that the engine issues, in calls and bytes, under every strategy."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,12 +20,21 @@ from shardeddp.engine.unit import costs_of
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.sharding_strategy import choose_sharding
-from shardeddp.planner.collectives import collectives_of_step, sent_by_kind
+from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.wrap import NamePolicy, build_units
 
 pytestmark = pytest.mark.timeout(60)
 
 WIDTH = 12
+
+
+def sent_by_kind(collectives: Sequence[Collective]) -> tuple[Counter[str], Counter[str]]:
+    """Bytes and calls by kind, as the engine's `Traffic` has them."""
+    nbytes, calls = Counter[str](), Counter[str]()
+    for it in collectives:
+        nbytes[it.kind] += it.sent_nbytes * it.times
+        calls[it.kind] += it.times
+    return nbytes, calls
 
 
 class Block(nn.Module):

@@ -1,6 +1,5 @@
 """Collectives of a training step: which, over how many ranks, how large."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -93,12 +92,3 @@ def collectives_of_step(
             across = "reduce_scatter" if topology.split_replicas else "all_reduce"
             add(across, "step", index, reduced // shard, replicas, stride=shard)
     return found
-
-
-def sent_by_kind(collectives: Sequence[Collective]) -> tuple[Counter[str], Counter[str]]:
-    """Bytes and calls by kind, as the engine's ``Traffic`` has them."""
-    nbytes, calls = Counter[str](), Counter[str]()
-    for it in collectives:
-        nbytes[it.kind] += it.sent_nbytes * it.times
-        calls[it.kind] += it.times
-    return nbytes, calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardeddp.planner.collectives import Collective
 from shardeddp.planner.hardware import Cluster
@@ -55,12 +55,8 @@ class Constants:
     """Host time of each micro-batch beside its kernels'."""
     step_ms: float = 5.0
     """Of an optimizer step, whatever its size."""
-    compiled_moved: float = 0.5
-    """Element-wise bytes that ``torch.compile`` leaves."""
-    compiled_launch: float = 0.5
-    """Kernels that it leaves."""
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Rate of matmuls and attention by GPU or engine, in shares of the above."""
+    """Rate of matmuls and attention by GPU, in shares of the above."""
 
 
 # `benchmarks/plan_accuracy.py --calibrate` on 221 published runs of MPT, Llama and GPT under FSDP1,
@@ -82,8 +78,6 @@ FITTED = Constants(
     optimizer=1.32,
     micro_batch_ms=11.4,
     step_ms=2.13,
-    compiled_moved=0.321,
-    compiled_launch=0.489,
     rates={
         "A100-40": 1.08,
         "A100-80": 1.12,
@@ -124,12 +118,10 @@ class Setting:
     recomputes: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Shares of inner units' matmuls, attention and the rest that backward computes again."""
     fp32: bool = False
-    compiled: bool = False
     optimizer_nbytes: float = 0.0
     """That a rank's optimizer step reads and writes."""
     host_gbs: float | None = None
     """Rate of an optimizer step on the host; None: it steps on the device."""
-    engine: str = ""
 
 
 def time_of_work(
@@ -204,19 +196,15 @@ def _forward(
 ) -> tuple[tuple[float, float, float], float]:
     """Seconds of matmuls, attention and the rest on the device, and of launching on the host."""
     gpu = cluster.gpu
-    rate = c.rates.get(gpu.name, 1.0) * c.rates.get(setting.engine, 1.0)
     peak = (gpu.fp32_tflops if setting.fp32 else gpu.bf16_tflops) * 1e12
     bandwidth = gpu.memory_tbs * 1e12
-    kept = c.compiled_launch if setting.compiled else 1.0
-    moved = work.moved_nbytes * c.moved * (c.compiled_moved if setting.compiled else 1.0)
-    moved *= factor * c.rates.get(f"moved {setting.engine}", 1.0)
-    matmul = work.matmul_flops / (peak * gpu.best * c.matmul * rate)
+    moved = work.moved_nbytes * c.moved * factor
+    matmul = work.matmul_flops / (peak * gpu.best * c.matmul * c.rates.get(gpu.name, 1.0))
     matmul += c.matmul_traffic * work.matmul_nbytes / bandwidth
     attention_rate = c.rates.get(f"attention {gpu.name}", 1.0)
     attention = work.attention_flops / (peak * c.attention * attention_rate)
-    rest = moved / bandwidth + work.kernels * kept * c.kernel_us * 1e-6
-    launch = c.launch_us * c.rates.get(f"launch {setting.engine}", 1.0)
-    return (matmul, attention, rest), work.kernels * kept * launch * 1e-6
+    rest = moved / bandwidth + work.kernels * c.kernel_us * 1e-6
+    return (matmul, attention, rest), work.kernels * c.launch_us * 1e-6
 
 
 def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
@@ -248,10 +236,3 @@ def _soft_max(one: float, other: float, sharpness: int = 6) -> float:
     return (
         larger * (1 + (min(one, other) / larger) ** sharpness) ** (1 / sharpness) if larger else 0.0
     )
-
-
-def with_constants(constants: Constants, values: Mapping[str, float]) -> Constants:
-    """Constants with other values; names that are no field are rates."""
-    own = {key: value for key, value in values.items() if key in vars(constants)}
-    rates = {key: value for key, value in values.items() if key not in own}
-    return replace(constants, **own, rates={**constants.rates, **rates})

@@ -42,7 +42,6 @@ RECOMPUTES = {
     "selective": (0.0, 0.0, 1.0),
     "full": (1.0, 1.0, 1.0),
 }
-OFFLOADS = ("none", "optimizer", "params")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +101,6 @@ class Memory:
     def peak(self) -> int:
         """Of the device."""
         return sum(vars(self).values()) - self.host
-
-    @property
-    def allocated(self) -> int:
-        """Of torch's allocator, without what it cannot use."""
-        return self.peak - self.slack - self.context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +207,7 @@ class Planner:
             strategies: Names of sharding strategies.
             precisions: As the Trainer's.
             recomputes: Names in ``RECOMPUTES``.
-            offloads: Names in ``OFFLOADS``.
+            offloads: ``none``, ``optimizer`` or ``params``.
             micro_batches: Samples of a rank's forward.
         """
         found: list[Planned] = []

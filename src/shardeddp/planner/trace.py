@@ -291,7 +291,6 @@ def profile(
     precision: str,
     micro_batch: int,
     tokens: int,
-    reduce_dtype: torch.dtype | None = None,
 ) -> ModelProfile:
     """Run one forward of a module on tensors without memory, and count it by unit.
 
@@ -303,7 +302,6 @@ def profile(
         precision: One of ``PRECISIONS``.
         micro_batch: Samples.
         tokens: Of a micro-batch.
-        reduce_dtype: In which gradients travel; None: float32.
 
     Raises:
         ConfigurationError: The module needs values to run, or something that is not there.
@@ -319,7 +317,7 @@ def profile(
         UnitSpec(
             name=unit.name,
             module=unit.module,
-            parameters=tuple(_with_dtypes(it, precision, reduce_dtype) for it in unit.parameters),
+            parameters=tuple(_with_dtypes(it, precision) for it in unit.parameters),
         )
         for unit in build_units(module, policy)
     ]
@@ -346,10 +344,8 @@ def profile(
     )
 
 
-def _with_dtypes(
-    spec: ParameterSpec, precision: str, reduce_dtype: torch.dtype | None
-) -> ParameterSpec:
-    """The dtypes that the engine would gather and reduce a parameter in.
+def _with_dtypes(spec: ParameterSpec, precision: str) -> ParameterSpec:
+    """The dtype that the engine would gather a parameter in; gradients travel in float32.
 
     The main shard's dtype is that of the parameter, which ``bf16`` has in float32 and computes with
     in bfloat16.
@@ -360,7 +356,6 @@ def _with_dtypes(
         owners=spec.owners,
         shares_memory_with=spec.shares_memory_with,
         compute_in=_compute_dtype(spec, precision),
-        reduce_in=reduce_dtype,
     )
 
 
