@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from shardeddp.errors import CheckpointError
-
-Check: TypeAlias = Callable[[Any, str], None]
-"""Raises for a value, at a dotted path, that is not what stands there."""
 
 
 def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dict[str, Any]:
@@ -32,9 +29,9 @@ def check_fields(checkpoint: Any, source: object, *, loads: bool = False) -> dic
         CheckpointError: A field is not what it has to be: says which, and what was found.
     """
     try:
-        _CHECKPOINT(checkpoint, "")
+        _check(checkpoint, _CHECKPOINT, "")
         if loads:
-            _LOADED(checkpoint, "")
+            _check(checkpoint, _LOADED, "")
     except _WrongError as error:
         raise CheckpointError(f"{source} is no checkpoint of Lightning: {error}") from None
     return checkpoint
@@ -94,208 +91,151 @@ def _fail(value: Any, path: str, expected: str) -> None:
     raise _WrongError(f"{path[:200] or 'its root'}: expected {expected}, {found}")
 
 
-def _is(expected: str, *kinds: type) -> Check:
-    def check(value: Any, path: str) -> None:
-        # A bool is an int for Python, and no count for anybody.
-        if not isinstance(value, kinds) or (type(value) is bool and bool not in kinds):
-            _fail(value, path, expected)
+# -- Specifications and their interpreter
+#
+# A string is the kind of a value, as errors call it; with `?` it may be None. A list has its items'
+# specification; if there is more in it, an empty mapping will do, too: whoever goes through either
+# finds nothing. A mapping has those of fields: of all of a name, or of an ending after `*`, the first
+# that fits; with `!` the field must be there. None stands for anything; a function checks by itself.
 
-    return check
+_TYPES: dict[str, tuple[type, ...]] = {
+    "a mapping": (Mapping,),
+    "a list": (list, tuple),
+    "text": (str,),
+    "a flag": (bool,),
+    "a count": (int,),
+    "a number": (int, float),
+    "a number or a name": (int, str),
+    "a tensor or a number": (torch.Tensor, int, float),
+}
 
 
-def _count(value: Any, path: str) -> None:
-    if not isinstance(value, int) or type(value) is bool or value < 0:
-        _fail(value, path, "a count")
+def _check(value: Any, spec: Any, path: str) -> None:
+    if isinstance(spec, str):
+        if value is not None or not spec.endswith("?"):
+            _check_kind(value, spec.removesuffix("?"), path)
+    elif isinstance(spec, list):
+        if spec[1:] and isinstance(value, Mapping) and not value:
+            return
+        _check(value, "a list", path)
+        for index, item in enumerate(value):
+            _check(item, spec[0], f"{path}.{index}")
+    elif isinstance(spec, Mapping):
+        _check(value, "a mapping", path)
+        _check_items(value, cast("Mapping[str, Any]", spec), path)
+    elif spec is not None:
+        spec(value, path)
+
+
+def _check_kind(value: Any, kind: str, path: str) -> None:
+    # A bool is an int for Python, and no count for anybody.
+    wrong = not isinstance(value, _TYPES[kind]) or (type(value) is bool and kind != "a flag")
+    if wrong or (kind == "a count" and value < 0):
+        _fail(value, path, kind)
+
+
+def _check_items(value: Mapping[Any, Any], spec: Mapping[str, Any], path: str) -> None:
+    for name in (each[:-1] for each in spec if each.endswith("!")):
+        if name not in value:
+            raise _WrongError(f"{path or 'its root'}: expected {name} in it, found none")
+    for key, item in value.items():
+        name = str(key)
+        fits = (
+            inner
+            for pattern, inner in spec.items()
+            if name == pattern.removesuffix("!")
+            or (pattern[0] == "*" and name.endswith(pattern[1:]))
+        )
+        _check(item, next(fits, None), f"{path}.{name}".lstrip("."))
+
+
+def _count_or_flag(value: Any, path: str) -> None:
+    if type(value) is not bool:
+        _check(value, "a count", path)
+
+
+def _version(value: Any, path: str) -> None:
+    _check(value, "text", path)
+    if not _VERSION.fullmatch(value):
+        _fail(value, path, "a version")
 
 
 def _names(value: Any, path: str) -> None:
-    _MAPPING(value, path)
+    _check(value, "a mapping", path)
     for key in value:
         if not isinstance(key, str):
             raise _WrongError(f"{path}: expected names, found a key that is a {type(key).__name__}")
 
 
-def _record(fields: Mapping[str, Check], *required: str) -> Check:
-    """A mapping; those of its fields that are there are checked."""
-
-    def check(value: Any, path: str) -> None:
-        _MAPPING(value, path)
-        for name in required:
-            if name not in value:
-                raise _WrongError(f"{path or 'its root'}: expected {name} in it, found none")
-        for name, inner in fields.items():
-            if name in value:
-                inner(value[name], f"{path}.{name}".lstrip("."))
-
-    return check
-
-
-def _list_of(inner: Check) -> Check:
-    def check(value: Any, path: str) -> None:
-        _LIST(value, path)
-        for index, item in enumerate(value):
-            inner(item, f"{path}.{index}")
-
-    return check
-
-
-def _keys_of(inner: Check) -> Check:
-    def check(value: Any, path: str) -> None:
-        _MAPPING(value, path)
-        for key in value:
-            inner(key, f"a key of {path}")
-
-    return check
-
-
-def _mapping_of(inner: Callable[[str], Check]) -> Check:
-    """A mapping; what is checked depends on the name."""
-
-    def check(value: Any, path: str) -> None:
-        _MAPPING(value, path)
-        for name, item in value.items():
-            inner(str(name))(item, f"{path}.{name}")
-
-    return check
-
-
-def _or_none(inner: Check) -> Check:
-    return lambda value, path: None if value is None else inner(value, path)
-
-
-def _list_or_empty(inner: Check) -> Check:
-    """A list; a mapping without entries will do: whoever goes through either finds nothing."""
-    check = _list_of(inner)
-    return lambda value, path: (
-        None if isinstance(value, Mapping) and not value else check(value, path)
-    )
-
-
-def _all_of(*checks: Check) -> Check:
-    def check(value: Any, path: str) -> None:
-        for each in checks:
-            each(value, path)
-
-    return check
-
-
-def _version(value: Any, path: str) -> None:
-    _TEXT(value, path)
-    if not _VERSION.fullmatch(value):
-        _fail(value, path, "a version")
-
-
-def _counts(value: Any, path: str) -> None:
-    """Counts and flags."""
-    _MAPPING(value, path)
-    for name, item in value.items():
-        if type(item) is not bool:
-            _count(item, f"{path}.{name}")
-
-
-def _progress(value: Any, path: str) -> None:
-    """Of a loop: all of its time, and since it has begun."""
-    _TRACKED(value, path)
-    rest = {name: item for name, item in value.items() if name not in ("total", "current")}
-    _counts(rest, path)
-
-
-def _anything(value: Any, path: str) -> None:
-    pass
+def _states(value: Any, path: str) -> None:
+    _check(value, "a mapping", path)
+    for key in value:
+        _check(key, "a number or a name", f"a key of {path}")
 
 
 def _callbacks(value: Any, path: str) -> None:
     """States by key; early releases of Lightning had classes for keys."""
-    _MAPPING(value, path)
+    _check(value, "a mapping", path)
     for key, state in value.items():
         kind = str(key).split("{")[0]
-        if kind in _CALLBACKS:
-            _CALLBACKS[kind](state, f"{path}.{kind}")
+        _check(state, _CALLBACKS.get(kind), f"{path}.{kind}")
 
 
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.?dev|\.?post)\d*)*(\+[a-z0-9.]+)?", re.IGNORECASE)
-_MAPPING = _is("a mapping", Mapping)
-_LIST = _is("a list", list, tuple)
-_TEXT = _is("text", str)
-_NUMBER = _is("a number", int, float)
-_SCORE = _or_none(_is("a tensor or a number", torch.Tensor, int, float))
 
-_TRACKED = _record({"total": _counts, "current": _counts}, "total", "current")
-_OPTIMIZATION = _record(
-    {"optimizer": _record({"step": _progress, "zero_grad": _progress}, "step", "zero_grad")},
-    "optimizer",
-)
-_BATCHES = _all_of(_progress, _record({"is_last_batch": _is("a flag", bool)}, "is_last_batch"))
-_OF_LOOP = _record({"_batches_that_stepped": _count, "combined_loader": _LIST})
-_EVALUATION = _mapping_of(lambda name: _BATCHES if name == "batch_progress" else _anything)
-_LOOP = _mapping_of(
-    lambda name: (
-        _OPTIMIZATION
-        if name.endswith("optim_progress")
-        else _BATCHES
-        if name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress")
-        else _progress
-        if name.endswith("progress")
-        else _OF_LOOP
-        if name.endswith("state_dict")
-        else _anything
-    )
-)
-_NUMBER_OR_NAME = _is("a number or a name", int, str)
-_OPTIMIZER = _record(
-    {
-        "state": _keys_of(_NUMBER_OR_NAME),
-        "param_groups": _list_of(_record({"params": _list_of(_NUMBER_OR_NAME)}, "params")),
-    }
-)
-_BEST = _record(
-    {
-        "best_model_score": _SCORE,
-        "best_model_path": _or_none(_TEXT),
-        "current_score": _SCORE,
-        "best_k_models": _mapping_of(lambda name: _SCORE),
-        "kth_best_model_path": _or_none(_TEXT),
-        "kth_value": _SCORE,
-        "last_model_path": _or_none(_TEXT),
-    },
-    "best_model_path",
-)
-_STOPPING = _record(
-    {
-        "wait_count": _count,
-        "stopped_epoch": _count,
-        "best_score": _SCORE,
-        "patience": _count,
-    },
-    *("wait_count", "stopped_epoch", "best_score", "patience"),
-)
-_TIMER = _record({"time_elapsed": _mapping_of(lambda name: _NUMBER)})
-_CALLBACKS = {"ModelCheckpoint": _BEST, "EarlyStopping": _STOPPING, "Timer": _TIMER}
+_COUNTS = {"*": _count_or_flag}
+_PROGRESS = {"total!": _COUNTS, "current!": _COUNTS, "*": _count_or_flag}
+_BATCHES = {"total!": _COUNTS, "current!": _COUNTS, "is_last_batch!": "a flag", **_COUNTS}
+_LOOP = {
+    "*optim_progress": {"optimizer!": {"step!": _PROGRESS, "zero_grad!": _PROGRESS}},
+    "epoch_loop.batch_progress": _BATCHES,
+    "epoch_loop.val_loop.batch_progress": _BATCHES,
+    "*progress": _PROGRESS,
+    "*state_dict": {"_batches_that_stepped": "a count", "combined_loader": "a list"},
+}
+_EVALUATION = {"batch_progress": _BATCHES, **_LOOP}
+_BEST = {
+    "best_model_path!": "text?",
+    "best_model_score": "a tensor or a number?",
+    "current_score": "a tensor or a number?",
+    "best_k_models": {"*": "a tensor or a number?"},
+    "kth_best_model_path": "text?",
+    "kth_value": "a tensor or a number?",
+    "last_model_path": "text?",
+}
+_STOPPING = {
+    "wait_count!": "a count",
+    "stopped_epoch!": "a count",
+    "best_score!": "a tensor or a number?",
+    "patience!": "a count",
+}
+_CALLBACKS: dict[str, Any] = {
+    "ModelCheckpoint": _BEST,
+    "EarlyStopping": _STOPPING,
+    "Timer": {"time_elapsed": {"*": "a number"}},
+}
 """Of Lightning's own, by class; their keys are ``"Class"`` or ``"Class{arguments}"``."""
 
-_OWN = _record(
-    {
-        "loader_states": _LIST,
-        "kept_shards": _list_of(_LIST),
-        "optimizer_parameters": _list_of(_list_of(_TEXT)),
-    }
-)
-
-_CHECKPOINT = _record(
-    {
-        "state_dict": _names,
-        "epoch": _count,
-        "global_step": _count,
-        "pytorch-lightning_version": _version,
-        "optimizer_states": _list_or_empty(_OPTIMIZER),
-        "lr_schedulers": _list_or_empty(_MAPPING),
-        "loops": _all_of(
-            _record({"validate_loop": _EVALUATION, "test_loop": _EVALUATION}, "fit_loop"),
-            _mapping_of(lambda name: _LOOP),
-        ),
-        "callbacks": _callbacks,
-        "hparams_name": _or_none(_TEXT),
-        "shardeddp": _OWN,
-    }
-)
-_LOADED = _record({}, "state_dict", "pytorch-lightning_version")
+_OPTIMIZER = {"state": _states, "param_groups": [{"params!": ["a number or a name"]}]}
+_CHECKPOINT = {
+    "state_dict": _names,
+    "epoch": "a count",
+    "global_step": "a count",
+    "pytorch-lightning_version": _version,
+    "optimizer_states": [_OPTIMIZER, {}],
+    "lr_schedulers": ["a mapping", {}],
+    "loops": {
+        "fit_loop!": _LOOP,
+        "validate_loop": _EVALUATION,
+        "test_loop": _EVALUATION,
+        "*": _LOOP,
+    },
+    "callbacks": _callbacks,
+    "hparams_name": "text?",
+    "shardeddp": {
+        "loader_states": "a list",
+        "kept_shards": ["a list"],
+        "optimizer_parameters": [["text"]],
+    },
+}
+_LOADED = {"state_dict!": None, "pytorch-lightning_version!": None}
