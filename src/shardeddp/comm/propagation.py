@@ -141,7 +141,8 @@ class ErrorPropagation:
         if self._client.count(_INTERRUPTED) == self._world_size:
             self._client.claim(_FIRST, _NOBODY)
         question = self._liveness_probe.ask()
-        if not self._is_known_soon():
+        # A rank says who was first, or all ranks that they were not.
+        if not self._is_there_soon(_FIRST):
             return self._await_lost(question)
         note = json.loads(self._client.read(_FIRST) or _NOBODY)
         if note is None:
@@ -169,13 +170,6 @@ class ErrorPropagation:
             f"ranks come to out of its condition; where they are one, tensors differ in shape or "
             f"dtype between ranks, or the network has failed"
         )
-
-    def _is_known_soon(self) -> bool:
-        """Whether a rank says who was first, or all ranks say that they were not.
-
-        Each look is one call for all ranks.
-        """
-        return self._is_there_soon(_FIRST)
 
     def _is_there_soon(self, name: str) -> bool:
         deadline, pause = time.monotonic() + LOOKUP_S, _POLL_S

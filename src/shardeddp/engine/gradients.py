@@ -89,10 +89,6 @@ class GradientMemory:
         if self._buffer is not None:
             release(self._buffer)
 
-    def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
-        """The same elements outside of the gradient buffer, so that it waits for no replicas."""
-        return output if output is self.shard else output.clone()
-
     def keep_partial(self, output: torch.Tensor) -> None:
         """Put what has been averaged in the shard group by for a later micro-batch to share."""
         if self.partial is None:
@@ -246,6 +242,8 @@ class Reduction:
             self._memory.absorb(self._output, self._kept)
         if self._in_buffer:
             # Only the first collective needed it, and another reduction may have opened it since.
+            # `advance` has ended it or put compute's stream behind it, so what is allocated there next
+            # and gets this memory is written after it was read.
             self._in_buffer = False
             self._memory.close_buffer()
         if self._sharing is None:
@@ -267,7 +265,8 @@ class Reduction:
             if self._partial is not None:
                 self._output.add_(self._partial)
                 self._partial = None
-            self._output = memory.leave_buffer(self._output)
+            if self._output is not memory.shard:  # the gradient buffer waits for no replicas
+                self._output = self._output.clone()
             self._sharing = memory.mesh.replicate_stream.issue(
                 lambda: self._share().then(self._shared)
             )

@@ -273,11 +273,6 @@ def runtime_of(module: nn.Module) -> Runtime | None:
     return runtime if runtime is not None and runtime.root_module is module else None
 
 
-def take_charge(runtime: Runtime) -> None:
-    """Let a runtime be found by the module that it drives."""
-    _RUNTIMES[id(runtime.root_module)] = runtime
-
-
 def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
     """Let all runtimes take note that an optimizer has stepped, each of its own parameters."""
     for runtime in list(_RUNTIMES.values()):
@@ -581,7 +576,7 @@ class Runtime:
             for progress in self.progresses
             for group in progress.unit.groups
         }
-        take_charge(self)
+        _RUNTIMES[id(self.root_module)] = self
         self.passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit has anything to do: training on one rank."""
 
@@ -694,7 +689,8 @@ class Runtime:
         for progress in self.progresses:
             progress.active = 0
             progress.forget_forwards()
-            progress.unit.drop_unsharded_gradients()
+            for group in progress.unit.groups:
+                group.gradients.drop_waiting()
         self.phase = Phase.IDLE
         self._step_name = "forward"
         self._reshard_idle()
@@ -857,7 +853,8 @@ class Runtime:
         # by a view of it and gets another hook.
         for node in {get_gradient_edge(tensor).node for tensor in differentiable}:
             node.register_prehook(_weakly(self, Runtime._reach, progress, use))
-        if progress.has_frozen_parameters():
+        unit = progress.unit
+        if len(unit.trainable()) < len(unit.unsharded_parameters()):
             leaves = [tensor for tensor in find_tensors(inputs) if tensor.requires_grad]
             if leaves:
                 progress.open_uses += 1

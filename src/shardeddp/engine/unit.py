@@ -238,6 +238,7 @@ class Unit:
             self.unshard()
             self.wait()
             return
+        self._move("refresh")
         self._handle = [group.unshard() for group in self.groups]
         self._finish_gather()
 
@@ -394,11 +395,6 @@ class Unit:
     def has_partial_gradient(self) -> bool:
         """Whether gradient shards hold sums that other replicas have no part in yet."""
         return any(group.gradients.partial for group in self.groups)
-
-    def drop_unsharded_gradients(self) -> None:
-        """Forget gradients that no reduction has taken yet."""
-        for group in self.groups:
-            group.gradients.drop_waiting()
 
     def _finish_gather(self) -> None:
         for handle in self._handle:
@@ -634,14 +630,6 @@ class UnitProgress:
         inside = entering is self or entering.index in self.inner
         return self.entered and not self.unreached_uses and not inside
 
-    def gradients_complete(self) -> bool:
-        """Whether every gradient that this backward is expected to produce is there."""
-        return not self.missing
-
-    def has_frozen_parameters(self) -> bool:
-        """Whether some parameter requires no gradient now."""
-        return len(self.unit.trainable()) < len(self.unit.unsharded_parameters())
-
     def backward_is_over(self) -> bool:
         """Whether nothing in this backward can read the unit's parameters any more.
 
@@ -650,11 +638,7 @@ class UnitProgress:
         without a gradient. Where a trainable parameter is not expected to get a gradient, neither
         count tells.
         """
-        return (
-            self.gradients_complete()
-            and self.open_uses == 0
-            and self.unit.trainable() <= self.expected
-        )
+        return not self.missing and self.open_uses == 0 and self.unit.trainable() <= self.expected
 
 
 def _is_to_run(node: Node) -> bool:

@@ -41,22 +41,6 @@ COLUMN = "Params per Device"
 """As Lightning calls it; ``RichModelSummary`` shows no other."""
 
 
-def complete_summaries(trainer: Trainer) -> None:
-    """Let model summaries show the elements that a rank holds.
-
-    Args:
-        trainer: Whose callbacks; those that summarize in their own way are left to it.
-    """
-    for callback in _summaries(trainer):
-        private.replace_summary(callback, _summarize)
-
-
-def restore_summaries(trainer: Trainer) -> None:
-    """Undo :func:`complete_summaries`: the next run of a callback may be under another strategy."""
-    for callback in _summaries(trainer):
-        private.restore_summary(callback)
-
-
 def _summaries(trainer: Trainer) -> list[ModelSummary]:
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, ModelSummary)]
 
@@ -333,7 +317,8 @@ class CallbackAdapters:
         if runtime.mesh.world.size > 1:
             self._training = EvenTraining(runtime.mesh, self.uneven_batches)
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
-        complete_summaries(trainer)
+        for summary in _summaries(trainer):  # shows what a rank holds
+            private.replace_summary(summary, _summarize)
         return self.averages.shard(trainer, module, runtime.mesh)
 
     def meet_loaders(self, trainer: Trainer) -> bool:
@@ -374,7 +359,8 @@ class CallbackAdapters:
         """The run is over, or has failed."""
         self.end_evaluation()
         self._training = self._evaluation = None
-        restore_summaries(trainer)
+        for summary in _summaries(trainer):  # its next run may be under another strategy
+            private.restore_summary(summary)
         self.averages.forget(module)
 
 

@@ -84,23 +84,13 @@ class OwnerTransfer:
     """Of the parameter's shape and dtype; at the owner only."""
 
 
-def gather_to_owners(tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
-    """Fill the whole tensors from the shards: one all-to-all, in which each rank sends its shards.
+class _Exchange:
+    """Pieces that a rank sends to and gets from every other, as bytes, so that dtypes can mix.
 
     Args:
         tensors: The same on every rank of ``mesh.owners``, in the same order.
         mesh: Theirs.
     """
-    _Exchange(tensors, mesh).gather_to_owners()
-
-
-def scatter_from_owners(tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
-    """Send the owners' results in the whole tensors to the shards; the inverse of :func:`bring`."""
-    _Exchange(tensors, mesh).scatter_from_owners()
-
-
-class _Exchange:
-    """Pieces that a rank sends to and gets from every other, as bytes, so that dtypes can mix."""
 
     def __init__(self, tensors: Sequence[OwnerTransfer], mesh: Mesh) -> None:
         self._group, self._stream = mesh.owners, mesh.gather_stream
@@ -127,12 +117,14 @@ class _Exchange:
 
     @torch.no_grad()
     def gather_to_owners(self) -> None:
+        """Fill the whole tensors from the shards: one all-to-all; each rank sends its shards."""
         self._run(self._here, self._there)
         for local, part in self._own:
             part.copy_(local)
 
     @torch.no_grad()
     def scatter_from_owners(self) -> None:
+        """Send the owners' results in the whole tensors to the shards: the inverse."""
         self._run(self._there, self._here)
         for local, part in self._own:
             local.copy_(part)
@@ -657,16 +649,15 @@ class OwnedStep(SwappedStep):
                         mine.append(whole.tensor)
             found.append(mine)
         # One after the other: a tensor in transfer is in memory twice.
-        gather_to_owners(
-            [whole.values for whole in self._moved if not whole.owner_has_all], self._mesh
-        )
-        gather_to_owners(moved, self._mesh)
+        _Exchange(self._values(), self._mesh).gather_to_owners()
+        _Exchange(moved, self._mesh).gather_to_owners()
         return found
 
     def _post_step(self) -> None:
-        scatter_from_owners(
-            [whole.values for whole in self._moved if not whole.owner_has_all], self._mesh
-        )
+        _Exchange(self._values(), self._mesh).scatter_from_owners()
+
+    def _values(self) -> list[OwnerTransfer]:
+        return [whole.values for whole in self._moved if not whole.owner_has_all]
 
     def _release(self) -> None:
         for whole in self._moved:
