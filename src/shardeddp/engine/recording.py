@@ -520,11 +520,8 @@ def _on_host(index: Any) -> Any:
     is_list = type(index) is list and not any(
         isinstance(it, torch.Tensor) for it in pytree.tree_leaves(index)
     )
-    return torch.as_tensor(index, device=HOST) if is_list or _is_array(index) else index
-
-
-def _is_array(index: Any) -> bool:
-    return isinstance(index, range) or hasattr(index, "__array_interface__")
+    is_array = isinstance(index, range) or hasattr(index, "__array_interface__")
+    return torch.as_tensor(index, device=HOST) if is_list or is_array else index
 
 
 def _is_meta(leaf: Any) -> bool:

@@ -132,7 +132,11 @@ class GatheredBuffer:
         """The unsharded parameters, in layout order."""
 
         self._bindings = [
-            (parameter, usable, (slot.shape, _strides(slot.shape), slot.offset))
+            (
+                parameter,
+                usable,
+                (slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset),
+            )
             for parameter, (usable, _), slot in zip(
                 self.parameters, self._classes, layout.slots, strict=True
             )
@@ -282,10 +286,6 @@ class GatheredBuffer:
         vars(parameter).update(zip(OURS, (spec.fqn, spec.dtype), strict=False))
         _set_attribute(parameter, "__class__", released)
         return parameter
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _outside_inference() -> AbstractContextManager[object]:

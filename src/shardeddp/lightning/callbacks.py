@@ -21,7 +21,6 @@ from shardeddp.engine.runtime import BufferSync, Runtime, runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
-    Callback,
     LightningModule,
     ModelPruning,
     ModelSummary,
@@ -95,9 +94,9 @@ class Averages:
             trainer: Whose callbacks are about to be set up.
             module: Theirs; a method that its copies take over waits in it until it is sharded.
         """
-        if runtime_of(module) is None and any(
-            _moves_its_copy(callback) for callback in callbacks_of(trainer)
-        ):
+        # By name: older releases of Lightning do not have it.
+        kinds = (kind for callback in callbacks_of(trainer) for kind in type(callback).__mro__)
+        if runtime_of(module) is None and any(kind.__name__ == "WeightAveraging" for kind in kinds):
             self._replace(module, "to", MethodType(_stay, module))
 
     def await_shards(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
@@ -195,11 +194,6 @@ class Averages:
         self._versions = []
         self.meet_shards(module)
         self._loads, self._buffers = [], []
-
-
-def _moves_its_copy(callback: Callback) -> bool:
-    # By name: older releases of Lightning do not have it.
-    return any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__)
 
 
 def _stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

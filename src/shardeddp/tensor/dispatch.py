@@ -291,7 +291,7 @@ def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.T
 def _reduce(func: Any, sharded: ShardTensor, kwargs: dict[str, Any]) -> torch.Tensor:
     local, spec = sharded.to_local(), sharded.spec
     spec.mesh.fingerprints.call(f"{func.overloadpacket.__name__} of {spec.fqn}")
-    dtype = func(_one_of(local), **kwargs).dtype  # raises what the whole tensor would
+    dtype = func(local.new_zeros(1), **kwargs).dtype  # raises what the whole tensor would
     partial, kind = _REDUCTIONS[func]
     part = partial(local if spec.counts else local[:0], dtype)
     reduced = reduce_partials(part, spec, kind)
@@ -390,11 +390,6 @@ def _partial_norms(locals_: Sequence[torch.Tensor], order: float) -> list[torch.
             for i, norm in zip(held, norms_held, strict=True):
                 found[i] = norm
     return found
-
-
-def _one_of(local: torch.Tensor) -> torch.Tensor:
-    """One element of the same kind, to try an operation on."""
-    return local.new_zeros(1)
 
 
 def _or_limit(local: torch.Tensor, end: int) -> torch.Tensor:

@@ -677,11 +677,11 @@ class ShardTensor(Memoryless, torch.Tensor):
         Args:
             values: Of the same shape.
         """
-        kind = _original_class(type(self))
-        if kind is nn.Parameter:
+        if type(self) is ShardTensor:
             parameter = nn.Parameter(values, self.requires_grad)
         else:
-            parameter: Any = make_subclass(kind, values, self.requires_grad)
+            original = type(self).__bases__[1]
+            parameter: Any = make_subclass(original, values, self.requires_grad)
         vars(parameter).update(self.user_attributes())
         return parameter
 
@@ -913,7 +913,3 @@ def sharded_class(kind: type) -> type[ShardTensor]:
     if kind is nn.Parameter:
         return ShardTensor
     return type(f"Sharded{kind.__name__}", (ShardTensor, kind), {"__module__": kind.__module__})
-
-
-def _original_class(kind: type[ShardTensor]) -> type:
-    return nn.Parameter if kind is ShardTensor else kind.__bases__[1]

@@ -249,7 +249,11 @@ def _reject_unshardable(root: nn.Module) -> None:
             f"Run one forward through the lazy modules before training, for instance at the end of "
             f"__init__."
         )
-    distributed = [name for name, parameter in parameters.items() if _is_dtensor(parameter)]
+    distributed = [
+        name
+        for name, parameter in parameters.items()
+        if any(base.__name__ == "DTensor" for base in type(parameter).__mro__)
+    ]
     if distributed:
         raise ConfigurationError(
             f"Expected plain parameters, found {len(distributed)} that are DTensors already: "
@@ -263,7 +267,3 @@ def _reject_unshardable(root: nn.Module) -> None:
             f"{listing(sharded)}. An earlier setup of this module failed half way: build the "
             f"module anew."
         )
-
-
-def _is_dtensor(parameter: nn.Parameter) -> bool:
-    return any(base.__name__ == "DTensor" for base in type(parameter).__mro__)
