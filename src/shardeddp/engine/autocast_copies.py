@@ -64,11 +64,8 @@ _FORWARDS: dict[type[nn.Module], _Forward] = {
     nn.ConvTranspose3d: _convolution("conv_transpose3d", "_output_padding"),
     nn.MultiheadAttention: _Forward(
         (
-            "in_proj_weight",
-            "in_proj_bias",
-            "q_proj_weight",
-            "k_proj_weight",
-            "v_proj_weight",
+            *("in_proj_weight", "in_proj_bias"),
+            *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
         ),
         ("multi_head_attention_forward", "linear", "scaled_dot_product_attention"),
         ("merge_masks",),

@@ -484,14 +484,8 @@ def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     groups: dict[tuple[object, ...], list[ParameterSpec]] = {}
     for spec in specs:
         alone = id(spec) if users[spec.memory] > 1 else None
-        kind = (
-            spec.dtype,
-            spec.param_dtype,
-            spec.reduce_dtype,
-            spec.parameter.requires_grad,
-            alone,
-        )
-        groups.setdefault(kind, []).append(spec)
+        dtypes = spec.dtype, spec.param_dtype, spec.reduce_dtype
+        groups.setdefault((*dtypes, spec.parameter.requires_grad, alone), []).append(spec)
     return list(groups.values())
 
 

@@ -76,12 +76,8 @@ def _is_hook_of_torch(kind: type) -> bool:
 
 # Packages whose optimizers divide parameters or average gradients over ranks by themselves.
 _DISTRIBUTED = (
-    "torch.distributed.",
-    "deepspeed.",
-    "fairscale.",
-    "colossalai.",
-    "megatron.",
-    "apex.contrib.optimizers.",
+    *("torch.distributed.", "deepspeed.", "fairscale.", "colossalai."),
+    *("megatron.", "apex.contrib.optimizers."),
 )
 
 

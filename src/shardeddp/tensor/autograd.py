@@ -140,16 +140,8 @@ _AT_VERSION = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+)")  # as autogra
 
 def extend_functions() -> None:
     """Let every ``autograd.Function`` see full tensors from now on."""
-    unwrap, run, found_node, executes, gradient = (
-        each.current
-        for each in (
-            function_arguments,
-            engine_run,
-            node_of_tensor,
-            will_execute,
-            described_gradient,
-        )
-    )
+    replaced = function_arguments, engine_run, node_of_tensor, will_execute, described_gradient
+    unwrap, run, found_node, executes, gradient = (each.current for each in replaced)
     if unwrap.__module__ == __name__:
         return
 
