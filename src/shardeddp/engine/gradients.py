@@ -14,6 +14,7 @@ from shardeddp.comm.collectives import ReduceKind
 from shardeddp.engine.storage import allocate, empty_on_host, local_view, release
 from shardeddp.plan.layout import FlatLayout
 from shardeddp.tensor.backward import (
+    running_backward,
     store_gradient,
     store_gradients,
     stored_gradient,
@@ -334,6 +335,7 @@ class GroupGradients:
         # By parameter: its gradient went into a reduction since the backward began.
         self._packed = [False] * len(unsharded)
         self._reduced = False  # whether there was a reduction since the backward began
+        self._reduced_by: int | None = None  # number of the backward of the last reduction
         self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
 
     @property
@@ -401,6 +403,22 @@ class GroupGradients:
         """
         if stored_gradient(self._unsharded[index]) is not None:
             accumulate_in(self._unsharded[index], self._reduce_dtype)
+
+    def take_local(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take what is assigned to ``.grad`` in a backward as this rank's own gradient so far.
+
+        The backward of a custom function may do so with a gradient that it does not return. It
+        takes the place of what this rank has, and autograd adds to it.
+
+        Returns:
+            Whether it is taken: a backward is running, and has not reduced the gradients yet.
+        """
+        running = running_backward()
+        if running is None or running == self._reduced_by:
+            return False
+        self.drop(index, None)
+        self.add_outside(index, gradient)
+        return True
 
     def add_outside(self, index: int, gradient: torch.Tensor) -> None:
         """Take this rank's gradient of a parameter's use outside of its unit.
@@ -500,7 +518,7 @@ class GroupGradients:
                 self._renew_shard()
                 kept = [False] * len(kept)
             shard, shard_slots = self._memory.open_shard()
-            self._reduced = True
+            self._reduced, self._reduced_by = True, running_backward()
             arrival = self._arrival(across_replicas)
             direct = (
                 self._memory.packs_into_shard

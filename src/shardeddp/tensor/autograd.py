@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from shardeddp.tensor.backward import asking, retaining, stored_gradient
 from shardeddp.tensor.operations import asks_only_about
@@ -23,10 +25,12 @@ from shardeddp.tensor.shard_tensor import (
 from shardeddp.tensor.unsharded import (
     OURS,
     OfSharded,
+    ParameterValues,
     ReleasedParameter,
     outside_of,
     sharded_of,
     successor_of,
+    with_gradient_of,
 )
 from shardeddp.tensor.views import Gathered, GatheredView
 from shardeddp.torch_private import (
@@ -211,6 +215,7 @@ def extend_functions() -> None:
 
     described_gradient.replace(safe_grad)
     function_arguments.replace(unwrap_dead_wrappers)
+    BackwardCFunction.saved_tensors = _saved_with_gradients(BackwardCFunction.saved_tensors)  # type: ignore[assignment]
     # Callers may ask with nodes from before the parameters were sharded.
     will_execute.replace(executes_node)
     node_of_tensor.replace(node_of)
@@ -269,6 +274,37 @@ def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Te
         waiting += found
 
 
+def _saved_with_gradients(inherited: Any) -> property:
+    """Saved tensors of a function's backward, in which parameters have the gradients of theirs.
+
+    Under hooks autograd unpacks a parameter as a new tensor, on which a gradient would be lost.
+    """
+
+    def saved_tensors(context: Any) -> tuple[Any, ...]:
+        return tuple(map(_with_its_gradient, inherited.__get__(context)))
+
+    return property(saved_tensors)
+
+
+def _with_its_gradient(tensor: Any) -> Any:
+    if type(tensor) is not torch.Tensor or not tensor.requires_grad:
+        return tensor
+    node: Any = get_gradient_edge(tensor).node
+    parameter = node.variable if tensor.is_leaf else node.metadata.get(_ARGUMENT, _nothing)()
+    return with_gradient_of(parameter, tensor) if _is_parameter(parameter) else tensor
+
+
+def _nothing() -> None:
+    """Nobody's."""
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, (OfSharded, ShardTensor))
+
+
+_ARGUMENT = "shardeddp.argument"  # a key in the metadata that torch keeps for users on a node
+
+
 def _full(argument: Any) -> Any:
     if isinstance(argument, ReleasedParameter):
         argument = sharded_of(argument)
@@ -277,7 +313,11 @@ def _full(argument: Any) -> Any:
     operation = "an autograd.Function of"
     if argument.requires_grad and torch.is_grad_enabled():
         argument.warn_outside()
-        return argument.full_for_autograd(operation)
+        full = argument.full_for_autograd(operation)
+        values = full.as_subclass(ParameterValues)
+        # Weak: a node keeps its metadata where the garbage collector does not look.
+        get_gradient_edge(values).node.metadata[_ARGUMENT] = weakref.ref(argument)  # type: ignore[index]
+        return with_gradient_of(argument, values)
     gathered = Gathered(argument, operation=operation)
     return GatheredView(gathered.full, gathered)  # writes of its forward reach the shard
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from itertools import count
 
 import torch
 
@@ -43,13 +44,19 @@ def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> No
 
 # One entry per running call; threads of devices look at them as well.
 _ASKED: list[object] = []  # of `torch.autograd.grad`
-# By running backward: whether its graph is retained.
-_RETAINED: list[bool] = []
+# By running backward, the outermost first: its number, and whether its graph is retained.
+_RUNNING: list[tuple[int, bool]] = []
+_numbers = count()
 
 
 def graph_is_retained() -> bool:
     """Whether the backward that is running leaves its graph for another one."""
-    return any(_RETAINED)
+    return any(retained for _, retained in _RUNNING)
+
+
+def running_backward() -> int | None:
+    """Number of the backward that is running, the outermost of nested ones; None: none is."""
+    return _RUNNING[0][0] if _RUNNING else None
 
 
 @contextmanager
@@ -59,11 +66,11 @@ def retaining(graph: bool) -> Generator[None]:
     Args:
         graph: Whether it leaves its graph for another one.
     """
-    _RETAINED.append(graph)
+    _RUNNING.append((next(_numbers), graph))
     try:
         yield
     finally:
-        _RETAINED.pop()
+        _RUNNING.pop()
 
 
 def are_asked() -> bool:

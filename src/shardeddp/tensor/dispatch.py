@@ -18,6 +18,7 @@ import torch
 
 from shardeddp.comm import CollectiveHandle
 from shardeddp.comm.collectives import ReduceKind
+from shardeddp.tensor.backward import running_backward
 from shardeddp.tensor.operations import reshapes, written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, handlers, mark_written
 from shardeddp.tensor.views import Gathered, hand_out, refuse_overlapping, run_on_whole, views_among
@@ -198,6 +199,14 @@ def _note_write(func: Any, target: Any, operands: Sequence[Any]) -> None:
     target.note_write(func.__name__)
     for operand in operands:
         if isinstance(operand, torch.Tensor) and not isinstance(operand, ShardTensor):
+            is_of_backward = operand.dim() and running_backward() is not None
+            if is_of_backward and not target.is_of_a_unit and target.spec.mesh.data.size > 1:
+                raise RuntimeError(
+                    f"{func.__name__} in a backward writes this rank's own values to a sharded "
+                    f"tensor of {target.spec.fqn}, its gradient so far for example, which has one "
+                    f"value for all ranks. Assign a gradient, and it is averaged with those of "
+                    f"other ranks: p.grad = p.grad + gradient"
+                )
             target.note_write("of", operand)
         elif isinstance(operand, (bool, int, float, complex)):
             target.note_write(repr(operand))

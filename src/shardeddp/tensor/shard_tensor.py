@@ -178,6 +178,10 @@ class UnitGradients(Protocol):
         """Take a whole gradient of a use outside of the unit, which is not averaged."""
         ...
 
+    def take_local(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take this rank's own gradient, if a backward that is to average it is running."""
+        ...
+
     def unreduced(self, index: int) -> torch.Tensor | None:
         """A parameter's gradient before it is complete."""
         ...
@@ -392,6 +396,12 @@ class ShardTensor(Memoryless, torch.Tensor):
     def grad(self, gradient: torch.Tensor | None) -> None:
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
+        elif gradient is not None and self._unit_gradients is not None:
+            # What a function's backward has computed is of this rank's batch, and is averaged.
+            unit_gradients, index = self._unit_gradients
+            if unit_gradients.take_local(index, gradient):
+                store_gradient(self, None)
+                return
         store_gradient(self, gradient)
         if self._unit_gradients is not None:
             unit_gradients, index = self._unit_gradients
