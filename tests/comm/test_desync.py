@@ -90,6 +90,24 @@ def test_a_rank_that_comes_to_a_barrier_and_one_that_reads_a_parameter_are_told_
 
 
 @on_ranks(2)
+def test_a_parameter_that_is_sent_to_one_rank_cannot_be_gathered_by_the_other() -> None:
+    mesh = make_mesh()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            if dist.get_rank() == 0:
+                mesh.fingerprints.call("send of weight")
+            else:
+                dist.recv(torch.empty(2), 0)
+        except RuntimeError as error:
+            mesh.error_propagation.explain(error)
+            raise
+    assert time.monotonic() - started < 6
+    assert "rank 0 waits in send of weight at " in str(caught.value)
+    assert "rank 1 waits in torch.distributed.recv at " in str(caught.value)
+
+
+@on_ranks(2)
 def test_a_mesh_that_nobody_refers_to_is_not_kept_by_its_thread() -> None:
     mesh = make_mesh()
     gone = weakref.ref(mesh.liveness_probe)

@@ -76,6 +76,26 @@ def test_only_a_rank_that_does_not_run_is_lost_and_where_there_is_none_others_ar
     dist.barrier()
 
 
+@on_ranks(2)
+def test_a_rank_that_waits_for_one_whose_program_has_ended_says_for_what_and_where() -> None:
+    mesh = make_mesh()
+    if dist.get_rank() == 1:
+        mesh.liveness_probe.end()  # as at the end of the interpreter
+        mesh.liveness_probe.stop()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as caught:
+            try:
+                raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
+            except RuntimeError as broken:
+                mesh.error_propagation.explain(broken, "sum of head.weight")
+                raise
+        said = str(caught.value)
+        assert "ranks [1] have come to the end of their program" in said
+        assert "this rank to sum of head.weight at " in said and "test_propagation.py:" in said
+    dist.barrier()
+
+
 def break_without_one_rank() -> tuple[str, int]:
     """What ranks say of one that does not run, and how often this one has looked for all ranks."""
     mesh = make_mesh()

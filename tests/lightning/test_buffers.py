@@ -93,15 +93,24 @@ def same(run: Run, world: Worlds, ranks: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MATRICES)
-def test_buffers_of_every_kind_train_as_under_ddp(world: Worlds, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        *((kind, "full_shard") for kind in MATRICES),
+        *(("coo", strategy) for strategy in ("shard_grad_op", "shard_optimizer", "no_shard")),
+        ("coo", "hybrid_shard"),
+    ],
+)
+def test_buffers_of_every_kind_train_as_under_ddp(world: Worlds, kind: str, strategy: str) -> None:
     run = Run(
         model=partial(HasABuffer, kind),
         loader=token_loader,
         ddp={"broadcast_buffers": False},
         warns="Sparse|.*torch.ao|.*quant|.*broadcast_buffers",
     )
-    same(run, world, 2, {})
+    hybrid = strategy == "hybrid_shard"
+    options = {"sharding_strategy": strategy, **({"shard_size": 2} if hybrid else {})}
+    same(run, world, 4 if hybrid else 2, options)
 
 
 def save_and_load(buffer: str, path: str, kind: str) -> None:

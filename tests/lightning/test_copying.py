@@ -55,7 +55,7 @@ class CopiesAll(Callback):
 
 
 def train(*callbacks: Callback, name: str, epochs: int = 2) -> tuple[Trainer, Copied]:
-    strategy = ShardedDP(name, auto_wrap_policy={Block})
+    strategy = ShardedDP(name, 2 if name == "hybrid_shard" else None, {Block})
     trainer = make_trainer(
         strategy, max_epochs=epochs, callbacks=[EarlyStopping("val"), *callbacks]
     )
@@ -76,10 +76,19 @@ def train_with_copies(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        (1, "full_shard"),
+        (2, "full_shard"),
+        (2, "shard_grad_op"),
+        (2, "shard_optimizer"),
+        (2, "no_shard"),
+        (4, "hybrid_shard"),
+    ],
+)
 def test_a_trainer_and_its_parts_can_be_copied_at_any_time_and_training_goes_on(
-    world: Worlds, name: str, size: int
+    world: Worlds, size: int, name: str
 ) -> None:
     world(size).run(train_with_copies, name)
 

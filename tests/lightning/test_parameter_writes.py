@@ -82,9 +82,33 @@ class AveragesInItsStep(TinyGpt):
             parameter.data /= dist.get_world_size()
 
 
+class Gossips(TinyGpt):
+    """Reads and averages by the other collectives, and by copies and vectors of parameters."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        dist.all_reduce(self.head.weight.grad.clone())  # which changes nothing
+        dist.all_reduce(self.blocks[0].up.weight.grad.view(-1)[:3], op=dist.ReduceOp.MAX)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        ranks = dist.get_world_size()
+        with torch.no_grad():
+            weight = self.blocks[0].up.weight
+            pieces = [torch.empty(weight.shape) for _ in range(ranks)]
+            dist.all_gather(pieces, weight.detach())
+            weight.copy_(0.9 * torch.stack(pieces).mean(0))
+            vector = nn.utils.parameters_to_vector([self.head.weight])
+            dist.all_reduce(vector)
+            nn.utils.vector_to_parameters(0.9 * vector / ranks, [self.head.weight])
+            other = self.blocks[1].up.weight
+            part = torch.empty(other.shape[0] // ranks, other.shape[1])
+            dist.reduce_scatter_tensor(part, other.detach())
+            dist.broadcast(part, 0)
+            other.mul_(1 + 0.01 * part.tanh().mean())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", [ReducesByHand, AveragesInItsStep])
+@pytest.mark.parametrize("model", [ReducesByHand, AveragesInItsStep, Gossips])
 def test_collectives_on_gradients_and_parameters_are_those_of_ddp(
     world: Worlds, reference: Callable[..., list[Any]], model: type[Recorded], strategy: str
 ) -> None:
@@ -222,3 +246,13 @@ def test_resets_between_steps_have_the_values_of_ddp(
     world: Worlds, reference: Callable[..., list[Any]], model: type[Recorded], strategy: str
 ) -> None:
     assert_equals_ddp(world, reference, Run(model=model, loader=token_loader), strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("model", [AveragesInItsStep, ResetsWhileItTrains])
+def test_writes_inside_of_a_step_have_the_values_of_ddp_in_bf16(
+    world: Worlds, reference: Callable[..., list[Any]], model: type[Recorded], strategy: str
+) -> None:
+    run = Run(model=model, loader=token_loader, options={"precision": "bf16-mixed"})
+    assert_equals_ddp(world, reference, run, strategy)

@@ -71,8 +71,18 @@ CASES = [
     "asked",
     *(
         pytest.param(case, marks=pytest.mark.torture)
-        for case in ("sized", "validated", "asked, steps", "min", "join")
+        for case in (
+            "sized",
+            "validated",
+            "asked, steps",
+            "min",
+            "join",
+            "shard_grad_op",
+            "shard_optimizer",
+            "hybrid_shard",
+        )
     ),
+    "no_shard",
     "bare",
 ]
 
@@ -97,6 +107,8 @@ def train(ours: bool, case: str, folder: str) -> dict[str, tuple[int, ...]]:
         strategy: Any = DDPStrategy()
         if ours:
             options: Any = {"uneven_batches": case} if case in ("min", "join") else {}
+            options |= {"sharding_strategy": case} if "shard" in case else {}
+            options |= {"shard_size": 2} if case == "hybrid_shard" else {}
             strategy = ShardedDP(auto_wrap_policy={Block}, **options)
         length = {"max_steps": 4 * epochs, "max_epochs": -1} if steps else {"max_epochs": epochs}
         trainer = make_trainer(
@@ -126,6 +138,7 @@ def train(ours: bool, case: str, folder: str) -> dict[str, tuple[int, ...]]:
 def test_a_stream_is_started_and_read_as_under_ddp(
     world: Worlds, tmp_path: Path, case: str
 ) -> None:
-    expected = world(2).run(train, False, case, str(tmp_path / "ddp"))
-    assert world(2).run(train, True, case, str(tmp_path / "ours")) == expected
+    ranks = 4 if case == "hybrid_shard" else 2
+    expected = world(ranks).run(train, False, case, str(tmp_path / "ddp"))
+    assert world(ranks).run(train, True, case, str(tmp_path / "ours")) == expected
     assert expected[0]["second"][0] in (1, 2), "the stream is started twice by nobody"

@@ -134,7 +134,7 @@ class CallFingerprints:
             self._failure = str(error)
             raise
         except RuntimeError as error:
-            self._error_propagation.explain(error)
+            self._error_propagation.explain(error, call.operation)
             if isinstance(error.__cause__, DesyncError):
                 self._failure = str(error.__cause__)
                 raise
@@ -255,6 +255,7 @@ class DesyncCheck:
             "still_s": time.monotonic() - self._since,
             "waits": waits,
             "torch": torch_group,
+            "source": _source_of_receive(frame),
             "what": f"{operation} at {place_of(frame)}",
             "advice": advice,
         }
@@ -273,12 +274,17 @@ class DesyncCheck:
             odd = {
                 rank: report
                 for rank, report in reports.items()
-                if report and _crossed(self._report, report)
+                if report and (_crossed(self._report, report) or self._is_awaited_by(report))
             }
             if odd:
                 self._fail(odd)
                 return
         self._asked = self._liveness_probe.ask()
+
+    def _is_awaited_by(self, other: dict[str, Any]) -> bool:
+        """Whether a rank receives what this one cannot send before that rank has come here."""
+        sends = self._report["what"].startswith("send of ")
+        return sends and other["source"] == self._rank and other["still_s"] >= ALARM_S
 
     def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
         reports = dict(sorted((odd | {self._rank: self._report}).items()))
@@ -335,6 +341,14 @@ def _counted_by_torch(own: set[str]) -> Progress:
         for group in groups
         if group.group_name not in own
     }
+
+
+def _source_of_receive(frame: FrameType | None) -> int | None:
+    """The rank from which a thread receives, where it waits for that and was told a global one."""
+    if frame is None or _file(frame) != COLLECTIVES_FILE or _name(frame) != "recv":
+        return None
+    source: int | None = frame.f_locals["src"]
+    return source
 
 
 def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:

@@ -78,7 +78,7 @@ class ErrorPropagation:
         """Tell all ranks, this one too, that they wait for each other in different places."""
         self._client.claim(_FIRST, json.dumps({"desync": text}))
 
-    def explain(self, error: BaseException) -> None:
+    def explain(self, error: BaseException, operation: str = "") -> None:
         """Make known what happened.
 
         A rank's own error is left for the others; a broken transfer gets its origin.
@@ -91,6 +91,7 @@ class ErrorPropagation:
                 text and its cause become what has happened first: another rank's error, with its
                 traceback; that ranks wait for each other; or which ranks have not said anything,
                 because they were killed or do not run.
+            operation: Of this rank, where it has a name of its own.
         """
         if self._world_size == 1:
             return
@@ -101,7 +102,7 @@ class ErrorPropagation:
             if not broken:
                 self._report(error)
             elif not _is_explained(error):
-                _explain_by(error, self._origin(error))
+                _explain_by(error, self._origin(error, operation))
             self._client.count(_EXPLAINED)
         except LostStoreError as lost:
             # Rank 0 hosts the store, or it is on the machine of who does.
@@ -136,14 +137,15 @@ class ErrorPropagation:
         found = [places.get(name, "an unknown line") for name in names]
         return ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(found))
 
-    def _origin(self, error: BaseException) -> Exception | None:
-        self._client.write(f"{_INTERRUPTED}/{self._rank}", _place_of_error(error))
+    def _origin(self, error: BaseException, operation: str) -> Exception | None:
+        place = _place_of_error(error)
+        self._client.write(f"{_INTERRUPTED}/{self._rank}", place)
         if self._client.count(_INTERRUPTED) == self._world_size:
             self._client.claim(_FIRST, _NOBODY)
         question = self._liveness_probe.ask()
         # A rank says who was first, or all ranks that they were not.
         if not self._is_there_soon(_FIRST):
-            return self._await_lost(question)
+            return self._await_lost(question, f"{operation or 'something'} at {place}")
         note = json.loads(self._client.read(_FIRST) or _NOBODY)
         if note is None:
             return self._compare_places()
@@ -180,7 +182,7 @@ class ErrorPropagation:
             pause = min(1.5 * pause, _SLOWEST_POLL_S)
         return True
 
-    def _await_lost(self, question: int) -> LostRankError | DesyncError | None:
+    def _await_lost(self, question: int, here: str) -> LostRankError | DesyncError | None:
         """What one rank has found out about all others.
 
         The first that asks looks and leaves what it has found: if each did, the store would be
@@ -197,7 +199,7 @@ class ErrorPropagation:
         if "ended" in found:
             return DesyncError(
                 f"ranks {found['ended']} have come to the end of their program without an error, "
-                f"and this rank to something that needs them: all ranks have to communicate alike. "
+                f"and this rank to {here}, which needs them: all ranks have to communicate alike. "
                 f"Move it out of conditions that only some ranks fulfil"
             )
         return LostRankError(
