@@ -23,7 +23,14 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.checkpoint.state_codec import Codec, decode, encode, opaque_paths, sparse_parts
+from shardeddp.checkpoint.state_codec import (
+    Codec,
+    are_leaves,
+    decode,
+    encode,
+    opaque_paths,
+    sparse_parts,
+)
 from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
@@ -368,6 +375,8 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
         if isinstance(tree, (list, tuple))
         else ()
     )
+    if are_leaves(values):
+        return []
     return [tensor for value in values for tensor in tensors_of(value)]
 
 
@@ -565,8 +574,10 @@ def _without_shards(value: Any) -> Any:
     if isinstance(value, ShardTensor):
         return None
     if isinstance(value, Mapping):
+        if are_leaves(value.values()):
+            return value
         kept = {key: _without_shards(item) for key, item in value.items()}
         return value if all(kept[key] is item for key, item in value.items()) else kept
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple) and not are_leaves(value):
         return type(value)(map(_without_shards, value))
     return value

@@ -12,10 +12,11 @@ import re
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -39,6 +40,7 @@ _MAX_NUMBER_LENGTH = 32
 Longer digits take more than linear time on old interpreters.
 """
 
+_HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -151,9 +153,14 @@ MAX_DEPTH = 200
 
 _TENSOR = "tensor"
 _OPAQUE = "opaque"
-_MADE_OF_TENSORS = frozenset({"array", "bytes", "numbers", "sparse"})
+_MADE_OF_TENSORS = frozenset({"array", "bytes", "numbers", "sparse", "strings"})
 _DATA_NBYTES = 2**12
-"""From here on, bytes and lists of numbers are stored as tensors."""
+"""From here on, bytes, and lists and dicts of numbers and text, are stored as tensors."""
+
+_MANY = _DATA_NBYTES // 8
+"""From here on, values are many: numbers of 8 bytes, texts, and pairs of a dict."""
+
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 _MAX_SAME_HASH = 16
 """Keys of one dict with the same hash; more of them would cost quadratic time.
@@ -182,7 +189,8 @@ class Codec:
     parts: Callable[[Any], Any]
     """To a simpler value, which is encoded in turn.
 
-    ``NotImplemented`` for a value that becomes :class:`Opaque`.
+    ``NotImplemented`` for a value that the next codec of the class takes, or JSON, or else becomes
+    :class:`Opaque`.
     """
 
     build: Callable[[Any], Any]
@@ -209,9 +217,10 @@ def encode(tree: Any, put: Callable[[torch.Tensor], str], more: Sequence[Codec] 
     Raises:
         CheckpointError: It contains itself, or is nested deeper than the parser allows: says where.
     """
-    return _Encoder(put=put, codecs={codec.kind: codec for codec in (*CODECS, *more)}).encode(
-        tree, ()
-    )
+    codecs: defaultdict[type, list[Codec]] = defaultdict(list)
+    for codec in (*CODECS, *more):
+        codecs[codec.kind].append(codec)
+    return _Encoder(put=put, codecs=codecs).encode(tree, ())
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
@@ -234,6 +243,14 @@ def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec]
         ) from None
 
 
+def are_leaves(values: Iterable[Any]) -> bool:
+    """Whether none of the values holds another one, at the speed of C.
+
+    Whoever looks for tensors in a tree passes by a vocabulary of a million words in this way.
+    """
+    return _LEAVES.issuperset(map(type, values))
+
+
 def opaque_paths(tree: Any) -> list[str]:
     """Dotted paths of missing values in a decoded tree; an opaque key is a path of its own."""
     return [".".join(path) for path in _opaque_paths(tree, ())]
@@ -242,7 +259,7 @@ def opaque_paths(tree: Any) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class _Encoder:
     put: Callable[[torch.Tensor], str]
-    codecs: Mapping[type, Codec]
+    codecs: Mapping[type, Sequence[Codec]]
     open: set[int] = field(default_factory=set[int])
     """Identities of the values around the current one."""
 
@@ -268,12 +285,12 @@ class _Encoder:
     def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             return {TAG + _TENSOR: self.put(value)}
-        if type(value) is dict and all(map(_is_plain_key, value)):
+        if type(value) is dict and not _is_table(value) and all(map(_is_plain_key, value)):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
-        codec = self.codecs.get(type(value))
-        parts = NotImplemented if codec is None else codec.parts(value)
-        if codec is not None and parts is not NotImplemented:
-            return {TAG + codec.tag: self.encode(parts, path)}
+        for codec in self.codecs.get(type(value), ()):
+            parts = codec.parts(value)
+            if parts is not NotImplemented:
+                return {TAG + codec.tag: self.encode(parts, path)}
         if type(value) is list:
             return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
         return {TAG + _OPAQUE: f"{type(value).__module__}.{type(value).__qualname__}"}
@@ -353,9 +370,7 @@ def _is_plain_scalar(value: Any) -> bool:
 def _is_plain_text(value: Any) -> bool:
     # File names may hold bytes that are no text, as halves of surrogate pairs, which the parser
     # refuses.
-    return type(value) is str and (
-        value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
-    )
+    return type(value) is str and (value.isascii() or not _HALF.search(value))
 
 
 def _is_plain_key(key: Any) -> bool:
@@ -365,22 +380,41 @@ def _is_plain_key(key: Any) -> bool:
 def _opaque_paths(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     if isinstance(value, Opaque):
         yield path
+    elif isinstance(value, dict) and are_leaves(value) and are_leaves(value.values()):
+        return
     elif isinstance(value, (dict, Namespace)):
         for key, item in (value if isinstance(value, dict) else vars(value)).items():
             yield from _opaque_paths(key, (*path, "(key)"))
             # A key of many digits cannot even be printed.
             name = str(key) if _is_plain_scalar(key) else f"({type(key).__name__})"
             yield from _opaque_paths(item, (*path, name))
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset)) and not are_leaves(value):
         for index, item in enumerate(value):
             yield from _opaque_paths(item, (*path, str(index)))
 
 
-def _pairs(value: Mapping[Any, Any]) -> list[Any]:
-    return [[key, item] for key, item in value.items()]
+def _is_table(value: Mapping[Any, Any]) -> bool:
+    """Whether a dict is stored as two lists: many words or numbers, and no containers."""
+    kinds = set(map(type, value)) if len(value) >= _MANY else set()
+    return (kinds == {str} or kinds == {int}) and are_leaves(value.values())
+
+
+def _table(value: Mapping[Any, Any]) -> Any:
+    return [list(value), list(value.values())] if _is_table(value) else NotImplemented
+
+
+def _build_table(parts: Any) -> dict[Any, Any]:
+    keys, values = _list(parts)
+    return dict(zip(_distinct(keys), _list(values), strict=True))
+
+
+def _pairs(value: Mapping[Any, Any]) -> Any:
+    return dict(value) if _is_table(value) else [[key, item] for key, item in value.items()]
 
 
 def _dict(parts: Any) -> dict[Any, Any]:
+    if type(parts) is dict:
+        return cast("dict[Any, Any]", parts)
     pairs = [(key, item) for key, item in _list(parts)]
     _distinct([key for key, _ in pairs])
     return dict(pairs)
@@ -511,6 +545,10 @@ def _build_size(parts: Any) -> torch.Size:
 def _bytes_parts(value: bytes) -> Any:
     if len(value) < _DATA_NBYTES:
         return base64.b64encode(value).decode()
+    return _bytes_as_tensor(value)
+
+
+def _bytes_as_tensor(value: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
 
 
@@ -522,15 +560,36 @@ def _build_bytes(parts: Any) -> bytes:
 
 def _numbers(value: list[Any]) -> Any:
     """A long list of floats, or of integers of 64 bits, as a tensor."""
-    if len(value) < _DATA_NBYTES // 8 or type(value[0]) not in (int, float):
-        return NotImplemented
-    kind = type(value[0])
-    if any(type(item) is not kind for item in value):
+    kind = type(value[0]) if len(value) >= _MANY else None
+    if kind not in (int, float) or set(map(type, value)) != {kind}:
         return NotImplemented
     try:
         return torch.from_numpy(np.array(value, dtype=np.int64 if kind is int else np.float64))
     except OverflowError:
         return NotImplemented
+
+
+def _texts(value: list[Any]) -> Any:
+    """A list of much text as its letters and the length of each, in letters."""
+    if not value or set(map(type, value)) != {str}:
+        return NotImplemented
+    lengths = np.fromiter(map(len, value), dtype=np.int64, count=len(value))
+    if len(value) < _MANY and lengths.sum() < _DATA_NBYTES:
+        return NotImplemented
+    lengths = lengths.astype(np.min_scalar_type(lengths.max()))
+    letters = "".join(value).encode("utf-8", "surrogatepass")
+    return [_bytes_as_tensor(letters), torch.from_numpy(lengths)]
+
+
+def _build_texts(parts: Any) -> list[str]:
+    letters, lengths = (part.numpy() for part in _list(parts))
+    text = letters.tobytes().decode("utf-8", "surrogatepass")
+    if lengths.dtype.kind not in "iu" or (lengths > len(text)).any() or (lengths < 0).any():
+        raise ValueError("expected the lengths of texts")
+    stops = np.cumsum(lengths, dtype=np.int64).tolist()
+    if stops[-1:] != [len(text)]:
+        raise ValueError("their lengths are not that of all the text")
+    return [text[start:stop] for start, stop in pairwise([0, *stops])]
 
 
 def _build_str(parts: Any) -> str:
@@ -585,10 +644,13 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
     ),
     (complex, "complex", lambda it: [it.real, it.imag], lambda parts: complex(*_list(parts))),
     (bytes, "bytes", _bytes_parts, _build_bytes),
-    (list, "numbers", _numbers, lambda parts: parts.tolist()),
+    # Of a tensor on the disk, numpy's list is made without a look at each number.
+    (list, "numbers", _numbers, lambda parts: parts.numpy().tolist()),
+    (list, "strings", _texts, _build_texts),
     (tuple, "tuple", list, lambda parts: tuple(_list(parts))),
     (set, "set", _members, lambda parts: set(_distinct(parts))),
     (frozenset, "frozenset", _members, lambda parts: frozenset(_distinct(parts))),
+    (dict, "table", _table, _build_table),
     (dict, "dict", _pairs, _dict),
     (OrderedDict, "ordered_dict", _pairs, lambda parts: OrderedDict(_dict(parts))),
     (Counter, "counter", _pairs, lambda parts: Counter(_dict(parts))),
