@@ -265,11 +265,14 @@ def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> 
         former = state.get("dirpath")
         stays = bool(own) and not is_remote(own) and _lies_in(path, own)
         here = own if stays else os.path.dirname(_place_of(path))
-        if isinstance(former, str) and former and not is_remote(former) and former != here:
-            to = partial(_moved, former=former, here=here)
-            moved[callback.state_key] = _at_home(state, to, own, callback) if stays else {
-                **state, "best_model_path": to(state["best_model_path"]) or state["best_model_path"]
-            }  # fmt: skip
+        if not isinstance(former, str) or not former or is_remote(former) or former == here:
+            continue
+        to, best = partial(_moved, former=former, here=here), state.get("best_model_path")
+        moved[callback.state_key] = (
+            _at_home(state, to, own, callback)
+            if stays
+            else {**state, "best_model_path": to(best) or best}
+        )
     return moved
 
 
@@ -282,7 +285,7 @@ def _moved(path: str | None, former: str, here: str) -> str:
 
 
 def _at_home(
-    state: Mapping[str, Any], to: Callable[[str], str], own: str, callback: Any
+    state: Mapping[str, Any], to: Callable[[str | None], str], own: str, callback: Any
 ) -> dict[str, Any]:
     """The state of a callback of which only the directory has changed."""
     kept = {to(path): score for path, score in state.get("best_k_models", {}).items()}
@@ -292,9 +295,9 @@ def _at_home(
         **state,
         "dirpath": own,
         "best_k_models": kept,
-        "last_model_path": to(state.get("last_model_path", "")),
-        "best_model_path": to(state["best_model_path"]),
-        "kth_best_model_path": to(state.get("kth_best_model_path", "")),
+        "last_model_path": to(state.get("last_model_path")),
+        "best_model_path": to(state.get("best_model_path")),
+        "kth_best_model_path": to(state.get("kth_best_model_path")),
     }
     # Of those that did not come along others take the places.
     if kept and found["best_model_path"] not in kept:

@@ -865,12 +865,7 @@ class ShardedDP(ParallelStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.wait_for_checkpoint()
-        if (
-            self._group.current is not None
-            and self.trainer is not None
-            and not self.trainer.interrupted
-        ):
-            self._group.current.give_back()
+        self._group.end_run()
 
 
 register_names(ShardedDP)
