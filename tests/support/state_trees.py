@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ def picture(value: Any) -> Any:
         case dict():
             factory = value.default_factory if isinstance(value, defaultdict) else None
             return kind, factory, [(picture(key), picture(item)) for key, item in value.items()]
+        case deque():
+            return kind, value.maxlen, [picture(item) for item in value]
         case list() | tuple():
             return kind, [picture(item) for item in value]
         case set() | frozenset():
@@ -112,6 +114,8 @@ EXAMPLES: dict[str, Any] = {
         "name\udcff",
     ],
     "bytes": [b"", bytes(range(256))],
+    "more containers": [deque([1, (2,)], maxlen=3), deque(), bytearray(b"ab" * 3000), bytearray()],
+    "a date": datetime.date(2024, 2, 29),
     "tuples": [(), ((),), (1, (2, [3]))],
     "keys": {1: "a", "1": "b", None: {}, (1, 2): 3, 2.5: [], True is False: 1},
     "keys like tags": [{"$tuple": [1]}, {"$x": 1, "y": 2}, {"$": 0}, {"": 0}, {"a$": 1}],

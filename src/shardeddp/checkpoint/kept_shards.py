@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardeddp.checkpoint.read import LazyTensor, Read
-from shardeddp.checkpoint.state_codec import are_leaves
+from shardeddp.checkpoint.state_codec import MAX_DEPTH, are_leaves
 from shardeddp.plan.layout import Box, Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
 
@@ -148,8 +148,8 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
 def _shards(
     value: Any, keys: list[Any], around: tuple[int, ...] = ()
 ) -> Iterator[tuple[ShardTensor, list[Any]]]:
-    if id(value) in around:
-        return  # it contains itself: whoever writes it says so
+    if id(value) in around or len(around) > MAX_DEPTH:
+        return  # it contains itself, or is too deep: whoever writes it says so
     around = (*around, id(value))
     if isinstance(value, ShardTensor):
         yield value, keys

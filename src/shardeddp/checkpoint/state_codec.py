@@ -11,7 +11,7 @@ import pathlib
 import re
 import struct
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -202,7 +202,12 @@ def dict_codec(kind: type[dict[Any, Any]], tag: str) -> Codec:
     return Codec(kind=kind, tag=tag, parts=_pairs, build=lambda parts: kind(_dict(parts)))
 
 
-def encode(tree: Any, put: Callable[[torch.Tensor], str], more: Sequence[Codec] = ()) -> Any:
+def encode(
+    tree: Any,
+    put: Callable[[torch.Tensor], str],
+    more: Sequence[Codec] = (),
+    opaque: list[str] | None = None,
+) -> Any:
     """Encode a state tree as a JSON value; :func:`decode` gives equal values (floats bit by bit).
 
     A reference that is shared is written each time. A default factory is kept if it is a built-in
@@ -213,14 +218,18 @@ def encode(tree: Any, put: Callable[[torch.Tensor], str], more: Sequence[Codec] 
             :class:`Opaque`.
         put: Stores a tensor (or an array, as a tensor) and names it; called for each occurrence.
         more: Codecs beside :data:`CODECS`.
+        opaque: Takes the dotted paths of values that become :class:`Opaque`.
 
     Raises:
-        CheckpointError: It contains itself, or is nested deeper than the parser allows: says where.
+        CheckpointError: It contains itself, is nested deeper than the parser allows, or has keys
+            that the decoder refuses: says where.
     """
     codecs: defaultdict[type, list[Codec]] = defaultdict(list)
     for codec in (*CODECS, *more):
         codecs[codec.kind].append(codec)
-    return _Encoder(put=put, codecs=codecs).encode(tree, ())
+    return _Encoder(put=put, codecs=codecs, opaque=[] if opaque is None else opaque).encode(
+        tree, ()
+    )
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
@@ -260,6 +269,7 @@ def opaque_paths(tree: Any) -> list[str]:
 class _Encoder:
     put: Callable[[torch.Tensor], str]
     codecs: Mapping[type, Sequence[Codec]]
+    opaque: list[str]
     open: set[int] = field(default_factory=set[int])
     """Identities of the values around the current one."""
 
@@ -272,10 +282,7 @@ class _Encoder:
                 if id(value) in self.open
                 else f"lies deeper than {MAX_DEPTH} JSON levels"
             )
-            where = ".".join(path) or "its root"
-            raise CheckpointError(
-                f"The state cannot be saved: the {type(value).__name__} at {where} {what}"
-            )
+            raise _refused(value, path, what)
         self.open.add(id(value))
         try:
             return self._encode_container(value, path)
@@ -288,11 +295,15 @@ class _Encoder:
         if type(value) is dict and not _is_table(value) and all(map(_is_plain_key, value)):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         for codec in self.codecs.get(type(value), ()):
-            parts = codec.parts(value)
+            try:
+                parts = codec.parts(value)
+            except ValueError as error:
+                raise _refused(value, path, f"has what cannot be read again: {error}") from None
             if parts is not NotImplemented:
                 return {TAG + codec.tag: self.encode(parts, path)}
         if type(value) is list:
             return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+        self.opaque.append(dotted(path))
         return {TAG + _OPAQUE: f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
@@ -358,6 +369,23 @@ class _Decoder:
                 self._take(part)
 
 
+def _refused(value: Any, path: tuple[str, ...], why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The state cannot be saved: the {type(value).__name__} at {dotted(path)} {why}"
+    )
+
+
+def dotted(path: Sequence[str]) -> str:
+    """A path for the eye; the middle of a long one is left out."""
+    if len(path) > 2 * _SHOWN:
+        path = [*path[:_SHOWN], f"({len(path) - 2 * _SHOWN} more)", *path[-_SHOWN:]]
+    return ".".join(path) or "its root"
+
+
+_SHOWN = 6
+"""Keys at each end of a long path."""
+
+
 def _is_plain_scalar(value: Any) -> bool:
     """Whether JSON has it and keeps it exactly."""
     if value is None or type(value) is bool:
@@ -400,7 +428,7 @@ def _is_table(value: Mapping[Any, Any]) -> bool:
 
 
 def _table(value: Mapping[Any, Any]) -> Any:
-    return [list(value), list(value.values())] if _is_table(value) else NotImplemented
+    return [_apart(value), list(value.values())] if _is_table(value) else NotImplemented
 
 
 def _build_table(parts: Any) -> dict[Any, Any]:
@@ -409,7 +437,9 @@ def _build_table(parts: Any) -> dict[Any, Any]:
 
 
 def _pairs(value: Mapping[Any, Any]) -> Any:
-    return dict(value) if _is_table(value) else [[key, item] for key, item in value.items()]
+    if _is_table(value):
+        return dict(value)
+    return [list(pair) for pair in zip(_apart(value), value.values(), strict=True)]
 
 
 def _dict(parts: Any) -> dict[Any, Any]:
@@ -420,11 +450,16 @@ def _dict(parts: Any) -> dict[Any, Any]:
     return dict(pairs)
 
 
-def _distinct(parts: Any) -> list[Any]:
-    """Keys that a hash table takes in linear time and without losing one."""
-    keys = _list(parts)
+def _apart(keys: Collection[Any]) -> list[Any]:
+    """Keys whose hashes tell them apart."""
     if keys and max(Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
         raise ValueError(f"more than {_MAX_SAME_HASH} keys have one hash")
+    return list(keys)
+
+
+def _distinct(parts: Any) -> list[Any]:
+    """Keys that a hash table takes in linear time and without losing one."""
+    keys = _apart(_list(parts))
     if len(set(keys)) != len(keys):
         raise ValueError("a key stands there twice")
     return keys
@@ -432,7 +467,7 @@ def _distinct(parts: Any) -> list[Any]:
 
 def _members(value: Collection[Any]) -> list[Any]:
     # The order of text depends on the seed of the hashes, and the bytes of a checkpoint should not.
-    return sorted(value) if all(type(item) is str for item in value) else list(value)
+    return sorted(value) if set(map(type, value)) == {str} else _apart(value)
 
 
 def _list(parts: Any) -> list[Any]:
@@ -596,6 +631,17 @@ def _build_str(parts: Any) -> str:
     return bytes.fromhex(parts).decode("utf-8", "surrogatepass")
 
 
+def _bytes(parts: Any) -> bytes:
+    if type(parts) is not bytes:
+        raise TypeError(f"expected bytes, found a {type(parts).__name__}")
+    return parts
+
+
+def _build_deque(parts: Any) -> deque[Any]:
+    items, limit = _list(parts)
+    return deque(_list(items), limit)
+
+
 def _build_namespace(parts: Any) -> Namespace:
     namespace = Namespace()
     vars(namespace).update({_text(key): item for key, item in parts.items()})
@@ -644,6 +690,8 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
     ),
     (complex, "complex", lambda it: [it.real, it.imag], lambda parts: complex(*_list(parts))),
     (bytes, "bytes", _bytes_parts, _build_bytes),
+    (bytearray, "bytearray", bytes, lambda parts: bytearray(_bytes(parts))),
+    (deque, "deque", lambda it: [list(it), it.maxlen], _build_deque),
     # Of a tensor on the disk, numpy's list is made without a look at each number.
     (list, "numbers", _numbers, lambda parts: parts.numpy().tolist()),
     (list, "strings", _texts, _build_texts),
@@ -663,6 +711,7 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
         lambda it: [it.days, it.seconds, it.microseconds],
         lambda it: datetime.timedelta(*_list(it)),
     ),
+    (datetime.date, "date", str, lambda parts: datetime.date.fromisoformat(_text(parts))),
     (
         datetime.datetime,
         "datetime",
