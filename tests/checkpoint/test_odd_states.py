@@ -103,6 +103,9 @@ def _save_odd_states(folder: str) -> dict[str, str]:
                 name == "deep" and keeps.state
             ):  # freed level by level, or the interpreter recurses
                 keeps.state = keeps.state[0]
+        for path in ("", "a\0b.ckpt"):
+            with pytest.raises(ValueError, match="takes the path of a checkpoint"):
+                trainer.save_checkpoint(path)
         for name, make in LOADED.items():
             keeps.state = make()
             path = os.path.join(folder, f"{kind}-{name}-loaded.ckpt")

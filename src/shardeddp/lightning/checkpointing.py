@@ -98,6 +98,10 @@ class Checkpoints:
             io: Plugin of the Trainer.
             names: Function that finds the names of the parameters of each optimizer.
         """
+        if not os.fspath(filepath) or "\0" in os.fspath(filepath):
+            raise ValueError(
+                f"save_checkpoint() takes the path of a checkpoint, found {filepath!r}"
+            )
         self._written.add(_place_of(local_path(filepath)))
         mesh = self._group.current
         if mesh is None:
