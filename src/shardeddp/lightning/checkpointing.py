@@ -273,7 +273,7 @@ def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> 
             continue
         to, best = partial(_moved, former=former, here=here), state.get("best_model_path")
         moved[callback.state_key] = (
-            _at_home(state, to, own, callback)
+            _rebased(state, to, own, callback)
             if stays
             else {**state, "best_model_path": to(best) or best}
         )
@@ -288,7 +288,7 @@ def _moved(path: str | None, former: str, here: str) -> str:
     return now if os.path.lexists(now) else ""
 
 
-def _at_home(
+def _rebased(
     state: Mapping[str, Any], to: Callable[[str | None], str], own: str, callback: Any
 ) -> dict[str, Any]:
     """The state of a callback of which only the directory has changed."""
