@@ -290,6 +290,16 @@ def new_group_of_its_ranks(
     return group
 
 
+_get_sequence_number: Any = _private(
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group"
+)
+
+
+def sequence_number(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has begun in a group."""
+    return _get_sequence_number(group)
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """Every process group of this process."""
     return list(_world.pg_map)

@@ -1,6 +1,7 @@
 """A state tree comes back from JSON as it was, bit by bit; code leaves its name, and no tree goes on for ever."""
 
 import datetime
+import json
 import struct
 from argparse import Namespace
 from collections import OrderedDict, defaultdict
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardeddp.checkpoint.state_codec import MAX_DEPTH, Opaque, encode, opaque_paths
 from shardeddp.errors import CheckpointError
-from support.state_trees import EXAMPLES, Store, picture, through_json
+from support.state_trees import EXAMPLES, MANY, Store, picture, through_json
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -92,6 +93,15 @@ def test_an_array_of_the_other_byte_order_comes_back_with_its_values() -> None:
 def test_a_state_without_special_types_is_plain_json() -> None:
     state = {"step": 3, "groups": [{"lr": 0.1, "foreach": None, "names": ["a", "b"]}]}
     assert encode(state, Store().put) == state
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MANY if "mixed" not in name and "large" not in name]
+)
+def test_many_words_and_numbers_are_stored_as_data(name: str) -> None:
+    store = Store()
+    assert len(json.dumps(encode(MANY[name], store.put))) < 5000
+    assert sum(tensor.numel() for tensor in store.tensors.values()) >= 600
 
 
 def test_the_bytes_do_not_depend_on_the_order_of_a_set_of_text() -> None:

@@ -72,6 +72,40 @@ def test_a_tag_that_cannot_be_is_refused(value: Any) -> None:
         decode({"deep": [value]}, lambda name: torch.zeros(1), MORE)
 
 
+LETTERS = torch.tensor(list(b"abc"), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1, 1], [2, 2], [4, -1], [2**62] * 4 + [3], [], [1.0, 2.0], [[1, 1], [1, 1]]],
+    ids=str,
+)
+def test_lengths_that_are_not_those_of_the_text_are_refused(lengths: Any) -> None:
+    tensors = {"letters": LETTERS, "lengths": torch.tensor(lengths)}
+    value = {"$strings": [{"$tensor": "letters"}, {"$tensor": "lengths"}]}
+    with pytest.raises(CheckpointError, match="makes no strings"):
+        decode(value, tensors.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$strings": {"$tensor": "x"}},
+        {"$strings": [{"$tensor": "x"}, {"$tensor": "x"}]},
+        {"$strings": ["abc", [3]]},
+        {"$table": [["a"]]},
+        {"$table": [["a", "a"], [1, 2]]},
+        {"$table": [["a", "b"], [1]]},
+        {"$table": [[["a"]], [1]]},
+        {"$table": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_a_table_or_a_list_of_text_that_cannot_be_is_refused(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="encoded state"):
+        decode(value, lambda name: LETTERS)
+
+
 @pytest.mark.parametrize("name", ["os.system", "torch.onnx", "this", "antigravity"])
 def test_names_in_the_data_import_and_call_nothing(name: str) -> None:
     before = set(sys.modules)

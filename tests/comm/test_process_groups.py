@@ -1,8 +1,11 @@
 """Groups of torch's are made once for the runs of a process that end well."""
 
+import gc
 import os
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -33,7 +36,7 @@ def make() -> list[dist.ProcessGroup]:
     made = [groups.get("all", [range(size)], TIMEOUT), groups.get("half", halves, TIMEOUT, "gloo")]
     assert groups.get("all", [range(size)], TIMEOUT) is made[0]
     assert groups.names() == {group.group_name for group in made}
-    GIVE_BACK.append(groups.give_back)
+    GIVE_BACK.append(partial(groups.give_back, 0))
     return made
 
 
@@ -90,25 +93,50 @@ def test_groups_of_another_purpose_timeout_or_backend_are_others() -> None:
     assert len({id(group) for group in made}) == 4
 
 
+class Refused(EvaluatedGpt):
+    def setup(self, stage: str) -> None:
+        raise LookupError("before anything is sharded")
+
+
 class Fails(EvaluatedGpt):
     def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
         raise LookupError("all ranks alike")
 
 
-def train(module: LightningModule) -> int:
-    """The descriptors of this process after a run."""
+def train(module: LightningModule, resumes: str | None = None, save: str = "") -> tuple[int, int]:
+    """The descriptors and threads of this process after a run."""
     trainer = make_trainer(ShardedDP(auto_wrap_policy={Block}), max_steps=2)
-    with suppress(LookupError):
-        trainer.fit(module, token_loader(16))
-    return len(os.listdir("/proc/self/fd"))
+    with suppress(Exception):
+        trainer.fit(module, token_loader(16), ckpt_path=resumes)
+        if save:
+            trainer.save_checkpoint(save)
+    del trainer
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def train_often() -> tuple[list[int], list[int]]:
+def train_often() -> list[tuple[int, int]]:
     modules = [EvaluatedGpt() for _ in range(4)]
     well = [train(module) for module in modules]
     for module in modules:  # they are still to be asked
         assert all(parameter.detach().isfinite().all() for parameter in module.parameters())
-    return well, [train(Fails()), train(EvaluatedGpt())]
+    return well
+
+
+def be_refused(folder: str) -> tuple[list[tuple[int, int]], int]:
+    saved = os.path.join(folder, "saved.ckpt")
+    found = [train(EvaluatedGpt(), save=saved)]
+    for _ in range(2):
+        found += [
+            train(Refused()),
+            train(EvaluatedGpt(), os.path.join(folder, "missing.ckpt")),
+            train(EvaluatedGpt(dim=4), saved),
+            train(Fails()),
+            train(EvaluatedGpt(), saved),
+        ]
+    trainer = make_trainer(ShardedDP(auto_wrap_policy={Block}), max_steps=2)
+    trainer.fit(EvaluatedGpt(), token_loader(16))
+    return found, trainer.global_step
 
 
 @on_ranks(4)
@@ -147,7 +175,16 @@ def test_a_rank_of_a_thousand_makes_a_handful_of_groups(
 
 
 @pytest.mark.slow
-def test_runs_of_one_process_share_descriptors_but_for_those_that_failed(world: Worlds) -> None:
-    for well, (failed, after) in world(2).run(train_often):
-        assert len(set(well[1:])) == 1
-        assert failed == well[-1] and after > failed
+def test_runs_of_one_process_share_descriptors(world: Worlds) -> None:
+    for well in world(2).run(train_often):
+        assert len({descriptors for descriptors, _ in well[1:]}) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_runs_that_are_refused_keep_no_more_than_the_first_and_the_next_one_trains(
+    world: Worlds, tmp_path: Path, ranks: int
+) -> None:
+    for found, steps in world(ranks).run(be_refused, str(tmp_path)):
+        assert len({descriptors for descriptors, _ in found}) == 1 and steps == 2
+        # The thread that answers other ranks ends soon after its mesh, not with it.
+        assert max(threads for _, threads in found) <= found[0][1] + 1

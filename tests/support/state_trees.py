@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ def picture(value: Any) -> Any:
         case dict():
             factory = value.default_factory if isinstance(value, defaultdict) else None
             return kind, factory, [(picture(key), picture(item)) for key, item in value.items()]
+        case deque():
+            return kind, value.maxlen, [picture(item) for item in value]
         case list() | tuple():
             return kind, [picture(item) for item in value]
         case set() | frozenset():
@@ -73,7 +75,30 @@ def picture(value: Any) -> Any:
     return kind, repr(value)
 
 
+WORDS = [f"word {number}" for number in range(600)]
+MANY: dict[str, Any] = {
+    "words": WORDS,
+    "a vocabulary": {word: number for number, word in enumerate(WORDS)},
+    "an inverted one": dict(enumerate(WORDS)),
+    "letters": ["", "\u00fc", "\U0001f600", "\ud83d", "\ude00", "\x00", "$"] * 100,
+    "nothing but empty text": [""] * 600,
+    "a long text among short ones": ["a", "b" * 70_000, ""],
+    "keys like tags": {f"${word}": True for word in WORDS},
+    "mixed values": {word: (1, 2.5, True, None, "x", b"y", 2j)[len(word) % 7] for word in WORDS},
+    "large keys": {2**70 + number: -number for number in range(600)},
+    "tuple": tuple(WORDS),
+    "set": set(WORDS),
+    "set of numbers": frozenset(range(-300, 300)),
+    "ordered": OrderedDict.fromkeys(WORDS, 0.5),
+    "counter": Counter(WORDS),
+    "default": defaultdict(int, dict.fromkeys(WORDS, 3)),
+}
+"""Trees of many words and numbers, which tensors hold."""
+
 EXAMPLES: dict[str, Any] = {
+    **{f"many: {name}": tree for name, tree in MANY.items()},
+    "true among many numbers": {**dict.fromkeys(range(2, 600), 1), True: 1},
+    "many containers": {word: [1] for word in WORDS},
     "edge floats": [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1.7976931348623157e308, 0.1],
     "edge integers": [MAX_INTEGER, MAX_INTEGER + 1, -MAX_INTEGER - 1, -(2**63), 10**6000],
     "complex": [1 + 2j, complex(-0.0, math.inf)],
@@ -89,6 +114,8 @@ EXAMPLES: dict[str, Any] = {
         "name\udcff",
     ],
     "bytes": [b"", bytes(range(256))],
+    "more containers": [deque([1, (2,)], maxlen=3), deque(), bytearray(b"ab" * 3000), bytearray()],
+    "a date": datetime.date(2024, 2, 29),
     "tuples": [(), ((),), (1, (2, [3]))],
     "keys": {1: "a", "1": "b", None: {}, (1, 2): 3, 2.5: [], True is False: 1},
     "keys like tags": [{"$tuple": [1]}, {"$x": 1, "y": 2}, {"$": 0}, {"": 0}, {"a$": 1}],

@@ -23,7 +23,14 @@ from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_E
 from shardeddp.checkpoint.random_state import STATES
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
 from shardeddp.checkpoint.schema import check_fields
-from shardeddp.checkpoint.state_codec import Codec, Opaque, decode, dict_codec, opaque_paths
+from shardeddp.checkpoint.state_codec import (
+    Codec,
+    Opaque,
+    are_leaves,
+    decode,
+    dict_codec,
+    opaque_paths,
+)
 from shardeddp.errors import CheckpointError, printable
 
 # -- Checkpoint contents as Lightning's dictionary
@@ -383,6 +390,8 @@ class _SmallTensors:
                 self._found[place] = value.whole()
             return self._found[place]
         if isinstance(value, Mapping):
+            if are_leaves(value.values()):
+                return value
             read = {key: self.read(item) for key, item in value.items()}
             if isinstance(value, dict):
                 new = {key: item for key, item in read.items() if item is not value[key]}
@@ -391,6 +400,6 @@ class _SmallTensors:
         if isinstance(value, Namespace):
             self.read(vars(value))
             return value
-        if type(value) in (list, tuple):
+        if type(value) in (list, tuple) and not are_leaves(value):
             return type(value)(self.read(item) for item in value)
         return value

@@ -26,6 +26,7 @@ from shardeddp.checkpoint.snapshot import (
     compare_shares,
     describe,
     memory_of_shards,
+    refuse_tensors,
 )
 from shardeddp.comm import Mesh, run_on_all_ranks
 from shardeddp.config import CheckpointOptions
@@ -118,6 +119,7 @@ def stream_full(
     """
 
     def prepare() -> tuple[TorchFile, bytes, list[Share], list[str]]:
+        refuse_tensors(checkpoint, pickled=True)
         file = TorchFile(checkpoint, memory_of_shards)
         found, objects, shares, sharded = describe(checkpoint, names, mesh)
         strided = [(tensor, at) for tensor, at in found if tensor.layout == torch.strided]

@@ -26,6 +26,7 @@ from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.manifest import DCP_METADATA, Item, Manifest
 from shardeddp.checkpoint.pieces import Pieces
+from shardeddp.checkpoint.state_codec import are_leaves
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval, boxes
 from shardeddp.torch_private import StorageInfo
@@ -130,10 +131,14 @@ def _place(item: Item) -> StorageInfo:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        items = ((key, _plain(each)) for key, each in cast("dict[Any, Any]", value).items())
-        return OrderedDict(items) if type(value) is OrderedDict else dict(items)
+        mapping = cast("dict[Any, Any]", value)
+        kind = OrderedDict if type(mapping) is OrderedDict else dict
+        if are_leaves(mapping.values()):
+            return kind(mapping)
+        return kind((key, _plain(each)) for key, each in mapping.items())
     if isinstance(value, list):
-        return [_plain(each) for each in cast("list[Any]", value)]
+        items = cast("list[Any]", value)
+        return list(items) if are_leaves(items) else [_plain(each) for each in items]
     if isinstance(value, tuple):
         return (
             value

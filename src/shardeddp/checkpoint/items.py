@@ -40,11 +40,9 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 def memory_of(elements: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host; writing to them changes the tensor."""
-    return (
-        elements.detach().reshape(-1).view(torch.uint8).numpy().data
-        if elements.numel()
-        else memoryview(b"")
-    )
+    # One element is contiguous whatever its stride, of which a view as bytes takes no notice.
+    flat = elements.detach().as_strided((elements.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
@@ -383,7 +381,7 @@ def _payload(tensor: torch.Tensor) -> memoryview:
             f"{tensor.stride()} on {tensor.device}: call "
             f".cpu().resolve_conj().resolve_neg().contiguous() first"
         )
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return memory_of(tensor)
 
 
 # -- CRCs inside items and plain files, checked without torch

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardeddp.checkpoint.read import LazyTensor, Read
+from shardeddp.checkpoint.state_codec import MAX_DEPTH, are_leaves
 from shardeddp.plan.layout import Box, Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
 
@@ -147,16 +148,18 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
 def _shards(
     value: Any, keys: list[Any], around: tuple[int, ...] = ()
 ) -> Iterator[tuple[ShardTensor, list[Any]]]:
-    if id(value) in around:
-        return  # it contains itself: whoever writes it says so
+    if id(value) in around or len(around) > MAX_DEPTH:
+        return  # it contains itself, or is too deep: whoever writes it says so
     around = (*around, id(value))
     if isinstance(value, ShardTensor):
         yield value, keys
     elif isinstance(value, Mapping):
-        for key, item in cast("Mapping[Any, Any]", value).items():
+        mapping = cast("Mapping[Any, Any]", value)
+        for key, item in () if are_leaves(mapping.values()) else mapping.items():
             yield from _shards(item, [*keys, key], around)
     elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(cast("list[Any]", value)):
+        items = cast("list[Any]", value)
+        for index, item in () if are_leaves(items) else enumerate(items):
             yield from _shards(item, [*keys, index], around)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,8 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardeddp.checkpoint.contents import HYPER_PARAMETERS
 from shardeddp.checkpoint.interop import lightning_meta
-from shardeddp.checkpoint.items import block_digests, digest
+from shardeddp.checkpoint.items import block_digests, digest, memory_of
 from shardeddp.checkpoint.manifest import (
     DIGEST_NBYTES,
     PLAIN_EXTRA,
@@ -23,7 +25,14 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.read import LazyTensor
-from shardeddp.checkpoint.state_codec import Codec, decode, encode, opaque_paths, sparse_parts
+from shardeddp.checkpoint.state_codec import (
+    MAX_DEPTH,
+    Codec,
+    are_leaves,
+    dotted,
+    encode,
+    sparse_parts,
+)
 from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
@@ -307,10 +316,11 @@ def take_snapshot(
     Raises:
         CheckpointError: The model or an optimizer has a state that JSON and tensors cannot hold.
     """
+    refuse_tensors(checkpoint)
     objects = _objects(checkpoint, names)
     _refuse_opaque(objects, codecs)
-    collector = _Collector(_paths(checkpoint, names), mesh)
-    tree = encode(checkpoint, collector.put, codecs)
+    collector, opaque = _Collector(_paths(checkpoint, names), mesh), list[str]()
+    tree = encode(checkpoint, collector.put, codecs, opaque)
     stored = collector.stored()
     rest = {
         key: value
@@ -320,7 +330,7 @@ def take_snapshot(
     return Snapshot(
         tree=tree,
         objects=objects,
-        rest=lightning_meta(_without_shards(rest)) if mesh.rank == 0 else b"",
+        rest=_pickled(_without_shards(rest), opaque) if mesh.rank == 0 else b"",
         sections=[spec for _, spec in stored.sections],
         tensors=stored.tensors,
         shares=stored.shares,
@@ -359,16 +369,82 @@ def describe(
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """All tensors in nested mappings and sequences."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    values = (
-        tree.values()
-        if isinstance(tree, Mapping)
-        else tree
-        if isinstance(tree, (list, tuple))
-        else ()
-    )
-    return [tensor for value in values for tensor in tensors_of(value)]
+    return [tensor for tensor, _ in _tensors_and_paths(tree, ())]
+
+
+def refuse_tensors(checkpoint: Mapping[str, Any], *, pickled: bool = False) -> None:
+    """Refuse tensors that could not be saved, or not be loaded again, by their place.
+
+    Args:
+        checkpoint: As for :func:`take_snapshot`.
+        pickled: Whether they go into a file of torch, which has more kinds of them.
+
+    Raises:
+        CheckpointError: One has no values, or is of a layout or a class that is not stored.
+    """
+    for tensor, path in _tensors_and_paths(checkpoint, ()):
+        if why := _why_not_saved(tensor, pickled):
+            raise CheckpointError(
+                f"The state cannot be saved: the {type(tensor).__name__} at {dotted(path)} {why}"
+            )
+
+
+def _why_not_saved(tensor: torch.Tensor, pickled: bool) -> str | None:
+    if tensor.is_meta:
+        return "is on the meta device and has no values: give it some, or leave it out"
+    torch_saves = tensor.is_quantized or tensor.layout is torch.jagged
+    if (tensor.is_nested or tensor.is_quantized) and not (pickled and torch_saves):
+        return "is nested or quantized: keep the plain tensors that it consists of"
+    if str(tensor.layout) == "torch._mkldnn":
+        return "is of a layout that is not stored: keep tensor.to_dense()"
+    if type(tensor) not in _STORED and tensor.layout is torch.strided:
+        try:
+            memory_of(plain_elements(tensor.detach().reshape(-1)[:1]))
+        except Exception as error:  # noqa: BLE001 - a class of anybody refuses in any way
+            said = (str(error).splitlines() or [""])[0]
+            return f"gives no elements ({said[:200]}): keep the plain tensors that it consists of"
+    return None
+
+
+def _tensors_and_paths(
+    value: Any, path: tuple[str, ...], around: tuple[int, ...] = ()
+) -> Iterator[tuple[torch.Tensor, tuple[str, ...]]]:
+    if isinstance(value, torch.Tensor):
+        yield value, path
+        return
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping) and not are_leaves(value.values()):
+        items = value.items()
+    elif isinstance(value, (list, tuple)) and not are_leaves(value):
+        items = enumerate(value)
+    if id(value) in around or len(around) > MAX_DEPTH:
+        return  # it contains itself, or is too deep: whoever writes it says so
+    for key, item in items:
+        yield from _tensors_and_paths(item, (*path, str(key)), (*around, id(value)))
+
+
+_STORED = (torch.Tensor, torch.nn.Parameter, ShardTensor, LazyTensor)
+
+
+def _pickled(rest: Mapping[str, Any], opaque: Sequence[str]) -> bytes:
+    """What Lightning reads, with the values that only pickle can hold."""
+    try:
+        pickled = lightning_meta(rest)
+    except Exception as error:
+        places = f" at {', '.join(opaque[:3])}" if opaque else ""
+        raise CheckpointError(
+            f"The state cannot be saved: what can only be pickled{places} cannot: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    kept = [path for path in opaque if path.split(".")[0] not in HYPER_PARAMETERS]
+    if kept:
+        warnings.warn(
+            f"{', '.join(kept[:3])}{' and others' if len(kept) > 3 else ''} in the checkpoint can be "
+            f"kept by pickle alone: to resume from it takes trainer.fit(..., weights_only=False). "
+            f"Keep numbers, text, tensors and containers of them instead",
+            stacklevel=2,
+        )
+    return pickled
 
 
 def nbytes_of(tree: Any) -> int:
@@ -552,8 +628,9 @@ def _states(
 def _refuse_opaque(objects: Sequence[tuple[ItemPath, Any]], codecs: Sequence[Codec]) -> None:
     """Refuse model and optimizer values that cannot be restored without pickle."""
     for path, value in objects:
-        there = encode(value, lambda tensor: "", codecs)
-        if opaque_paths(decode({"": there}, lambda name: torch.empty(0), codecs)):
+        found: list[str] = []
+        encode(value, lambda tensor: "", codecs, found)
+        if found:
             raise CheckpointError(
                 f"{name_of(path)} is a {type(value).__name__} that only pickle can save, which "
                 f"sharded checkpoints do not. Let it be made of numbers, text, tensors and "
@@ -565,8 +642,10 @@ def _without_shards(value: Any) -> Any:
     if isinstance(value, ShardTensor):
         return None
     if isinstance(value, Mapping):
+        if are_leaves(value.values()):
+            return value
         kept = {key: _without_shards(item) for key, item in value.items()}
         return value if all(kept[key] is item for key, item in value.items()) else kept
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple) and not are_leaves(value):
         return type(value)(map(_without_shards, value))
     return value

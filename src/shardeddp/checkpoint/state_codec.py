@@ -11,11 +11,12 @@ import pathlib
 import re
 import struct
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -39,6 +40,7 @@ _MAX_NUMBER_LENGTH = 32
 Longer digits take more than linear time on old interpreters.
 """
 
+_HALF = re.compile("[\ud800-\udfff]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -151,9 +153,14 @@ MAX_DEPTH = 200
 
 _TENSOR = "tensor"
 _OPAQUE = "opaque"
-_MADE_OF_TENSORS = frozenset({"array", "bytes", "numbers", "sparse"})
+_MADE_OF_TENSORS = frozenset({"array", "bytes", "numbers", "sparse", "strings"})
 _DATA_NBYTES = 2**12
-"""From here on, bytes and lists of numbers are stored as tensors."""
+"""From here on, bytes, and lists and dicts of numbers and text, are stored as tensors."""
+
+_MANY = _DATA_NBYTES // 8
+"""From here on, values are many: numbers of 8 bytes, texts, and pairs of a dict."""
+
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 _MAX_SAME_HASH = 16
 """Keys of one dict with the same hash; more of them would cost quadratic time.
@@ -182,7 +189,8 @@ class Codec:
     parts: Callable[[Any], Any]
     """To a simpler value, which is encoded in turn.
 
-    ``NotImplemented`` for a value that becomes :class:`Opaque`.
+    ``NotImplemented`` for a value that the next codec of the class takes, or JSON, or else becomes
+    :class:`Opaque`.
     """
 
     build: Callable[[Any], Any]
@@ -194,7 +202,12 @@ def dict_codec(kind: type[dict[Any, Any]], tag: str) -> Codec:
     return Codec(kind=kind, tag=tag, parts=_pairs, build=lambda parts: kind(_dict(parts)))
 
 
-def encode(tree: Any, put: Callable[[torch.Tensor], str], more: Sequence[Codec] = ()) -> Any:
+def encode(
+    tree: Any,
+    put: Callable[[torch.Tensor], str],
+    more: Sequence[Codec] = (),
+    opaque: list[str] | None = None,
+) -> Any:
     """Encode a state tree as a JSON value; :func:`decode` gives equal values (floats bit by bit).
 
     A reference that is shared is written each time. A default factory is kept if it is a built-in
@@ -205,11 +218,16 @@ def encode(tree: Any, put: Callable[[torch.Tensor], str], more: Sequence[Codec] 
             :class:`Opaque`.
         put: Stores a tensor (or an array, as a tensor) and names it; called for each occurrence.
         more: Codecs beside :data:`CODECS`.
+        opaque: Takes the dotted paths of values that become :class:`Opaque`.
 
     Raises:
-        CheckpointError: It contains itself, or is nested deeper than the parser allows: says where.
+        CheckpointError: It contains itself, is nested deeper than the parser allows, or has keys
+            that the decoder refuses: says where.
     """
-    return _Encoder(put=put, codecs={codec.kind: codec for codec in (*CODECS, *more)}).encode(
+    codecs: defaultdict[type, list[Codec]] = defaultdict(list)
+    for codec in (*CODECS, *more):
+        codecs[codec.kind].append(codec)
+    return _Encoder(put=put, codecs=codecs, opaque=[] if opaque is None else opaque).encode(
         tree, ()
     )
 
@@ -234,6 +252,14 @@ def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec]
         ) from None
 
 
+def are_leaves(values: Iterable[Any]) -> bool:
+    """Whether none of the values holds another one, at the speed of C.
+
+    Whoever looks for tensors in a tree passes by a vocabulary of a million words in this way.
+    """
+    return _LEAVES.issuperset(map(type, values))
+
+
 def opaque_paths(tree: Any) -> list[str]:
     """Dotted paths of missing values in a decoded tree; an opaque key is a path of its own."""
     return [".".join(path) for path in _opaque_paths(tree, ())]
@@ -242,7 +268,8 @@ def opaque_paths(tree: Any) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class _Encoder:
     put: Callable[[torch.Tensor], str]
-    codecs: Mapping[type, Codec]
+    codecs: Mapping[type, Sequence[Codec]]
+    opaque: list[str]
     open: set[int] = field(default_factory=set[int])
     """Identities of the values around the current one."""
 
@@ -255,10 +282,7 @@ class _Encoder:
                 if id(value) in self.open
                 else f"lies deeper than {MAX_DEPTH} JSON levels"
             )
-            where = ".".join(path) or "its root"
-            raise CheckpointError(
-                f"The state cannot be saved: the {type(value).__name__} at {where} {what}"
-            )
+            raise _refused(value, path, what)
         self.open.add(id(value))
         try:
             return self._encode_container(value, path)
@@ -268,14 +292,18 @@ class _Encoder:
     def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             return {TAG + _TENSOR: self.put(value)}
-        if type(value) is dict and all(map(_is_plain_key, value)):
+        if type(value) is dict and not _is_table(value) and all(map(_is_plain_key, value)):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
-        codec = self.codecs.get(type(value))
-        parts = NotImplemented if codec is None else codec.parts(value)
-        if codec is not None and parts is not NotImplemented:
-            return {TAG + codec.tag: self.encode(parts, path)}
+        for codec in self.codecs.get(type(value), ()):
+            try:
+                parts = codec.parts(value)
+            except ValueError as error:
+                raise _refused(value, path, f"has what cannot be read again: {error}") from None
+            if parts is not NotImplemented:
+                return {TAG + codec.tag: self.encode(parts, path)}
         if type(value) is list:
             return [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+        self.opaque.append(dotted(path))
         return {TAG + _OPAQUE: f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
@@ -341,6 +369,23 @@ class _Decoder:
                 self._take(part)
 
 
+def _refused(value: Any, path: tuple[str, ...], why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The state cannot be saved: the {type(value).__name__} at {dotted(path)} {why}"
+    )
+
+
+def dotted(path: Sequence[str]) -> str:
+    """A path for the eye; the middle of a long one is left out."""
+    if len(path) > 2 * _SHOWN:
+        path = [*path[:_SHOWN], f"({len(path) - 2 * _SHOWN} more)", *path[-_SHOWN:]]
+    return ".".join(path) or "its root"
+
+
+_SHOWN = 6
+"""Keys at each end of a long path."""
+
+
 def _is_plain_scalar(value: Any) -> bool:
     """Whether JSON has it and keeps it exactly."""
     if value is None or type(value) is bool:
@@ -353,9 +398,7 @@ def _is_plain_scalar(value: Any) -> bool:
 def _is_plain_text(value: Any) -> bool:
     # File names may hold bytes that are no text, as halves of surrogate pairs, which the parser
     # refuses.
-    return type(value) is str and (
-        value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
-    )
+    return type(value) is str and (value.isascii() or not _HALF.search(value))
 
 
 def _is_plain_key(key: Any) -> bool:
@@ -365,32 +408,58 @@ def _is_plain_key(key: Any) -> bool:
 def _opaque_paths(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     if isinstance(value, Opaque):
         yield path
+    elif isinstance(value, dict) and are_leaves(value) and are_leaves(value.values()):
+        return
     elif isinstance(value, (dict, Namespace)):
         for key, item in (value if isinstance(value, dict) else vars(value)).items():
             yield from _opaque_paths(key, (*path, "(key)"))
             # A key of many digits cannot even be printed.
             name = str(key) if _is_plain_scalar(key) else f"({type(key).__name__})"
             yield from _opaque_paths(item, (*path, name))
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset)) and not are_leaves(value):
         for index, item in enumerate(value):
             yield from _opaque_paths(item, (*path, str(index)))
 
 
-def _pairs(value: Mapping[Any, Any]) -> list[Any]:
-    return [[key, item] for key, item in value.items()]
+def _is_table(value: Mapping[Any, Any]) -> bool:
+    """Whether a dict is stored as two lists: many words or numbers, and no containers."""
+    kinds = set(map(type, value)) if len(value) >= _MANY else set()
+    return (kinds == {str} or kinds == {int}) and are_leaves(value.values())
+
+
+def _table(value: Mapping[Any, Any]) -> Any:
+    return [_apart(value), list(value.values())] if _is_table(value) else NotImplemented
+
+
+def _build_table(parts: Any) -> dict[Any, Any]:
+    keys, values = _list(parts)
+    return dict(zip(_distinct(keys), _list(values), strict=True))
+
+
+def _pairs(value: Mapping[Any, Any]) -> Any:
+    if _is_table(value):
+        return dict(value)
+    return [list(pair) for pair in zip(_apart(value), value.values(), strict=True)]
 
 
 def _dict(parts: Any) -> dict[Any, Any]:
+    if type(parts) is dict:
+        return cast("dict[Any, Any]", parts)
     pairs = [(key, item) for key, item in _list(parts)]
     _distinct([key for key, _ in pairs])
     return dict(pairs)
 
 
-def _distinct(parts: Any) -> list[Any]:
-    """Keys that a hash table takes in linear time and without losing one."""
-    keys = _list(parts)
+def _apart(keys: Collection[Any]) -> list[Any]:
+    """Keys whose hashes tell them apart."""
     if keys and max(Counter(map(hash, keys)).values()) > _MAX_SAME_HASH:
         raise ValueError(f"more than {_MAX_SAME_HASH} keys have one hash")
+    return list(keys)
+
+
+def _distinct(parts: Any) -> list[Any]:
+    """Keys that a hash table takes in linear time and without losing one."""
+    keys = _apart(_list(parts))
     if len(set(keys)) != len(keys):
         raise ValueError("a key stands there twice")
     return keys
@@ -398,7 +467,7 @@ def _distinct(parts: Any) -> list[Any]:
 
 def _members(value: Collection[Any]) -> list[Any]:
     # The order of text depends on the seed of the hashes, and the bytes of a checkpoint should not.
-    return sorted(value) if all(type(item) is str for item in value) else list(value)
+    return sorted(value) if set(map(type, value)) == {str} else _apart(value)
 
 
 def _list(parts: Any) -> list[Any]:
@@ -511,6 +580,10 @@ def _build_size(parts: Any) -> torch.Size:
 def _bytes_parts(value: bytes) -> Any:
     if len(value) < _DATA_NBYTES:
         return base64.b64encode(value).decode()
+    return _bytes_as_tensor(value)
+
+
+def _bytes_as_tensor(value: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
 
 
@@ -522,10 +595,8 @@ def _build_bytes(parts: Any) -> bytes:
 
 def _numbers(value: list[Any]) -> Any:
     """A long list of floats, or of integers of 64 bits, as a tensor."""
-    if len(value) < _DATA_NBYTES // 8 or type(value[0]) not in (int, float):
-        return NotImplemented
-    kind = type(value[0])
-    if any(type(item) is not kind for item in value):
+    kind = type(value[0]) if len(value) >= _MANY else None
+    if kind not in (int, float) or set(map(type, value)) != {kind}:
         return NotImplemented
     try:
         return torch.from_numpy(np.array(value, dtype=np.int64 if kind is int else np.float64))
@@ -533,8 +604,42 @@ def _numbers(value: list[Any]) -> Any:
         return NotImplemented
 
 
+def _texts(value: list[Any]) -> Any:
+    """A list of much text as its letters and the length of each, in letters."""
+    if not value or set(map(type, value)) != {str}:
+        return NotImplemented
+    lengths = np.fromiter(map(len, value), dtype=np.int64, count=len(value))
+    if len(value) < _MANY and lengths.sum() < _DATA_NBYTES:
+        return NotImplemented
+    lengths = lengths.astype(np.min_scalar_type(lengths.max()))
+    letters = "".join(value).encode("utf-8", "surrogatepass")
+    return [_bytes_as_tensor(letters), torch.from_numpy(lengths)]
+
+
+def _build_texts(parts: Any) -> list[str]:
+    letters, lengths = (part.numpy() for part in _list(parts))
+    text = letters.tobytes().decode("utf-8", "surrogatepass")
+    if lengths.dtype.kind not in "iu" or (lengths > len(text)).any() or (lengths < 0).any():
+        raise ValueError("expected the lengths of texts")
+    stops = np.cumsum(lengths, dtype=np.int64).tolist()
+    if stops[-1:] != [len(text)]:
+        raise ValueError("their lengths are not that of all the text")
+    return [text[start:stop] for start, stop in pairwise([0, *stops])]
+
+
 def _build_str(parts: Any) -> str:
     return bytes.fromhex(parts).decode("utf-8", "surrogatepass")
+
+
+def _bytes(parts: Any) -> bytes:
+    if type(parts) is not bytes:
+        raise TypeError(f"expected bytes, found a {type(parts).__name__}")
+    return parts
+
+
+def _build_deque(parts: Any) -> deque[Any]:
+    items, limit = _list(parts)
+    return deque(_list(items), limit)
 
 
 def _build_namespace(parts: Any) -> Namespace:
@@ -585,10 +690,15 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
     ),
     (complex, "complex", lambda it: [it.real, it.imag], lambda parts: complex(*_list(parts))),
     (bytes, "bytes", _bytes_parts, _build_bytes),
-    (list, "numbers", _numbers, lambda parts: parts.tolist()),
+    (bytearray, "bytearray", bytes, lambda parts: bytearray(_bytes(parts))),
+    (deque, "deque", lambda it: [list(it), it.maxlen], _build_deque),
+    # Of a tensor on the disk, numpy's list is made without a look at each number.
+    (list, "numbers", _numbers, lambda parts: parts.numpy().tolist()),
+    (list, "strings", _texts, _build_texts),
     (tuple, "tuple", list, lambda parts: tuple(_list(parts))),
     (set, "set", _members, lambda parts: set(_distinct(parts))),
     (frozenset, "frozenset", _members, lambda parts: frozenset(_distinct(parts))),
+    (dict, "table", _table, _build_table),
     (dict, "dict", _pairs, _dict),
     (OrderedDict, "ordered_dict", _pairs, lambda parts: OrderedDict(_dict(parts))),
     (Counter, "counter", _pairs, lambda parts: Counter(_dict(parts))),
@@ -601,6 +711,7 @@ _BUILT_IN: tuple[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]], .
         lambda it: [it.days, it.seconds, it.microseconds],
         lambda it: datetime.timedelta(*_list(it)),
     ),
+    (datetime.date, "date", str, lambda parts: datetime.date.fromisoformat(_text(parts))),
     (
         datetime.datetime,
         "datetime",

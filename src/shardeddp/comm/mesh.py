@@ -41,21 +41,25 @@ from shardeddp.comm.propagation import ErrorPropagation, end_quietly
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
-from shardeddp.torch_private import new_group_of_its_ranks
+from shardeddp.torch_private import new_group_of_its_ranks, sequence_number
 
 # -- Groups: process groups of torch, reused by later runs
 #
 # Torch keeps a group, its threads and its connections until somebody destroys it, and destroying
 # one needs all of its ranks to be done with it. So a mesh gives its groups back when its run has
-# ended well, and the next mesh that asks for the same ones is given those. What a model of an
-# earlier run is asked for still travels in them: all ranks ask in one order, and wait.
+# ended, and the next mesh that asks for the same ones is given those. What a model of an earlier
+# run is asked for still travels in them: all ranks ask in one order, and wait. A run that was refused
+# gives back what no transfer has broken in; the next mesh uses it if all ranks have begun the same
+# operations in each.
 
 _Key = tuple[str, tuple[tuple[int, ...], ...], timedelta, str | None]
 
-_RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-"""By the default process group, the groups whose runs have ended well on this rank."""
+_Returned = dict[_Key, tuple[dist.ProcessGroup, int]]
+_RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, _Returned] = weakref.WeakKeyDictionary()
+"""By the default process group, the groups of runs that have ended on this rank.
+
+With each, how many transfers its run had issued on streams.
+"""
 
 
 class Groups:
@@ -95,15 +99,19 @@ class Groups:
         """
         key = (purpose, tuple(tuple(each) for each in ranks), timeout, backend)
         if key not in self._own:
-            self._own[key] = self._returned.pop(key, None) or self._make(key)
+            returned = self._returned.pop(key, None)
+            self._own[key] = self._make(key) if returned is None else returned[0]
         return self._own[key]
 
-    def give_back(self) -> None:
+    def give_back(self, issued: int) -> None:
         """Let later meshes of this process use the groups, too.
 
-        Nothing has failed in them, and nothing is under way.
+        Nothing has failed in them, and nothing is under way that is not on all ranks.
+
+        Args:
+            issued: Number of transfers that the run has issued on its streams.
         """
-        self._returned.update(self._own)
+        self._returned.update({key: (group, issued) for key, group in self._own.items()})
 
     def names(self) -> set[str]:
         """What torch calls them."""
@@ -123,7 +131,11 @@ class Groups:
     def _all_have_the_same(self, timeout: timedelta) -> bool:
         """Whether the same groups have been returned on all ranks; after a failure they may not."""
         client = self._client
-        mine = str(zlib.crc32(repr(sorted(map(repr, self._returned))).encode()))
+        begun = [
+            f"{key} {issued} {sequence_number(group)}"
+            for key, (group, issued) in self._returned.items()
+        ]
+        mine = str(zlib.crc32(repr(sorted(begun)).encode()))
         if client.claim("returned", mine) != mine:
             client.count("others")
         if client.count("arrived") == dist.get_world_size():
@@ -326,8 +338,9 @@ class Mesh:
         self.replicate_stream.drain()
 
     def give_back(self) -> None:
-        """A run has ended well: later ones of this process may communicate by the same groups."""
-        self._groups.give_back()
+        """A run has ended: later ones of this process may communicate by the same groups."""
+        streams = self.gather_stream, self.reduce_stream, self.replicate_stream
+        self._groups.give_back(sum(stream.issued for stream in streams))
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""

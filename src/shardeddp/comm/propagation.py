@@ -233,6 +233,20 @@ def is_transfer_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_TRANSFERS)
 
 
+def has_broken_transfers(error: BaseException) -> bool:
+    """Whether process groups cannot be relied on after an error: ranks may have left each other."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        if not isinstance(at, Exception) or isinstance(at, (LostRankError, DesyncError)):
+            return True
+        if is_transfer_error(at):
+            return True
+        at = at.__cause__ or at.__context__
+    return False
+
+
 def _is_explained(error: BaseException) -> bool:
     return isinstance(error.__cause__, (RankError, LostRankError, DesyncError))
 

@@ -98,6 +98,10 @@ class Checkpoints:
             io: Plugin of the Trainer.
             names: Function that finds the names of the parameters of each optimizer.
         """
+        if not os.fspath(filepath) or "\0" in os.fspath(filepath):
+            raise ValueError(
+                f"save_checkpoint() takes the path of a checkpoint, found {filepath!r}"
+            )
         self._written.add(_place_of(local_path(filepath)))
         mesh = self._group.current
         if mesh is None:
@@ -216,6 +220,20 @@ class Checkpoints:
                 stacklevel=2,
             )
 
+    def follow_move(
+        self, checkpoint: Mapping[str, Any], path: str | Path, trainer: Trainer | None
+    ) -> None:
+        """Let callbacks find what has moved together with a checkpoint; a collective of all ranks.
+
+        Rank 0 looks for all: other ranks have to go on with the same names.
+        """
+        states = checkpoint.get("callbacks", {})
+        if trainer is not None and states:
+            local, moved = os.path.expanduser(local_path(path)), dict[str, Any]()
+            if self._group.is_rank_zero:
+                moved = paths_after_move(states, local, trainer)
+            states.update(self._group.broadcast(moved))
+
     def find_last(self, candidates: list[str], folders: list[str], *, clears: bool) -> str | None:
         """Path of the checkpoint of the highest step.
 
@@ -226,6 +244,73 @@ class Checkpoints:
             clear_away(folders)
         found = last_checkpoints(candidates, folders)
         return str(found[0]) if found else None
+
+
+def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> dict[str, Any]:
+    """States of callbacks that go on in a directory that was moved, copied or renamed as a whole.
+
+    Lightning keeps absolute paths, and takes over nothing but the best one where the directory has
+    changed. Paths in the former directory become those of the same names beside the checkpoint that
+    is read, if they are there.
+
+    Args:
+        states: Of callbacks, as they were read.
+        path: Of their checkpoint.
+        trainer: With callbacks whose directories are known.
+
+    Returns:
+        By state key, those that change.
+    """
+    if is_remote(path):
+        return {}
+    moved = dict[str, Any]()
+    for callback in trainer.checkpoint_callbacks:
+        state, own = states.get(callback.state_key, {}), getattr(callback, "dirpath", None) or ""
+        former = state.get("dirpath")
+        stays = bool(own) and not is_remote(own) and _lies_in(path, own)
+        here = own if stays else os.path.dirname(_place_of(path))
+        if not isinstance(former, str) or not former or is_remote(former) or former == here:
+            continue
+        to, best = partial(_moved, former=former, here=here), state.get("best_model_path")
+        moved[callback.state_key] = (
+            _rebased(state, to, own, callback)
+            if stays
+            else {**state, "best_model_path": to(best) or best}
+        )
+    return moved
+
+
+def _moved(path: str | None, former: str, here: str) -> str:
+    """Where a path in a directory that was moved is now; "" where nothing is."""
+    if not path or not PurePosixPath(path).is_relative_to(former):
+        return path or ""
+    now = os.path.join(here, PurePosixPath(path).relative_to(former))
+    return now if os.path.lexists(now) else ""
+
+
+def _rebased(
+    state: Mapping[str, Any], to: Callable[[str | None], str], own: str, callback: Any
+) -> dict[str, Any]:
+    """The state of a callback of which only the directory has changed."""
+    kept = {to(path): score for path, score in state.get("best_k_models", {}).items()}
+    kept.pop("", None)
+    best, worst = (max, min) if getattr(callback, "mode", "") == "max" else (min, max)
+    found = {
+        **state,
+        "dirpath": own,
+        "best_k_models": kept,
+        "last_model_path": to(state.get("last_model_path")),
+        "best_model_path": to(state.get("best_model_path")),
+        "kth_best_model_path": to(state.get("kth_best_model_path")),
+    }
+    # Of those that did not come along others take the places.
+    if kept and found["best_model_path"] not in kept:
+        found["best_model_path"] = best(kept, key=kept.__getitem__)
+        found["best_model_score"] = kept[found["best_model_path"]]
+    if kept and found["kth_best_model_path"] not in kept:
+        found["kth_best_model_path"] = worst(kept, key=kept.__getitem__)
+        found["kth_value"] = kept[found["kth_best_model_path"]]
+    return found
 
 
 def checkpoint_folders(trainer: Trainer) -> list[str]:

@@ -19,6 +19,7 @@ from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.durable import local_path
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.schema import check_fields
+from shardeddp.checkpoint.state_codec import are_leaves
 from shardeddp.lightning.api import LightningModule, extend_reading
 from shardeddp.lightning.private import load_state, migrate_checkpoint
 from shardeddp.lightning.restore import open_any
@@ -137,12 +138,14 @@ def _read(value: Any, device: torch.device) -> Any:
         return (value.whole() if isinstance(value, LazyTensor) else value).to(device)
     if isinstance(value, dict):
         mapping = cast("dict[Any, Any]", value)
+        if are_leaves(mapping.values()):
+            return mapping
         read = {key: _read(item, device) for key, item in mapping.items()}
         dict.update(mapping, read)  # that of a Counter adds
         return mapping
     if isinstance(value, Namespace):
         _read(vars(value), device)
         return value
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple) and not are_leaves(value):
         return type(value)(map(partial(_read, device=device), value))
     return value

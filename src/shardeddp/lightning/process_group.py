@@ -22,7 +22,7 @@ from shardeddp.comm import Mesh, barrier, broadcast_object, reduce_tensor, run_o
 from shardeddp.comm.desync import note_that_runs_alone
 from shardeddp.comm.liveness import lightning_calls
 from shardeddp.comm.mesh import count_connections
-from shardeddp.comm.propagation import is_transfer_error
+from shardeddp.comm.propagation import has_broken_transfers, is_transfer_error
 from shardeddp.comm.rendezvous import meet, reserve_open_files, stay_on_loopback
 from shardeddp.config import check_backend
 from shardeddp.engine.runtime import runtime_of
@@ -139,6 +139,7 @@ class ProcessGroup:
 
         None before set-up, and in a process that has spawned the ranks.
         """
+        self._broken = False  # whether the run has ended in a transfer that others were not in
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle: communicators belong to a process."""
@@ -229,6 +230,7 @@ class ProcessGroup:
         if self._tensor_size > 1 and self.device_mesh is None:
             self.device_mesh = make_device_mesh(self.current)
         self.current.begin_run()
+        self._broken = False
         if environment.world_size() == 1:
             # Said wherever a process group exists; Lightning itself leaves the synchronisation of
             # one rank out.
@@ -338,9 +340,15 @@ class ProcessGroup:
 
     # -- Errors
 
+    def end_run(self) -> None:
+        """A run has ended; what it has communicated by serves later ones, unless it has broken."""
+        if self.current is not None and not self._broken:
+            self.current.give_back()
+
     def explain(self, error: BaseException) -> None:
         """Tell the other ranks of an error, or let one that comes from another rank say so."""
         if self.current is not None:
+            self._broken |= has_broken_transfers(error)
             self.current.error_propagation.explain(error)
 
     def explain_transfer(self, error: BaseException) -> None:

@@ -300,7 +300,7 @@ class Restore:
                 newest = newest_verified(folder, within_s=_ADVICE_S)
                 advice = (
                     f"The newest that is whole is {newest}"
-                    if newest
+                    if newest and newest != self._path
                     else "No whole one lies beside it"
                 )
             except (CheckpointError, TimeoutError):

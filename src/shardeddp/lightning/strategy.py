@@ -809,9 +809,9 @@ class ShardedDP(ParallelStrategy):
         """Read a checkpoint of either kind; its random states are restored when training starts."""
         with self._group.explaining():
             self.wait_for_checkpoint()
-            checkpoint = self._restore.open(
-                self.broadcast(checkpoint_path), weights_only, self.checkpoint_io
-            )
+            path = self.broadcast(checkpoint_path)
+            checkpoint = self._restore.open(path, weights_only, self.checkpoint_io)
+            self._checkpoints.follow_move(checkpoint, path, self.trainer)
         self._resume.take(checkpoint, self._fitting)
         module = self.lightning_module
         if module is not None and runtime_of(module) is not None:
@@ -865,12 +865,7 @@ class ShardedDP(ParallelStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self.wait_for_checkpoint()
-        if (
-            self._group.current is not None
-            and self.trainer is not None
-            and not self.trainer.interrupted
-        ):
-            self._group.current.give_back()
+        self._group.end_run()
 
 
 register_names(ShardedDP)

@@ -1,0 +1,149 @@
+"""States that cannot be loaded again are refused by their place; warnings name what needs pickle."""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from shardeddp import ShardedDP
+from shardeddp.config import StateDictType
+from support.tasks import TinyGpt, token_loader
+from support.trainers import make_trainer
+from world import Worlds
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Keeps(Callback):
+    state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [self.state]}
+
+
+def _nested(depth: int) -> Any:
+    value: Any = ()
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _cycle() -> Any:
+    value: dict[str, Any] = {}
+    value["again"] = [value]
+    return value
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str, tuple[StateDictType, ...]]] = {
+    "meta": (lambda: torch.empty(3, device="meta"), "meta device", ("sharded", "full")),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.1, 0, torch.qint8),
+        "nested or quantized",
+        ("sharded",),
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        "nested or quantized",
+        ("sharded", "full"),
+    ),
+    "mkldnn": (lambda: torch.ones(2, 2).to_mkldnn(), "layout", ("sharded", "full")),
+    "keys of one hash": (
+        lambda: {(2**61 - 1) * number: number for number in range(20)},
+        "more than 16 keys have one hash",
+        ("sharded",),
+    ),
+    "set of one hash": (
+        lambda: {(2**61 - 1) * number for number in range(600)},
+        "more than 16 keys have one hash",
+        ("sharded",),
+    ),
+    "lock": (threading.Lock, "pickle", ("sharded",)),
+    "cycle": (_cycle, "contains itself", ("sharded",)),
+    "deep": (lambda: _nested(10_000), "deeper than 200 JSON levels", ("sharded",)),
+}
+LOADED: dict[str, Callable[[], Any]] = {
+    "one element of a column": lambda: torch.arange(4.0).view(2, 2)[:1, 1],
+    "negative view": lambda: torch.tensor([1 + 2j]).conj().imag,
+    "expanded": lambda: torch.ones(1).expand(3, 4),
+    "uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,)).to_dense(),
+    "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "reversed array": lambda: torch.from_numpy(np.arange(6)[::-1].copy()),
+}
+
+
+def save_odd_states(folder: str) -> dict[str, str]:
+    """Error or difference of each state; none where all is well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of quantized and nested tensors
+        return _save_odd_states(folder)
+
+
+def _save_odd_states(folder: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for kind in ("sharded", "full"):
+        keeps = Keeps()
+        trainer = make_trainer(ShardedDP(state_dict_type=kind), max_steps=1, callbacks=[keeps])
+        trainer.fit(TinyGpt(), token_loader(8))
+        for name, (make, _, kinds) in REFUSED.items():
+            if kind not in kinds:
+                continue
+            keeps.state = make()
+            try:
+                trainer.save_checkpoint(os.path.join(folder, f"{kind}-{name}.ckpt"))
+            except Exception as error:  # noqa: BLE001 - the test looks at each
+                found[f"{kind} {name}"] = f"{type(error).__name__}: {error}"
+            while (
+                name == "deep" and keeps.state
+            ):  # freed level by level, or the interpreter recurses
+                keeps.state = keeps.state[0]
+        for path in ("", "a\0b.ckpt"):
+            with pytest.raises(ValueError, match="takes the path of a checkpoint"):
+                trainer.save_checkpoint(path)
+        for name, make in LOADED.items():
+            keeps.state = make()
+            path = os.path.join(folder, f"{kind}-{name}-loaded.ckpt")
+            trainer.save_checkpoint(path)
+            [loaded] = trainer.strategy.load_checkpoint(path)["callbacks"]["Keeps"]["kept"]
+            same = loaded.dtype == keeps.state.dtype and loaded.shape == keeps.state.shape
+            if not same or not torch.equal(loaded.double(), keeps.state.double()):
+                found[f"{kind} {name}"] = f"{keeps.state} came back as {loaded}"
+    return found
+
+
+def test_states_that_cannot_be_loaded_again_are_refused_by_their_place_and_the_others_come_back(
+    world: Worlds, tmp_path: Path
+) -> None:
+    for found in world(2).run(save_odd_states, str(tmp_path)):
+        expected = {
+            f"{kind} {name}": why for name, (_, why, kinds) in REFUSED.items() for kind in kinds
+        }
+        assert found.keys() == expected.keys()
+        for name, why in expected.items():
+            assert why in found[name], name
+            assert "callbacks.Keeps.kept.0" in found[name] and "Error" in found[name], name
+    assert all("-loaded" in each.name for each in tmp_path.iterdir())
+
+
+def save_what_needs_pickle(path: str) -> list[str]:
+    keeps = Keeps()
+    keeps.state = np.str_("text")
+    trainer = make_trainer(ShardedDP(state_dict_type="sharded"), max_steps=1, callbacks=[keeps])
+    trainer.fit(TinyGpt(), token_loader(8))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.save_checkpoint(path)
+    return [str(each.message) for each in said]
+
+
+def test_a_save_names_what_resumes_with_pickle_alone(world: Worlds, tmp_path: Path) -> None:
+    said, other = world(2).run(save_what_needs_pickle, str(tmp_path / "x.ckpt"))
+    [warning] = said
+    assert "callbacks.Keeps.kept.0 in the checkpoint" in warning and "weights_only=False" in warning
+    assert not other
