@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchmetrics import Metric
 
 from shardeddp.comm import Mesh
+from shardeddp.comm.activations import name_group
 from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import Trainer
 from shardeddp.optim.scope import scope_of
+from shardeddp.tensor.parallel_styles import TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import OptimizedModule
+from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
 
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 """Names of the axes, as in Lightning's ``ModelParallelStrategy``."""
@@ -64,18 +69,45 @@ def refuse_sharded(module: nn.Module, size: int) -> None:
         )
 
 
-def refuse_untried(module: nn.Module) -> None:
+def tensor_axis(mesh: Mesh) -> TensorAxis:
+    """The ranks that split layers, for the styles of a plan."""
+    group = name_group(f"tensor group {[*mesh.activations.ranks]}", mesh.activations)
+    return TensorAxis(group, mesh.tensor.rank, mesh.tensor.size)
+
+
+def parallelize(layers: Sequence[PlannedLayer], mesh: DeviceMesh) -> None:
+    """Split the layers of a plan that are in styles of torch, which make DTensors."""
+    for layer in layers:
+        if isinstance(layer.style, ParallelStyle):
+            parallelize_module(layer.module, mesh, layer.style)
+
+
+def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
     """Refuse modules that tensor parallelism has not been tried with.
 
+    Args:
+        module: The LightningModule.
+        plan: The plan by which its layers are going to be split.
+
     Raises:
-        ConfigurationError: It is compiled or on the meta device, or has metrics.
+        ConfigurationError: It is compiled or on the meta device while layers are DTensors, or has
+            metrics.
     """
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta:
-            raise ConfigurationError(
-                f"tensor_parallel_size does not work together with deferred initialization yet, "
-                f"found {name!r} on the meta device: build the module without it"
-            )
+    distributed = [name for name, it in module.named_parameters() if isinstance(it, DTensor)]
+    if plan is not None and plan != "auto":
+        distributed += [name for name, it in plan.items() if isinstance(it, ParallelStyle)]
+    deferred = (
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.is_meta
+    )
+    if distributed and (name := next(deferred, None)) is not None:
+        raise ConfigurationError(
+            f"parallelize_module and styles of torch do not work together with deferred "
+            f"initialization, found {name!r} on the meta device and {distributed[0]!r} split: "
+            f"tensor ranks would draw other numbers than one process. Name the layers in "
+            f"tensor_parallel_plan instead, or build the module without it (tensor_parallel_size)"
+        )
     for name, child in module.named_modules():
         if isinstance(child, Metric):
             raise ConfigurationError(
@@ -83,10 +115,14 @@ def refuse_untried(module: nn.Module) -> None:
                 f"found {name!r}: it would count ranks that split layers once each. Log values "
                 f"with self.log(..., sync_dist=True)"
             )
-        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None:
+        if distributed and (
+            isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
+        ):
             raise ConfigurationError(
-                f"tensor_parallel_size does not work together with torch.compile yet, found "
-                f"{name or 'the module itself'!r} compiled: leave it out"
+                f"parallelize_module and styles of torch do not work together with torch.compile, "
+                f"found {name or 'the module itself'!r} compiled and {distributed[0]!r} split. Name "
+                f"the layers in tensor_parallel_plan instead, or leave torch.compile out "
+                f"(tensor_parallel_size)"
             )
 
 
@@ -96,17 +132,10 @@ def refuse_untried_in(trainer: Trainer) -> None:
     Raises:
         ConfigurationError: There is one.
     """
-    averaging = ("WeightAveraging", "StochasticWeightAveraging")
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if any(base.__name__ in averaging for base in type(callback).__mro__):
-            raise ConfigurationError(
-                f"tensor_parallel_size does not work together with {type(callback).__name__} yet: "
-                f"leave the callback out"
-            )
-    if trainer.precision != "32-true":
+    tried = ("32-true", "bf16-mixed", "bf16-true")
+    if trainer.precision not in tried:
         raise ConfigurationError(
-            f"tensor_parallel_size works with precision='32-true' alone yet, found "
+            f"tensor_parallel_size has been tried with precision={', '.join(tried)} alone, found "
             f"{trainer.precision!r}"
         )
 
