@@ -6,17 +6,20 @@ string, as compiled graphs, deep copies and pickles of modules keep it.
 
 from __future__ import annotations
 
+from itertools import count
 from weakref import WeakValueDictionary
 
 import torch
 
 from shardeddp.comm.collectives import Collectives
 
+_NUMBERS = count(1)
 _GROUPS: WeakValueDictionary[str, Collectives] = WeakValueDictionary()
 
 
-def name_group(name: str, group: Collectives) -> str:
-    """Let operations find a group by a name; a later group of the name takes its place."""
+def name_group(group: Collectives) -> str:
+    """Let operations find a group by the name that this returns."""
+    name = f"tensor ranks {[*group.ranks]} of run {next(_NUMBERS)}"
     _GROUPS[name] = group
     return name
 
@@ -25,8 +28,7 @@ def _group(name: str) -> Collectives:
     group = _GROUPS.get(name)
     if group is None:
         raise RuntimeError(
-            f"the layers of this module are split over the ranks of {name}, and the run that has "
-            f"split them is gone: build the module anew"
+            f"layers of this module are split over {name}, which is gone: build the module anew"
         )
     return group
 

@@ -319,25 +319,10 @@ class ModelSharding:
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
         dtypes = resolve_dtypes(self._mixed_precision, autocast)
         units = assign_dtypes(module, units, dtypes)
-        if split:
-            units = [_without_autocast_copies(unit) for unit in units]
         cast_at_boundaries(module, units, dtypes)
         if self._activation_checkpointing is not None:
             checkpoint_activations(module, self._activation_checkpointing)
         return units
-
-
-def _without_autocast_copies(unit: UnitSpec) -> UnitSpec:
-    """Let wrapped parameters be gathered in their own dtype; autocast casts what is made of them."""
-    return replace(
-        unit,
-        parameters=tuple(
-            it
-            if not (it.is_wrapped and it.is_autocast_copy)
-            else replace(it, compute_in=None, is_autocast_copy=False)
-            for it in unit.parameters
-        ),
-    )
 
 
 def _compared(policy: object) -> object:

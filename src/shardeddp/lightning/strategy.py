@@ -635,7 +635,7 @@ class ShardedDP(ParallelStrategy):
                 "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
             )
         if self.tensor_parallel_size > 1:
-            refuse_untried_in(trainer)
+            refuse_untried_in(trainer, module, self.tensor_parallel_plan)
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
         if self.is_global_zero:

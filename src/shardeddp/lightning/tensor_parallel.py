@@ -71,8 +71,7 @@ def refuse_sharded(module: nn.Module, size: int) -> None:
 
 def tensor_axis(mesh: Mesh) -> TensorAxis:
     """The ranks that split layers, for the styles of a plan."""
-    group = name_group(f"tensor group {[*mesh.activations.ranks]}", mesh.activations)
-    return TensorAxis(group, mesh.tensor.rank, mesh.tensor.size)
+    return TensorAxis(name_group(mesh.activations), mesh.tensor.rank, mesh.tensor.size)
 
 
 def parallelize(layers: Sequence[PlannedLayer], mesh: DeviceMesh) -> None:
@@ -93,9 +92,7 @@ def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
         ConfigurationError: It is compiled or on the meta device while layers are DTensors, or has
             metrics.
     """
-    distributed = [name for name, it in module.named_parameters() if isinstance(it, DTensor)]
-    if plan is not None and plan != "auto":
-        distributed += [name for name, it in plan.items() if isinstance(it, ParallelStyle)]
+    distributed = _distributed(module, plan)
     deferred = (
         name
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -126,13 +123,40 @@ def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
             )
 
 
-def refuse_untried_in(trainer: Trainer) -> None:
+def _distributed(module: nn.Module, plan: TensorPlan | None) -> list[str]:
+    """Names of what is, or is going to be, a DTensor."""
+    names = [name for name, it in module.named_parameters() if isinstance(it, DTensor)]
+    if plan is not None and plan != "auto":
+        names += [name for name, it in plan.items() if isinstance(it, ParallelStyle)]
+    return names
+
+
+def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | None) -> None:
     """Refuse callbacks and precisions that tensor parallelism has not been tried with.
+
+    Args:
+        trainer: Of the run.
+        module: The LightningModule.
+        plan: The plan by which its layers are going to be split.
 
     Raises:
         ConfigurationError: There is one.
     """
-    tried = ("32-true", "bf16-mixed", "bf16-true")
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        kinds = {base.__name__ for base in type(callback).__mro__}
+        if "StochasticWeightAveraging" in kinds:
+            raise ConfigurationError(
+                f"tensor_parallel_size has not been tried with {type(callback).__name__}: use "
+                f"EMAWeightAveraging, or leave the callback out"
+            )
+        if "WeightAveraging" in kinds and _distributed(module, plan):
+            raise ConfigurationError(
+                f"parallelize_module and styles of torch do not work together with "
+                f"{type(callback).__name__}, which copies modules of DTensors. Name the layers in "
+                f"tensor_parallel_plan instead, or leave the callback out (tensor_parallel_size)"
+            )
+    tried = ("32-true", "bf16-mixed")
     if trainer.precision not in tried:
         raise ConfigurationError(
             f"tensor_parallel_size has been tried with precision={', '.join(tried)} alone, found "

@@ -185,6 +185,7 @@ STYLES: Mapping[str, ParallelStyle] = {
     "gather_sequence": ParallelStyle(before="gather_sequence"),
     "rowwise_sequence": ParallelStyle(splits="rows", after="sum_split_sequence"),
     "split_sequence": ParallelStyle(after="split_sequence"),
+    "split_sequence_input": ParallelStyle(before="split_sequence"),
     "gather_sequence_output": ParallelStyle(after="gather_sequence"),
 }
 """By name; those of transformers do what they do there."""
@@ -314,6 +315,7 @@ _BEFORE: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
     "sum_gradient": _sum_gradient,
     "split_features": _along(_OwnPart, -1),
     "gather_sequence": _along(_GatherSumGradient, SEQUENCE_DIM),
+    "split_sequence": _along(_OwnPart, SEQUENCE_DIM),
     "own_rows": _own_rows,
     "divide": lambda layer, tensor: tensor / layer.axis.size,
 }
