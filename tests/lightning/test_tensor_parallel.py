@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import SumMetric
 
 from shardeddp import ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
@@ -162,10 +163,13 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 @cache
 def reference(
-    clips: str, decay: float = 0.0, dtype: torch.dtype = torch.float32
+    clips: str,
+    decay: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    kind: type["Split"] = Split,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """What one process trains on the whole batches, or the moving average of it, and its losses."""
-    module, losses = Split(), list[float]()
+    module, losses = kind(), list[float]()
     optimizer = optimizer_of(module)
     averages: dict[str, torch.Tensor] = {}
     for number, batch in enumerate(data().split(BATCH)):
@@ -351,21 +355,23 @@ def count(plan: dict[str, Any]) -> Any:
     )
     root = sum(it.layout.padded_numel for it in strategy.runtime.progresses[0].unit.groups)
     data, activations = module.sent
-    return dict(data), dict(activations), numel, root
+    last = strategy.runtime.progresses[-1].unit.groups
+    kept = root + sum(it.layout.padded_numel for it in last)
+    return dict(data), dict(activations), numel, kept
 
 
 def test_each_axis_sends_what_textbooks_say(world: Worlds) -> None:
     blocks, activation = 3, BATCH // 2 * 4 * 8 * 4  # bytes of one rank's (batch, sequence, features)
-    for data, activations, numel, root in world(4).run(count, PLAN):
-        # Ranks with different batches gather twice (the root once), and reduce once.
-        assert data["all_gather"] == (2 * numel - root) * 4 // 2
+    for data, activations, numel, kept in world(4).run(count, PLAN):
+        # Ranks with different batches gather twice (root and last block once), and reduce once.
+        assert data["all_gather"] == (2 * numel - kept) * 4 // 2
         assert data["reduce_scatter"] == numel * 4 // 2
         # Megatron-LM: one all-reduce per pair of layers in forward, one in backward.
         assert activations == {"all_reduce": blocks * 2 * activation}
     for _, activations, *_ in world(4).run(count, SEQUENCE_PLAN):
-        # A gather and a reduction in either direction, and one gather where parts begin and end.
+        # A gather and a reduction in either direction, and a gather where parts end.
         assert activations["reduce_scatter"] == blocks * 2 * activation // 2
-        assert activations["all_gather"] == (blocks * 2 + 2) * activation // 2
+        assert activations["all_gather"] == (blocks * 2 + 1) * activation // 2
         assert activations["all_reduce"] == blocks * 2 * 8 * 4  # gradients of the norms
 
 
@@ -447,6 +453,10 @@ class Uneven(Split):
         self.blocks[0].up, self.blocks[0].down = nn.Linear(8, 13), nn.Linear(13, 8)
 
 
+class UnevenPlanned(Uneven):
+    configure_model = Planned.configure_model
+
+
 class Descending(Split):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -478,6 +488,63 @@ class Heads(Planned):
         self.attention = Attention()
 
 
+class FusedAttention(nn.Module):
+    """Views features as heads by their number, as much code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+ATTENTION_PLAN = {"attention.qkv": "packed_colwise:3", "attention.out": "rowwise"}
+
+
+class Attending(Planned):
+    """Counts its steps by a metric, as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FusedAttention()
+        self.steps = SumMetric()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x + self.attention(x))
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.steps.update(1.0)
+        return super().training_step(batch)
+
+
+def train_attending() -> tuple[dict[str, torch.Tensor], float]:
+    strategy = ShardedDP(
+        tensor_parallel_size=2, tensor_parallel_plan=ATTENTION_PLAN | {"**.num_heads": "divide"}
+    )
+    trainer = make_trainer(
+        strategy,
+        max_steps=STEPS,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        use_distributed_sampler=False,
+    )
+    module = Attending()
+    trainer.fit(module)
+    state = {key: value.full_tensor() for key, value in module.state_dict().items()}
+    return state, float(module.steps.compute())
+
+
+def test_fused_heads_are_split_and_metrics_count_batches_once(world: Worlds) -> None:
+    expected, _ = reference("norm", kind=Attending)
+    for found, steps in world(4).run(train_attending):
+        assert distance(found, expected) < 1e-5
+        assert steps == 2 * 2 * STEPS  # of two ranks with different batches
+
+
 def refused(kind: type[Split], plan: Any = None, average: bool = False, **options: Any) -> str:
     # torch's compiler imports scripted code, Lightning's callback doubts `configure_model`.
     warnings.simplefilter("ignore")
@@ -494,7 +561,8 @@ def refused(kind: type[Split], plan: Any = None, average: bool = False, **option
 
 REFUSED = [
     ((Uneven,), "dims that tensor_parallel_size=2 divides"),
-    ((Uneven, PLAN), "'blocks.0.up.weight' of shape (13, 8)"),
+    ((UnevenPlanned, PLAN), "'blocks.0.up.weight' of shape (13, 8)"),
+    ((Split, PLAN), "'blocks.0.up.weight' is a DTensor that parallelize_module has made"),
     ((Descending,), "LBFGS"),
     ((Compiled,), "torch.compile"),
     ((Split, None, True), "WeightAveraging"),
@@ -504,6 +572,8 @@ REFUSED = [
     ((Planned, "auto"), "found no such model"),
     ((Tied, {"blocks.0.up": "colwise"}), "blocks.0.up.weight and blocks.1.up.weight are one"),
     ((Heads, {"attention.q_proj": "colwise"}), "3 attention heads, which tensor_parallel_size=2"),
+    ((Attending, ATTENTION_PLAN), "add 'attention.num_heads': 'divide'"),
+    ((Attending, {"attention.num_heeds": "keep"}), "did you mean 'attention.num_heads'"),
     ((Planned, {"blocks.0": "gather_sequence"}), "'norm.weight'"),
 ]
 

@@ -1,5 +1,6 @@
 """Models of transformers, tiny and with random weights, split over tensor-parallel ranks and beside one process."""
 
+import sys
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardeddp import ShardedDP
 from support.trainers import make_trainer
+from world import Pool
 
 VOCABULARY, BATCH, LENGTH = 96, 4, 12
 
@@ -145,6 +147,7 @@ def train_split(
 ) -> list[float]:
     """The same losses, of ranks that split layers."""
     warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "unit .* holds .* of .* parameters")
     strategy = ShardedDP(
         "full_shard", tensor_parallel_size=size, tensor_parallel_plan=plan, **more
     )
@@ -155,3 +158,26 @@ def train_split(
     trainer.fit(module)
     assert dist.get_world_size() % size == 0
     return module.losses
+
+
+def difference(found: list[float], expected: list[float]) -> float:
+    """The largest of losses."""
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
+def main() -> None:
+    """Print, for families by name, how far two ranks are from one process after three steps."""
+    pool = Pool()
+    for kind in sys.argv[1:]:
+        try:
+            expected = train_alone(kind, {}, 3)
+            found = pool(2).run(train_split, kind, {}, 3, 2)
+            text = f"{max(difference(each, expected) for each in found):.1e}"
+        except Exception as error:  # noqa: BLE001  # whatever keeps a family from training is told
+            text = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+        print(f"{kind:20} {text}", flush=True)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -32,6 +32,7 @@ from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import Restore
 from shardeddp.lightning.tensor_parallel import (
     TENSOR_PARALLEL,
+    count_batches_once,
     parallelize,
     refuse_sharded,
     refuse_untried,
@@ -312,6 +313,7 @@ class ModelSharding:
         split: dict[nn.Parameter, Distribution] = {}
         if self._group.device_mesh is not None:
             device_mesh = self._group.device_mesh[TENSOR_PARALLEL]
+            count_batches_once(module, self._group.device_mesh)
             parallelize(layers, device_mesh)
             split |= take_apart(module, device_mesh)
             split |= split_layers(module, layers, tensor_axis(self._group.mesh))

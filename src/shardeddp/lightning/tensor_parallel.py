@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.activations import name_group
@@ -89,8 +92,7 @@ def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
         plan: The plan by which its layers are going to be split.
 
     Raises:
-        ConfigurationError: It is compiled or on the meta device while layers are DTensors, or has
-            metrics.
+        ConfigurationError: It is compiled or on the meta device while layers are DTensors.
     """
     distributed = _distributed(module, plan)
     deferred = (
@@ -106,12 +108,6 @@ def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
             f"tensor_parallel_plan instead, or build the module without it (tensor_parallel_size)"
         )
     for name, child in module.named_modules():
-        if isinstance(child, Metric):
-            raise ConfigurationError(
-                f"tensor_parallel_size does not work together with metrics that are modules yet, "
-                f"found {name!r}: it would count ranks that split layers once each. Log values "
-                f"with self.log(..., sync_dist=True)"
-            )
         if distributed and (
             isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
         ):
@@ -121,6 +117,37 @@ def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
                 f"the layers in tensor_parallel_plan instead, or leave torch.compile out "
                 f"(tensor_parallel_size)"
             )
+
+
+_DATA_GROUPS: list[ProcessGroup] = []
+
+
+@dataclass(frozen=True)
+class GatherOverData:
+    """Gathers states of a metric over ranks with different batches; a metric's ``dist_sync_fn``."""
+
+    number: int
+    """Of their process group, which copies of the metric cannot hold."""
+
+    def __call__(self, state: torch.Tensor, group: object = None) -> list[torch.Tensor]:
+        """The states of all of them."""
+        return gather_all_tensors(state, _DATA_GROUPS[self.number])
+
+
+def count_batches_once(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let metrics among modules leave out ranks that have the same batches.
+
+    Args:
+        module: The LightningModule.
+        mesh: Axes of ranks.
+    """
+    gather = GatherOverData(len(_DATA_GROUPS))
+    _DATA_GROUPS.append(mesh[DATA_PARALLEL].get_group())
+    for child in module.modules():
+        if isinstance(child, Metric) and (
+            child.dist_sync_fn is None or isinstance(child.dist_sync_fn, GatherOverData)
+        ):
+            child.dist_sync_fn = gather
 
 
 def _distributed(module: nn.Module, plan: TensorPlan | None) -> list[str]:
@@ -150,7 +177,7 @@ def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | No
                 f"tensor_parallel_size has not been tried with {type(callback).__name__}: use "
                 f"EMAWeightAveraging, or leave the callback out"
             )
-        if "WeightAveraging" in kinds and _distributed(module, plan):
+        if "WeightAveraging" in kinds and (plan is None or _distributed(module, plan)):
             raise ConfigurationError(
                 f"parallelize_module and styles of torch do not work together with "
                 f"{type(callback).__name__}, which copies modules of DTensors. Name the layers in "

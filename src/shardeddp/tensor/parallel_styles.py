@@ -163,7 +163,12 @@ class ParallelStyle:
     """Whether ranks have parts of the gradients of whole parameters: they see other heads or tokens."""
 
 
+DIVIDE, KEEP = "divide", "keep"
+"""Styles of numbers that modules have, such as ``num_heads``: each rank has its part, or all."""
+
 STYLES: Mapping[str, ParallelStyle] = {
+    DIVIDE: ParallelStyle(),
+    KEEP: ParallelStyle(),
     "colwise": ParallelStyle(splits="columns", before="sum_gradient"),
     "rowwise": ParallelStyle(splits="rows", after="sum"),
     "colwise_gather_output": ParallelStyle(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.tensor.distributed import Distribution, local_part, replace_parameters
 from shardeddp.tensor.parallel_styles import (
     ALIASES,
+    DIVIDE,
+    KEEP,
     MARK,
     STYLES,
     ParallelStyle,
@@ -41,7 +44,7 @@ class PlannedLayer:
     style: ParallelStyle | TorchStyle
     module: nn.Module
     parameter: str = ""
-    """Name in the module of the one parameter that is meant; empty: the layer."""
+    """Name in the module of the one parameter, or number, that is meant; empty: the layer."""
 
 
 def check_plan(plan: object, size: int) -> TensorPlan | None:
@@ -92,9 +95,17 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
     entries = plan if strict else _plans_of_models(root)
     modules = dict(root.named_modules(remove_duplicate=False))
     parameters = dict(root.named_parameters(remove_duplicate=False))
+    numbers = {
+        join(name, attribute): value
+        for name, module in modules.items()
+        for attribute, value in vars(module).items()
+        if type(value) is int
+    }
     found: list[PlannedLayer] = []
     for pattern, styles in cast("Mapping[str, Any]", entries).items():
-        names = _matching(pattern, [*modules, *parameters], strict)
+        of_numbers = styles in (DIVIDE, KEEP)
+        known = numbers if of_numbers else [*modules, *parameters]
+        names = _matching(pattern, [*known], strict)
         for name in names:
             for style_name, style in _styles_of(pattern, styles):
                 owner, _, attribute = name.rpartition(".")
@@ -106,10 +117,16 @@ def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLay
                     module=modules[name if is_layer else owner],
                     parameter="" if is_layer else attribute,
                 )
-                _check_layer(layer, size)
+                _check_layer(layer)
+                if of_numbers and numbers[name] % size and styles == DIVIDE:
+                    raise ConfigurationError(
+                        f"tensor_parallel_plan is to divide {name!r}, which is {numbers[name]}, by "
+                        f"tensor_parallel_size={size}, which does not divide it"
+                    )
                 found.append(layer)
+    _check_undivided(found)
     found = _without_shared(root, found, strict)
-    _check_heads(root, found, size)
+    _check_heads(root, found, size, strict)
     _check_inside_of_gathered(root, found)
     return found
 
@@ -150,6 +167,8 @@ def split_layers(
                 kept.append(parameter)
                 local = local_part(parameter, distribution, axis.rank)
                 made[id(parameter)] = local, distribution
+        if layer.style_name == DIVIDE:
+            setattr(layer.module, layer.parameter, getattr(layer.module, layer.parameter) // axis.size)
         if layer.parameter:
             continue
         parent = parents.get(id(layer.module), root)
@@ -181,6 +200,10 @@ def _styles_of(pattern: str, styles: Any) -> list[tuple[str, ParallelStyle | Tor
     found: list[tuple[str, ParallelStyle | TorchStyle]] = []
     for name in cast("Sequence[Any]", names):
         known = ALIASES.get(name, name) if isinstance(name, str) else name
+        fused = re.fullmatch(r"(packed_\w+):([1-9]\d?)", str(known))
+        if fused and fused[1] in STYLES:
+            found.append((str(known), replace(STYLES[fused[1]], fused=int(fused[2]))))
+            continue
         if not isinstance(known, str) or known not in STYLES:
             raise ConfigurationError(
                 f"tensor_parallel_plan: expected a style for {pattern!r}, found {name!r}; "
@@ -239,7 +262,7 @@ def _own_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that a layer's style cuts or wraps: those that no entry of their own names."""
     if layer.parameter:
-        parameter = layer.module._parameters[layer.parameter]
+        parameter = layer.module._parameters.get(layer.parameter)
         if parameter is not None:
             yield layer.name, parameter
         return
@@ -249,7 +272,17 @@ def _own_parameters(
             yield join(layer.name, attribute), parameter
 
 
-def _check_layer(layer: PlannedLayer, size: int) -> None:
+def _check_undivided(layers: Sequence[PlannedLayer]) -> None:
+    for layer in layers:
+        for name, parameter in _own_parameters(layer, layers):
+            if isinstance(parameter, DTensor):
+                raise ConfigurationError(
+                    f"{name!r} is a DTensor that parallelize_module has made, and "
+                    f"tensor_parallel_plan names it as well: take one of the two out"
+                )
+
+
+def _check_layer(layer: PlannedLayer) -> None:
     """See that a layer is one that its style splits rightly."""
     style, module = layer.style, layer.module
     if isinstance(style, TorchStyle) or layer.parameter:
@@ -312,30 +345,56 @@ def _without_shared(
         ]
 
 
+_COUNTS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+)
+"""Attributes by which models view features as heads."""
+
 _PROJECTIONS = re.compile(r"(q|k|v|qkv|query|key|value|query_key_value|q_b|kv_b)(_proj)?")
 
 
-def _check_heads(root: nn.Module, layers: Sequence[PlannedLayer], size: int) -> None:
+def _check_heads(
+    root: nn.Module, layers: Sequence[PlannedLayer], size: int, strict: bool
+) -> None:
     """See that ranks get whole attention heads: a view of features as heads would mix them."""
+    named = {layer.name for layer in layers}
     for layer in layers:
         style = layer.style
         if isinstance(style, TorchStyle) or style.splits != "columns" or style.after:
             continue
         path, _, attribute = layer.name.rpartition(".")
+        held = vars(root.get_submodule(path))
+        for count in (it for it in _COUNTS if strict and type(held.get(it)) is int):
+            if join(path, count) not in named:
+                pattern = re.sub(r"\.\d+(?=\.|$)", ".*", join(path, count))
+                raise ConfigurationError(
+                    f"{path!r} has {count}={held[count]}, by which its forward may view the "
+                    f"features of {attribute!r} as heads, and a rank has 1/{size} of them: add "
+                    f"{pattern!r}: 'divide' to tensor_parallel_plan if it does, 'keep' if it does "
+                    f"not"
+                )
         if not _PROJECTIONS.fullmatch(attribute) or not is_linear(layer.module):
             continue
         around = root.get_submodule(path)
         config = getattr(around, "config", None)
-        features = layer.module._parameters["weight"].shape[0]  # type: ignore[union-attr]
+        features = layer.module._parameters["weight"].shape[0] // style.fused  # type: ignore[union-attr]
         head_dim = getattr(around, "head_dim", None)
         counts: list[int] = []
         if isinstance(head_dim, int) and features % head_dim == 0:
             counts.append(features // head_dim)
         else:
             kind = ("k", "v", "key", "value")
-            names = ["num_attention_heads", "num_heads", "n_heads", "n_head"]
+            names = [*_COUNTS[:6]]
             if attribute.removesuffix("_proj") in kind:
-                names = ["num_key_value_heads", "num_kv_heads", *names]
+                names = [*_COUNTS[6:], *names]
             found = [getattr(it, name, None) for it in (around, config) for name in names]
             counts += [it for it in found if isinstance(it, int)][:1]
         for count in counts:
