@@ -12,10 +12,12 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -148,6 +150,39 @@ class SequenceSplit(Split):
             mesh,
             PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
         )
+
+
+class FusedAttention(nn.Module):
+    """Views features as heads by their number, as much code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+ATTENTION_PLAN = {"attention.qkv": "packed_colwise:3", "attention.out": "rowwise"}
+
+
+class Attending(Planned):
+    """Counts its steps by a metric, as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FusedAttention()
+        self.steps = SumMetric()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x + self.attention(x))
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.steps.update(1.0)
+        return super().training_step(batch)
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -285,7 +320,12 @@ def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds
         (CompiledBlocks, {}),
         (Split, {"activation_checkpointing": {Block}}),
     ],
-    ids=["recomputed and deferred", "deferred in configure_model", "compiled", "DTensors recomputed"],
+    ids=[
+        "recomputed and deferred",
+        "deferred in configure_model",
+        "compiled",
+        "DTensors recomputed",
+    ],
 )
 def test_options_change_nothing_about_it(
     world: Worlds, kind: type[Split], options: dict[str, Any]
@@ -344,7 +384,9 @@ class Counted(Planned):
 
 
 def count(plan: dict[str, Any]) -> Any:
-    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=plan, auto_wrap_policy={Block})
+    strategy = ShardedDP(
+        tensor_parallel_size=2, tensor_parallel_plan=plan, auto_wrap_policy={Block}
+    )
     trainer = make_trainer(strategy, max_steps=2, use_distributed_sampler=False)
     module = Counted()
     trainer.fit(module)
@@ -361,7 +403,10 @@ def count(plan: dict[str, Any]) -> Any:
 
 
 def test_each_axis_sends_what_textbooks_say(world: Worlds) -> None:
-    blocks, activation = 3, BATCH // 2 * 4 * 8 * 4  # bytes of one rank's (batch, sequence, features)
+    blocks, activation = (
+        3,
+        BATCH // 2 * 4 * 8 * 4,
+    )  # bytes of one rank's (batch, sequence, features)
     for data, activations, numel, kept in world(4).run(count, PLAN):
         # Ranks with different batches gather twice (root and last block once), and reduce once.
         assert data["all_gather"] == (2 * numel - kept) * 4 // 2
@@ -387,13 +432,20 @@ def test_sequences_may_be_split_as_well(world: Worlds) -> None:
         assert distance(found, expected) < 1e-5
 
 
-def load(path: str, size: int) -> dict[str, torch.Tensor]:
+def load(
+    path: str, size: int, kind: type[Split] = Split, plan: Any = None
+) -> dict[str, torch.Tensor]:
     """What a run with another number of tensor ranks finds in a checkpoint, and goes on from."""
-    strategy = ShardedDP("full_shard", tensor_parallel_size=size, auto_wrap_policy={Block})
+    strategy = ShardedDP(
+        "full_shard",
+        tensor_parallel_size=size,
+        tensor_parallel_plan=None if size == 1 else plan,
+        auto_wrap_policy={Block},
+    )
     trainer = make_trainer(
         strategy, max_steps=STEPS, accumulate_grad_batches=2, use_distributed_sampler=False
     )
-    module = Split()
+    module = kind()
     trainer.fit(module, ckpt_path=path, weights_only=False)
     (optimizer,) = trainer.optimizers
     moments = {
@@ -409,10 +461,14 @@ def test_a_checkpoint_is_loaded_with_other_numbers_of_tensor_ranks(
     world: Worlds, tmp_path: Path, kind: str
 ) -> None:
     path = str(tmp_path / "a.ckpt")
-    (saved, *_), *_ = world(4).run(
-        partial(train, "full_shard", 2, "norm", Split, path, state_dict_type=kind)
-    )
-    loaded = [world(ranks).run(load, path, size) for ranks, size in ((4, 4), (4, 2), (2, 1))]
+    # DTensors in one, and fused weights, of which each rank has several boxes, in the other.
+    module = Split if kind == "full" else Attending
+    plan = None if kind == "full" else PLAN | ATTENTION_PLAN | {"**.num_heads": "divide"}
+    run = partial(train, "full_shard", 2, "norm", module, path, tensor_parallel_plan=plan)
+    (saved, *_), *_ = world(4).run(partial(run, state_dict_type=kind))
+    loaded = [
+        world(ranks).run(load, path, size, module, plan) for ranks, size in ((4, 4), (4, 2), (2, 1))
+    ]
     for answers in loaded:
         for found in answers:
             assert all(torch.equal(found[name], saved[name]) for name in saved)
@@ -488,39 +544,6 @@ class Heads(Planned):
         self.attention = Attention()
 
 
-class FusedAttention(nn.Module):
-    """Views features as heads by their number, as much code does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-ATTENTION_PLAN = {"attention.qkv": "packed_colwise:3", "attention.out": "rowwise"}
-
-
-class Attending(Planned):
-    """Counts its steps by a metric, as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = FusedAttention()
-        self.steps = SumMetric()
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return super().loss(x + self.attention(x))
-
-    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        self.steps.update(1.0)
-        return super().training_step(batch)
-
-
 def train_attending() -> tuple[dict[str, torch.Tensor], float]:
     strategy = ShardedDP(
         tensor_parallel_size=2, tensor_parallel_plan=ATTENTION_PLAN | {"**.num_heads": "divide"}
@@ -536,6 +559,33 @@ def train_attending() -> tuple[dict[str, torch.Tensor], float]:
     trainer.fit(module)
     state = {key: value.full_tensor() for key, value in module.state_dict().items()}
     return state, float(module.steps.compute())
+
+
+class Classifying(Planned):
+    """Cross-entropy on logits of which each rank has some classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        logits, classes = self.head(self.blocks(x)).flatten(0, 1), x.argmax(-1).flatten()
+        if not isinstance(logits, DTensor):
+            return nn.functional.cross_entropy(logits, classes)
+        with loss_parallel():
+            return nn.functional.cross_entropy(logits, classes).to_local()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            loss.backward()
+
+
+def test_losses_are_computed_where_logits_are_split(world: Worlds) -> None:
+    expected, _ = reference("norm", kind=Classifying)
+    plan = PLAN | {"head": ColwiseParallel(use_local_output=False)}
+    run = partial(train, "full_shard", 2, kind=Classifying, tensor_parallel_plan=plan)
+    for found, *_ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
 
 
 def test_fused_heads_are_split_and_metrics_count_batches_once(world: Worlds) -> None:

@@ -1,4 +1,4 @@
-"""Models of transformers, split over two ranks by the plans that they bring along: their losses are those of one process."""
+"""Models of transformers, split over ranks by the plans that they bring along, lose what one process does."""
 
 from typing import Any
 

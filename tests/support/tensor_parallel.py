@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -148,9 +149,7 @@ def train_split(
     """The same losses, of ranks that split layers."""
     warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", "unit .* holds .* of .* parameters")
-    strategy = ShardedDP(
-        "full_shard", tensor_parallel_size=size, tensor_parallel_plan=plan, **more
-    )
+    strategy = ShardedDP("full_shard", tensor_parallel_size=size, tensor_parallel_plan=plan, **more)
     trainer = make_trainer(
         strategy, max_steps=steps, gradient_clip_val=1.0, use_distributed_sampler=False
     )
@@ -179,5 +178,5 @@ def main() -> None:
     pool.close()
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # under its own name, by which ranks find its functions
+    import_module("support.tensor_parallel").main()

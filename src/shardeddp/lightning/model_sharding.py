@@ -145,7 +145,8 @@ class ModelSharding:
             mixed_precision,
             activation_checkpointing,
         )
-        self._tensor_size, self._tensor_plan = tensor_size, tensor_plan
+        self._tensor_size = tensor_size
+        self._tensor_plan: TensorPlan | None = tensor_plan
         self._prefetch, self._uneven_units = prefetch, uneven_units
         # A world of one rank has nothing to shard, unless states are offloaded.
         self._passthrough = not (offload.params or offload.optimizer)

@@ -254,7 +254,9 @@ class ShardedDP(ParallelStrategy):
             },
         )
         self.tensor_parallel_size = tensor_parallel_size
-        self.tensor_parallel_plan = check_plan(tensor_parallel_plan, tensor_parallel_size)
+        self.tensor_parallel_plan: TensorPlan | None = check_plan(
+            tensor_parallel_plan, tensor_parallel_size
+        )
         self.policy = resolve_policy(auto_wrap_policy)
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
         self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)

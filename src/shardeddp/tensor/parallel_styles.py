@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -354,8 +354,9 @@ def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: 
 
 
 def _after(kind: str, layer: SplitLayer, module: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, tuple) and output:
-        return (_AFTER[kind](layer, output[0]), *output[1:])
+    if isinstance(output, tuple):
+        first, *others = cast("tuple[Any, ...]", output)
+        return (_AFTER[kind](layer, first), *others)
     return _AFTER[kind](layer, output)
 
 

@@ -190,10 +190,9 @@ class ShardSpec:
         if isinstance(tensor, ShardTensor) and tensor.spec is self:
             return tensor.to_local()
         return self.read(
-            lambda interval, box: (
-                (tensor if box is None else tensor[box.slices])
-                .reshape(-1)[interval.start : interval.stop]
-            )
+            lambda interval, box: (tensor if box is None else tensor[box.slices]).reshape(-1)[
+                interval.start : interval.stop
+            ]
         )
 
 

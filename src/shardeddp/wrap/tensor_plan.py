@@ -168,7 +168,9 @@ def split_layers(
                 local = local_part(parameter, distribution, axis.rank)
                 made[id(parameter)] = local, distribution
         if layer.style_name == DIVIDE:
-            setattr(layer.module, layer.parameter, getattr(layer.module, layer.parameter) // axis.size)
+            setattr(
+                layer.module, layer.parameter, getattr(layer.module, layer.parameter) // axis.size
+            )
         if layer.parameter:
             continue
         parent = parents.get(id(layer.module), root)
@@ -361,9 +363,7 @@ _COUNTS = (
 _PROJECTIONS = re.compile(r"(q|k|v|qkv|query|key|value|query_key_value|q_b|kv_b)(_proj)?")
 
 
-def _check_heads(
-    root: nn.Module, layers: Sequence[PlannedLayer], size: int, strict: bool
-) -> None:
+def _check_heads(root: nn.Module, layers: Sequence[PlannedLayer], size: int, strict: bool) -> None:
     """See that ranks get whole attention heads: a view of features as heads would mix them."""
     named = {layer.name for layer in layers}
     for layer in layers:
