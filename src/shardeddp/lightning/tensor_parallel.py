@@ -192,7 +192,7 @@ def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | No
 
 
 def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:
-    """Refuse optimizers that need more of a parameter than a rank has.
+    """Refuse optimizers that need more than one parameter at a time.
 
     Args:
         optimizer: Any.
@@ -202,8 +202,9 @@ def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | N
         ConfigurationError: It is one, or one that is not known.
     """
     scope = scope_of(type(optimizer), stated)
-    if scope != "element":
+    if scope not in ("element", "parameter"):
         raise ConfigurationError(
-            f"tensor_parallel_size works with optimizers that treat every element by itself (Adam, "
-            f"AdamW, SGD and the like), found {type(optimizer).__name__}, whose scope is {scope!r}"
+            f"tensor_parallel_size works with optimizers whose new value of an element depends on "
+            f"its parameter at most (AdamW, SGD, Muon and the like), found "
+            f"{type(optimizer).__name__}, whose scope is {scope!r}"
         )
