@@ -301,7 +301,7 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
-@pytest.mark.parametrize("name", ["full_shard", "hybrid_shard", "no_shard"])
+@pytest.mark.parametrize("name", ["full_shard", "hybrid_shard"])
 def test_four_ranks_train_as_one_process_does(world: Worlds, name: str) -> None:
     expected, losses = reference("norm")
     answers = world(4).run(train, name, 2)
@@ -404,19 +404,12 @@ def test_weights_are_averaged_as_in_one_process(world: Worlds) -> None:
         assert distance(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [Planned, Split])
-def test_bfloat16_is_as_far_off_as_in_one_process(world: Worlds, kind: type[Split]) -> None:
+def test_bfloat16_is_as_far_off_as_in_one_process(world: Worlds) -> None:
     expected, _ = reference("norm")
     rounded, _ = reference("norm", 0.0, torch.bfloat16)
-    run = partial(
-        train,
-        "full_shard",
-        2,
-        kind=kind,
-        tensor_parallel_plan=None if kind is Split else PLAN,
-        trainer_options={"precision": "bf16-mixed"},
-    )
-    for found, *_ in world(4).run(run):
+    options = {"precision": "bf16-mixed"}
+    run = partial(train, "full_shard", 2, kind=Planned, tensor_parallel_plan=PLAN)
+    for found, *_ in world(4).run(partial(run, trainer_options=options)):
         assert 0 < distance(found, rounded) < 2 * distance(rounded, expected)
 
 
