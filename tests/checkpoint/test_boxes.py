@@ -57,7 +57,7 @@ def part_of(name: str, rank: int, mesh: Any) -> ShardTensor:
         shape=whole.shape,
         intervals=(Interval(0, own[rank].numel),),
         mesh=mesh,
-        boxes=own,
+        boxes=tuple((box,) for box in own),
         place=rank,
     )
     return ShardTensor(spec.localize(whole).clone(), spec)
@@ -146,7 +146,7 @@ def test_a_shard_of_a_box_is_cut_from_the_whole_and_knows_its_place() -> None:
         shape=whole.shape,
         intervals=(Interval(0, 9), Interval(9, own[1].numel)),
         mesh=mesh,
-        boxes=own,
+        boxes=tuple((box,) for box in own),
         place=1,
     )
     shard = ShardTensor(spec.localize(whole), spec)

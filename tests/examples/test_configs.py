@@ -94,6 +94,7 @@ def test_each_use_has_its_file() -> None:
         "offload",
         "one_node",
         "several_nodes",
+        "tensor_parallel",
     ]
 
 

@@ -163,7 +163,8 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         },
         "optimizer_scope": None,
     },
-    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 2, "tensor_parallel_plan": {"blocks.*.up": "colwise"}},
+    {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"},
 ]
 
 
@@ -227,6 +228,7 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("reshard_after_forward", 1, ["True, False", "at least 2"]),
     ("optimizer_shard", "node", ["group", "world", "node"]),
     ("optimizer_scope", {"Lion": "elements"}, ["element", "parameter", "model"]),
+    ("tensor_parallel_plan", {"up": "colwize"}, ["colwize", "did you mean 'colwise'"]),
     ("forward_prefetch", -1, ["0 (none)"]),
     ("backward_prefetch", "all", ["int", "all"]),
     ("reduce_every_backward", "sometimes", ["bool", "sometimes"]),

@@ -1,7 +1,8 @@
 """Layers split over tensor-parallel ranks train as one process does, under every strategy; the rest is refused."""
 
 import warnings
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import SumMetric
 
 from shardeddp import ShardedDP, ShardTensor
 from shardeddp.errors import ConfigurationError
@@ -28,6 +32,13 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
 STEPS, BATCH = 20, 8
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+SEQUENCE_PLAN = {
+    "blocks": ["split_sequence_input", "gather_sequence_output"],
+    "blocks.*.norm": "sequence_parallel",
+    "blocks.*.up": ["gather_sequence", "colwise"],
+    "blocks.*.down": "rowwise_sequence",
+}
 
 
 class Block(nn.Module):
@@ -84,6 +95,62 @@ class Split(LightningModule):
         return optimizer_of(self)
 
 
+class Planned(Split):
+    """Blocks that the strategy's plan splits."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+class Late(Planned):
+    """The same, built when the strategy says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks, self.head
+
+    def configure_model(self) -> None:
+        if not self.is_split:
+            self.is_split = True
+            torch.manual_seed(0)
+            self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+            self.head = nn.Linear(8, 1)
+
+
+class CompiledBlocks(Planned):
+    def configure_model(self) -> None:
+        if not self.is_split:
+            self.is_split = True
+            for block in self.blocks:
+                block.compile(backend="aot_eager", fullgraph=True)
+
+
+class Orthogonal(Planned):
+    """Muon on matrices, which it has to see whole, and momentum on the rest."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return orthogonal_optimizers(self)
+
+    def training_step(self, batch: list[torch.Tensor]) -> None:  # type: ignore[override]
+        loss = self.loss(batch[0])
+        self.log("mean", loss, sync_dist=True)
+        self.log("count", torch.ones(()), sync_dist=True, reduce_fx="sum")
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def orthogonal_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+    every = list(module.parameters())
+    return [
+        torch.optim.Muon([it for it in every if it.ndim > 1], lr=1e-2),
+        torch.optim.SGD([it for it in every if it.ndim <= 1], lr=1e-2, momentum=0.9),
+    ]
+
+
 class SequenceSplit(Split):
     """The same, with activations between blocks split along the sequence."""
 
@@ -111,6 +178,39 @@ class SequenceSplit(Split):
         )
 
 
+class FusedAttention(nn.Module):
+    """Views features as heads by their number, as much code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+ATTENTION_PLAN = {"attention.qkv": "packed_colwise:3", "attention.out": "rowwise"}
+
+
+class Attending(Planned):
+    """Counts its steps by a metric, as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FusedAttention()
+        self.steps = SumMetric()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x + self.attention(x))
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.steps.update(1.0)
+        return super().training_step(batch)
+
+
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     every = list(module.parameters())
     return torch.optim.AdamW(
@@ -122,12 +222,20 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def reference(clips: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """What one process trains on the whole batches, and its losses."""
-    module, losses = Split(), list[float]()
+@cache
+def reference(
+    clips: str,
+    decay: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    kind: type["Split"] = Split,
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """What one process trains on the whole batches, or the moving average of it, and its losses."""
+    module, losses = kind(), list[float]()
     optimizer = optimizer_of(module)
+    averages: dict[str, torch.Tensor] = {}
     for number, batch in enumerate(data().split(BATCH)):
-        loss = module.loss(batch)
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            loss = module.loss(batch)
         losses.append(loss.item())
         (loss / 2).backward()
         if number % 2:
@@ -137,7 +245,10 @@ def reference(clips: str) -> tuple[dict[str, torch.Tensor], list[float]]:
                 nn.utils.clip_grad_value_(module.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
-    return {name: it.detach().clone() for name, it in module.named_parameters()}, losses
+            for name, it in module.named_parameters():
+                former = averages.get(name, it.detach())
+                averages[name] = former.lerp(it.detach(), 1.0 - decay)
+    return averages, losses
 
 
 def train(
@@ -146,6 +257,8 @@ def train(
     clips: str = "norm",
     kind: type[Split] = Split,
     path: str = "",
+    trainer_options: dict[str, Any] | None = None,
+    empty_init: bool = False,
     **more: Any,
 ) -> tuple[dict[str, torch.Tensor], list[float], float]:
     """The parameters that ranks have trained together, logged means, and a logged sum."""
@@ -159,19 +272,27 @@ def train(
         gradient_clip_val=0.5 if clips == "norm" else 0.05,
         gradient_clip_algorithm=clips,
         use_distributed_sampler=False,
+        **trainer_options or {},
     )
-    module = kind()
+    # Lightning's callback doubts `configure_model`; torch's compiler imports scripted code.
+    warnings.simplefilter("ignore")
+    with trainer.init_module(empty_init=True) if empty_init else nullcontext():
+        module = kind()
     trainer.fit(module)
     count = float(trainer.callback_metrics["count"])
     if path:
         trainer.save_checkpoint(path)
     assert all(isinstance(it, ShardTensor) for it in module.parameters())
     assert module.blocks[0].up.weight.shape == (12, 8)
-    # A state dict and a summoned model are whole.
+    # A state dict and a summoned model are whole, and what rank 0 writes to it reaches all ranks.
     state = {key: value.full_tensor() for key, value in module.state_dict().items()}
     with strategy.summon_full_params(module):
         for key, whole in module.named_parameters():
             assert torch.equal(whole, state[key])
+            if dist.get_rank() == 0:
+                whole.data.add_(1)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value.full_tensor(), state[key] + 1)
     return state, module.seen, count
 
 
@@ -180,7 +301,7 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["full_shard", "hybrid_shard"])
 def test_four_ranks_train_as_one_process_does(world: Worlds, name: str) -> None:
     expected, losses = reference("norm")
     answers = world(4).run(train, name, 2)
@@ -190,10 +311,155 @@ def test_four_ranks_train_as_one_process_does(world: Worlds, name: str) -> None:
         assert count == 2  # ranks that split layers are counted once
 
 
-def test_trainings_are_equal_to_the_bit(world: Worlds) -> None:
-    (first, *_), *_ = world(4).run(train, "full_shard", 2)
-    for found, *_ in world(4).run(train, "full_shard", 2):
+def train_all(size: int, plan: dict[str, Any]) -> list[Any]:
+    return [train(it, size, kind=Planned, tensor_parallel_plan=plan) for it in STRATEGIES]
+
+
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole sequences", "parts of them"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_plan_trains_as_one_process_does_under_every_strategy(
+    world: Worlds, size: int, plan: dict[str, Any]
+) -> None:
+    expected, losses = reference("norm")
+    for answers in world(4).run(train_all, size, plan):
+        for found, seen, count in answers:
+            assert distance(found, expected) < 1e-5
+            assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+            assert count == 4 / size
+
+
+def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds) -> None:
+    expected, losses = reference("norm")
+    run = partial(train, "hybrid_shard", 2, kind=Planned, tensor_parallel_plan=PLAN)
+    (first, *_), *_ = world(8).run(run)
+    for found, seen, count in world(8).run(run):
+        assert distance(found, expected) < 1e-5 and count == 4
+        assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
         assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Planned, {"activation_checkpointing": {Block}, "empty_init": True}),
+        (Late, {"empty_init": True}),
+        (CompiledBlocks, {}),
+        (Split, {"activation_checkpointing": {Block}}),
+    ],
+    ids=[
+        "recomputed and deferred",
+        "deferred in configure_model",
+        "compiled",
+        "DTensors recomputed",
+    ],
+)
+def test_options_change_nothing_about_it(
+    world: Worlds, kind: type[Split], options: dict[str, Any]
+) -> None:
+    expected, _ = reference("norm")
+    plan = None if kind is Split else PLAN
+    run = partial(train, "full_shard", 2, kind=kind, tensor_parallel_plan=plan, **options)
+    for found, *_ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
+
+
+def train_orthogonal() -> dict[str, torch.Tensor]:
+    strategy = ShardedDP(tensor_parallel_size=2, tensor_parallel_plan=PLAN)
+    trainer = make_trainer(strategy, max_steps=8, use_distributed_sampler=False)
+    module = Orthogonal()
+    trainer.fit(module)
+    return {key: value.full_tensor() for key, value in module.state_dict().items()}
+
+
+def test_muon_steps_on_whole_matrices(world: Worlds) -> None:
+    module = Orthogonal()
+    optimizers = orthogonal_optimizers(module)
+    for batch in data().split(BATCH)[:4]:
+        module.loss(batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = {name: it.detach() for name, it in module.named_parameters()}
+    # Its products are of bfloat16, where a last bit of a step of 1e-2 is 4e-5; halves of matrices
+    # would be off by the step.
+    for found in world(4).run(train_orthogonal):
+        assert distance(found, expected) < 5e-4
+
+
+def average() -> dict[str, torch.Tensor]:
+    averages = [EMAWeightAveraging(decay=0.9)]
+    found, *_ = train(
+        "full_shard",
+        2,
+        kind=Planned,
+        tensor_parallel_plan=PLAN,
+        trainer_options={"callbacks": averages},
+    )
+    return found
+
+
+def test_weights_are_averaged_as_in_one_process(world: Worlds) -> None:
+    expected, _ = reference("norm", 0.9)
+    for found in world(4).run(average):
+        assert distance(found, expected) < 1e-5
+
+
+def test_bfloat16_is_as_far_off_as_in_one_process(world: Worlds) -> None:
+    expected, _ = reference("norm")
+    rounded, _ = reference("norm", 0.0, torch.bfloat16)
+    options = {"precision": "bf16-mixed"}
+    run = partial(train, "full_shard", 2, kind=Planned, tensor_parallel_plan=PLAN)
+    for found, *_ in world(4).run(partial(run, trainer_options=options)):
+        assert 0 < distance(found, rounded) < 2 * distance(rounded, expected)
+
+
+class Counted(Planned):
+    """Counts what is sent in the forward and backward of each micro-batch."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.trainer.strategy.traffic.reset()
+        self.trainer.strategy.mesh.activation_traffic.reset()
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        strategy = self.trainer.strategy
+        self.sent = strategy.traffic.nbytes, strategy.mesh.activation_traffic.nbytes
+
+
+def count(plan: dict[str, Any]) -> Any:
+    strategy = ShardedDP(
+        tensor_parallel_size=2, tensor_parallel_plan=plan, auto_wrap_policy={Block}
+    )
+    trainer = make_trainer(strategy, max_steps=2, use_distributed_sampler=False)
+    module = Counted()
+    trainer.fit(module)
+    numel = sum(
+        group.layout.padded_numel
+        for progress in strategy.runtime.progresses
+        for group in progress.unit.groups
+    )
+    root = sum(it.layout.padded_numel for it in strategy.runtime.progresses[0].unit.groups)
+    data, activations = module.sent
+    last = strategy.runtime.progresses[-1].unit.groups
+    kept = root + sum(it.layout.padded_numel for it in last)
+    return dict(data), dict(activations), numel, kept
+
+
+def test_each_axis_sends_what_textbooks_say(world: Worlds) -> None:
+    blocks, activation = (
+        3,
+        BATCH // 2 * 4 * 8 * 4,
+    )  # bytes of one rank's (batch, sequence, features)
+    for data, activations, numel, kept in world(4).run(count, PLAN):
+        # Ranks with different batches gather twice (root and last block once), and reduce once.
+        assert data["all_gather"] == (2 * numel - kept) * 4 // 2
+        assert data["reduce_scatter"] == numel * 4 // 2
+        # Megatron-LM: one all-reduce per pair of layers in forward, one in backward.
+        assert activations == {"all_reduce": blocks * 2 * activation}
+    for _, activations, *_ in world(4).run(count, SEQUENCE_PLAN):
+        # A gather and a reduction in either direction, and a gather where parts end.
+        assert activations["reduce_scatter"] == blocks * 2 * activation // 2
+        assert activations["all_gather"] == (blocks * 2 + 1) * activation // 2
+        assert activations["all_reduce"] == blocks * 2 * 8 * 4  # gradients of the norms
 
 
 def test_all_ranks_may_split_layers_and_clip_by_value(world: Worlds) -> None:
@@ -208,13 +474,20 @@ def test_sequences_may_be_split_as_well(world: Worlds) -> None:
         assert distance(found, expected) < 1e-5
 
 
-def load(path: str, size: int) -> dict[str, torch.Tensor]:
+def load(
+    path: str, size: int, kind: type[Split] = Split, plan: Any = None
+) -> dict[str, torch.Tensor]:
     """What a run with another number of tensor ranks finds in a checkpoint, and goes on from."""
-    strategy = ShardedDP("full_shard", tensor_parallel_size=size, auto_wrap_policy={Block})
+    strategy = ShardedDP(
+        "full_shard",
+        tensor_parallel_size=size,
+        tensor_parallel_plan=None if size == 1 else plan,
+        auto_wrap_policy={Block},
+    )
     trainer = make_trainer(
         strategy, max_steps=STEPS, accumulate_grad_batches=2, use_distributed_sampler=False
     )
-    module = Split()
+    module = kind()
     trainer.fit(module, ckpt_path=path, weights_only=False)
     (optimizer,) = trainer.optimizers
     moments = {
@@ -230,10 +503,14 @@ def test_a_checkpoint_is_loaded_with_other_numbers_of_tensor_ranks(
     world: Worlds, tmp_path: Path, kind: str
 ) -> None:
     path = str(tmp_path / "a.ckpt")
-    (saved, *_), *_ = world(4).run(
-        partial(train, "full_shard", 2, "norm", Split, path, state_dict_type=kind)
-    )
-    loaded = [world(ranks).run(load, path, size) for ranks, size in ((4, 4), (4, 2), (2, 1))]
+    # DTensors in one, and fused weights, of which each rank has several boxes, in the other.
+    module = Split if kind == "full" else Attending
+    plan = None if kind == "full" else PLAN | ATTENTION_PLAN | {"**.num_heads": "divide"}
+    run = partial(train, "full_shard", 2, "norm", module, path, tensor_parallel_plan=plan)
+    (saved, *_), *_ = world(4).run(partial(run, state_dict_type=kind))
+    loaded = [
+        world(ranks).run(load, path, size, module, plan) for ranks, size in ((4, 4), (4, 2), (2, 1))
+    ]
     for answers in loaded:
         for found in answers:
             assert all(torch.equal(found[name], saved[name]) for name in saved)
@@ -254,8 +531,9 @@ def refuse(size: int, options: dict[str, Any]) -> str:
     [
         (0, {}, "whole number of at least 1"),
         (2, {"cpu_offload": True}, "cpu_offload"),
-        (2, {"mixed_precision": "bfloat16"}, "mixed_precision"),
-        (2, {"activation_checkpointing": "auto"}, "activation_checkpointing"),
+        (2, {"tensor_parallel_plan": "all"}, "expected 'auto' or a mapping"),
+        (1, {"tensor_parallel_plan": PLAN}, "tensor_parallel_size=2 or more"),
+        (2, {"tensor_parallel_plan": {"blocks": "colwize"}}, "did you mean 'colwise'"),
         (2, {"uneven_units": True}, "uneven_units"),
         (2, {"uneven_batches": "join"}, "uneven_batches"),
         (2, {"reshard_after_forward": 2}, "reshard_after_forward"),
@@ -273,6 +551,10 @@ class Uneven(Split):
         self.blocks[0].up, self.blocks[0].down = nn.Linear(8, 13), nn.Linear(13, 8)
 
 
+class UnevenPlanned(Uneven):
+    configure_model = Planned.configure_model
+
+
 class Descending(Split):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -284,31 +566,115 @@ class Compiled(Split):
         self.head.compile()
 
 
-def refused(kind: type[Split], **options: Any) -> str:
+class Tied(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+class Attention(nn.Module):
+    head_dim = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(8, 12)
+
+
+class Heads(Planned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+
+def train_attending() -> tuple[dict[str, torch.Tensor], float]:
+    strategy = ShardedDP(
+        tensor_parallel_size=2, tensor_parallel_plan=ATTENTION_PLAN | {"**.num_heads": "divide"}
+    )
+    trainer = make_trainer(
+        strategy,
+        max_steps=STEPS,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        use_distributed_sampler=False,
+    )
+    module = Attending()
+    trainer.fit(module)
+    state = {key: value.full_tensor() for key, value in module.state_dict().items()}
+    return state, float(module.steps.compute())
+
+
+class Classifying(Planned):
+    """Cross-entropy on logits of which each rank has some classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        logits, classes = self.head(self.blocks(x)).flatten(0, 1), x.argmax(-1).flatten()
+        if not isinstance(logits, DTensor):
+            return nn.functional.cross_entropy(logits, classes)
+        with loss_parallel():
+            return nn.functional.cross_entropy(logits, classes).to_local()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            loss.backward()
+
+
+def test_losses_are_computed_where_logits_are_split(world: Worlds) -> None:
+    expected, _ = reference("norm", kind=Classifying)
+    plan = PLAN | {"head": ColwiseParallel(use_local_output=False)}
+    run = partial(train, "full_shard", 2, kind=Classifying, tensor_parallel_plan=plan)
+    for found, *_ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
+
+
+def test_fused_heads_are_split_and_metrics_count_batches_once(world: Worlds) -> None:
+    expected, _ = reference("norm", kind=Attending)
+    for found, steps in world(4).run(train_attending):
+        assert distance(found, expected) < 1e-5
+        assert steps == 2 * 2 * STEPS  # of two ranks with different batches
+
+
+def refused(kind: type[Split], plan: Any = None, average: bool = False, **options: Any) -> str:
     # torch's compiler imports scripted code, Lightning's callback doubts `configure_model`.
     warnings.simplefilter("ignore")
-    strategy = ShardedDP(tensor_parallel_size=2, auto_wrap_policy={Block})
+    strategy = ShardedDP(
+        tensor_parallel_size=2, tensor_parallel_plan=plan, auto_wrap_policy={Block}
+    )
+    if average:
+        options["callbacks"] = [WeightAveraging()]
     trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False, **options)
-    with pytest.raises(Exception, match=r"tensor_parallel_size") as caught:
+    with pytest.raises(Exception, match=r"tensor_parallel_(size|plan)") as caught:
         trainer.fit(kind())
     return str(caught.value)
 
 
-def refused_with_average() -> str:
-    return refused(Split, callbacks=[WeightAveraging()])
+REFUSED = [
+    ((Uneven,), "dims that tensor_parallel_size=2 divides"),
+    ((UnevenPlanned, PLAN), "'blocks.0.up.weight' of shape (13, 8)"),
+    ((Split, PLAN), "'blocks.0.up.weight' is a DTensor that parallelize_module has made"),
+    ((Descending,), "LBFGS, whose scope"),
+    ((Compiled,), "torch.compile"),
+    ((Split, None, True), "WeightAveraging"),
+    ((Planned, {"blocks.*.upp": "colwise"}), "'blocks.*.upp', which is none; did you mean 'blocks"),
+    ((Planned, {"blocks.*.norm": "colwise"}), "found 'blocks.0.norm', a LayerNorm"),
+    ((Planned, {"blocks.0.up": "embedding_rowwise"}), "expected an nn.Embedding"),
+    ((Planned, "auto"), "found no such model"),
+    ((Tied, {"blocks.0.up": "colwise"}), "blocks.0.up.weight and blocks.1.up.weight are one"),
+    ((Heads, {"attention.q_proj": "colwise"}), "3 attention heads, which tensor_parallel_size=2"),
+    ((Attending, ATTENTION_PLAN), "add 'attention.num_heads': 'divide'"),
+    ((Attending, {"attention.num_heeds": "keep"}), "did you mean 'attention.num_heads'"),
+    ((Planned, {"blocks.0": "gather_sequence"}), "'norm.weight'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("case", "arguments", "what"),
-    [
-        (refused, (Uneven,), "dims that tensor_parallel_size=2 divides"),
-        (refused, (Descending,), "LBFGS"),
-        (refused, (Compiled,), "torch.compile"),
-        (refused_with_average, (), "WeightAveraging"),
-    ],
-)
-def test_modules_that_were_not_tried_with_it_are_refused(
-    world: Worlds, case: Any, arguments: tuple[Any, ...], what: str
-) -> None:
-    for message in world(2).run(case, *arguments):
-        assert what in message
+def refuse_all() -> list[str]:
+    return [refused(*arguments) for arguments, _ in REFUSED]
+
+
+def test_what_cannot_be_split_is_refused_by_name(world: Worlds) -> None:
+    for messages in world(2).run(refuse_all):
+        for message, (_, what) in zip(messages, REFUSED, strict=True):
+            assert what in message

@@ -138,7 +138,7 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
         return tensor.whole() if isinstance(tensor, LazyTensor) else tensor.detach()
     spec, device = parameter.spec, parameter.to_local().device
     local = (
-        tensor.elements(spec.interval, spec.box)
+        spec.read(tensor.elements)
         if isinstance(tensor, LazyTensor)
         else spec.localize(tensor.detach())
     )

@@ -76,7 +76,8 @@ def stage(state: Any, module: nn.Module) -> None:
         if spec is None or spec.shape != lazy.shape:
             lazy.stage(lazy.all_of_it)
         else:
-            lazy.stage(spec.interval, spec.box)
+            for box, interval in spec.pieces:
+                lazy.stage(interval, box)
 
 
 def parameter_names(
@@ -423,7 +424,7 @@ def _shard_like(value: Any, target: Any) -> Any:
         return value
     if isinstance(target, ShardTensor) and target.shape == value.shape:
         spec: ShardSpec = target.spec
-        return ShardTensor(value.elements(spec.interval, spec.box), spec)
+        return ShardTensor(spec.read(value.elements), spec)
     return value.whole()
 
 

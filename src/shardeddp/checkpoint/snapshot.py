@@ -506,17 +506,20 @@ class _Collector:
         key, sharded = memory_of_shards(tensor), isinstance(tensor, ShardTensor)
         if key not in self._stored:
             sections, shape = self._sections[sharded], tuple(tensor.shape)
-            first = len(sections)
+            before = first = len(sections)
             if isinstance(tensor, ShardTensor) and tensor.spec.boxes:
+                spec = tensor.spec
+                first += sum(len(shared) for shared in spec.boxes[: spec.place])
                 sections += [
                     (path, SectionSpec(tensor.dtype, box.sizes, box.offsets, shape))
-                    for box in tensor.spec.boxes
+                    for shared in spec.boxes
+                    for box in shared
                 ]
-                self._take(first + tensor.spec.place, tensor)
+                self._take(first, tensor)
             else:
                 sections.append((path, SectionSpec(tensor.dtype, shape)))
                 self._take(first, tensor)
-            self._stored[key] = sharded, range(first, len(sections))
+            self._stored[key] = sharded, range(before, len(sections))
         self._tensors.append((path, self._stored[key]))
 
     def stored(self) -> _Stored:
@@ -560,7 +563,13 @@ class _Collector:
             writers.append(writer)
         if interval.numel:
             written, local = self._rank in writers, tensor.to_local().detach()
-            self._shares[True].append(Share(number, interval, local, written))
+            numbers = {box: number + at for at, box in enumerate(tensor.spec.shared)}
+            start = 0
+            for box, part in tensor.spec.pieces:
+                elements = local[start : start + part.numel]
+                number = number if box is None else numbers[box]
+                self._shares[True].append(Share(number, part, elements, written))
+                start += part.numel
 
 
 def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -163,7 +163,7 @@ def count_connections(
         sizes += [world, shard, shard, replicas, regather_size or 1]
         sizes += [world, replicas] if split else []
         if (tensor := topology.tensor_size) > 1:
-            sizes += [world // tensor, tensor, shard * tensor]
+            sizes += [world // tensor, tensor, tensor, shard * tensor]
     store = 2 if rank else 2 * world  # two connections of each rank
     return sum(size + _OF_GLOO for size in sizes if size > 1) + store
 
@@ -250,6 +250,12 @@ class Mesh:
         """Among the ranks that split layers: what is asked of whole parameters; the exchange of
         activations is the model's own.
         """
+        self.activation_traffic = Traffic()
+        """What ranks that split layers exchange of activations and their gradients."""
+        self.activations = self._collectives(
+            "activations", topology.tensor_groups(), self.activation_traffic
+        )
+        """Among the same ranks, for layers that are split as ``tensor_parallel_plan`` says."""
         holder_groups = topology.holder_groups()
         self.holders = (
             self.owners if topology.tensor_size == 1 else self._axis("holders", holder_groups)
@@ -421,20 +427,28 @@ class Mesh:
         """Collectives along an axis, which are everybody's if it is the only one."""
         return self.world if len(groups) == 1 else self._collectives(purpose, groups)
 
-    def _collectives(self, purpose: str, groups: Sequence[Sequence[int]]) -> Collectives:
+    def _collectives(
+        self, purpose: str, groups: Sequence[Sequence[int]], traffic: Traffic | None = None
+    ) -> Collectives:
         """Those of one axis of the mesh, which divides the ranks into groups of one size."""
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         alone = len(ranks) == 1
         return self._among(
-            None if alone else self._groups.get(purpose, groups, self._timeout), ranks
+            None if alone else self._groups.get(purpose, groups, self._timeout), ranks, traffic
         )
 
-    def _among(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Collectives:
+    def _among(
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        traffic: Traffic | None = None,
+    ) -> Collectives:
+        traffic = traffic or self.traffic
         if group is None or len(ranks) == 1:
-            return SoloCollectives(ranks, 0, self.traffic)
+            return SoloCollectives(ranks, 0, traffic)
         if self.device.type == "cpu":
-            return GlooCollectives(group, ranks, self.traffic)
-        return NativeCollectives(group, ranks, self.traffic)
+            return GlooCollectives(group, ranks, traffic)
+        return NativeCollectives(group, ranks, traffic)
 
 
 _COMMUNICATORS = (
@@ -447,6 +461,7 @@ _COMMUNICATORS = (
     "data",
     "tensor",
     "holders",
+    "activations",
     "world",
 )
 

@@ -22,6 +22,7 @@ from shardeddp.comm import (
 from shardeddp.engine.recording import HOST, MetaView, Plan, Recording, storage_of
 from shardeddp.engine.takeover import await_values, is_taken_over
 from shardeddp.errors import ConfigurationError
+from shardeddp.tensor.distributed import forget_whole, whole_parameter
 from shardeddp.tensor.operations import written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
 from shardeddp.tensor.unsharded import swap_bodies
@@ -80,7 +81,11 @@ class Materializer:
             for spec in unit.parameters
             if spec.parameter.is_meta and not is_taken_over(spec.parameter)
         ]
-        parameters = [_parameter(spec, recording.place_of(spec.parameter)) for spec in specs]
+        parameters = [
+            _parameter(spec, recording.place_of(whole_parameter(spec.parameter))) for spec in specs
+        ]
+        for spec in specs:
+            forget_whole(spec.parameter)
         former = [it for it in root.parameters() if it.is_meta and is_taken_over(it)]
         storages = {item.place.storage for item in parameters}
         storages.update(recording.place_of(it).storage for it in former)
@@ -203,6 +208,7 @@ def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> No
     if source is not None:
         values = values.to(source.device).contiguous()
         source.data.broadcast_(values, 0).wait()
+        source.tensor.broadcast_(values, 0).wait()
     target.copy_(values)
 
 
@@ -377,7 +383,7 @@ def record_resets(root: nn.Module, recording: Recording) -> None:
             for name, it in own.items()
             if it.is_meta
             and it.layout is torch.strided
-            and not (recording.has(it) or is_taken_over(it))
+            and not (recording.has(whole_parameter(it)) or is_taken_over(it))
         }
         if not unseen:
             continue

@@ -434,8 +434,7 @@ class GroupGradients:
             self._on_outside(index)
 
     def _add_outside(self, index: int, gradient: torch.Tensor) -> None:
-        box = self._sharded[index].spec.box
-        gradient = gradient if box is None else gradient[box.slices]
+        gradient = self._sharded[index].spec.cut(gradient).view(self._layout.slots[index].shape)
         former = self._outside.get(index)
         # Not in place: the gradient may belong to the user.
         self._outside[index] = gradient if former is None else former + gradient

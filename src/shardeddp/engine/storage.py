@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.plan.layout import FlatLayout
@@ -114,11 +113,13 @@ class GatheredBuffer:
         self.watched: dict[int, GatheredBuffer] | None = None
         """Index of buffers by their memory's storage, for whoever meets a view; None: no index."""
 
-        self.wrapped: dict[int, DTensor] = {}
-        """By number, DTensors over those parameters that are parts of distributed ones."""
+        self.wrapped: dict[int, torch.Tensor] = {}
+        """By number, what modules compute with in the place of some parameters."""
 
         self._distributions = {
-            i: spec.distribution for i, spec in enumerate(specs) if spec.distribution is not None
+            i: spec.distribution
+            for i, spec in enumerate(specs)
+            if spec.distribution is not None and spec.is_wrapped
         }
         self._device = device
         self._resident = memory is not None
@@ -185,7 +186,7 @@ class GatheredBuffer:
             self.watched[self.flat.untyped_storage()._cdata] = self
 
     def wrap(self) -> None:
-        """Make DTensors over usable parameters, which may require a gradient by now."""
+        """Wrap those of the usable parameters, which may require a gradient by now."""
         self.wrapped = {
             i: distribution.wrap(self.parameters[i])
             for i, distribution in self._distributions.items()

@@ -163,6 +163,7 @@ def _write_back(runtime: Runtime, summoned: list[_Summoned]) -> None:
         else:
             values = each.whole.detach().to(mesh.device).contiguous()
         mesh.data.broadcast_(values, 0).wait()
+        mesh.tensor.broadcast_(values, 0).wait()
         local.copy_(spec.localize(values))
         mark_written(local)
 

@@ -63,9 +63,9 @@ class _Slot:
     """
 
     buffer: GatheredBuffer | None = None
-    """Of a parameter that is a part of a distributed one: makes the DTensor to compute with.
+    """Of a parameter of which something is made to compute with: has that while it is usable.
 
-    The unsharded parameter stands for it while the unit is sharded. None: the parameter is whole.
+    The unsharded parameter stands for it while the unit is sharded. None: it is computed with.
     """
 
     index: int = 0
@@ -120,7 +120,7 @@ class Unit:
                             sharded,
                             sharded,
                             computes_with,
-                            group.buffer if parameter.distribution is not None else None,
+                            group.buffer if parameter.is_wrapped else None,
                             index,
                         )
                     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,14 +30,28 @@ from shardeddp.lightning.precision import (
 )
 from shardeddp.lightning.process_group import ProcessGroup
 from shardeddp.lightning.restore import Restore
-from shardeddp.lightning.tensor_parallel import TENSOR_PARALLEL, refuse_sharded, refuse_untried
+from shardeddp.lightning.tensor_parallel import (
+    TENSOR_PARALLEL,
+    count_batches_once,
+    parallelize,
+    refuse_sharded,
+    refuse_untried,
+    tensor_axis,
+)
 from shardeddp.optim.attach import set_down
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.report import describe_units
-from shardeddp.tensor.distributed import take_apart
+from shardeddp.tensor.distributed import Distribution, take_apart
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import TracingContext
 from shardeddp.wrap import Policy, build_units
+from shardeddp.wrap.tensor_plan import (
+    PlannedLayer,
+    TensorPlan,
+    find_layers,
+    parameters_to_cut,
+    split_layers,
+)
 from shardeddp.wrap.tree import UnitSpec
 
 # -- Generation with transformers
@@ -106,6 +120,7 @@ class ModelSharding:
         prefetch: Units that are gathered ahead.
         uneven_units: Whether ranks may use different units in a step.
         tensor_size: Ranks that split layers among them.
+        tensor_plan: Which layers they split, beside those that the module has split itself.
     """
 
     def __init__(
@@ -122,6 +137,7 @@ class ModelSharding:
         prefetch: Prefetch,
         uneven_units: bool,
         tensor_size: int = 1,
+        tensor_plan: TensorPlan | None = None,
     ) -> None:
         self._group, self._restore = group, restore
         self._sharding_strategy, self._sharding, self._policy = sharding_strategy, sharding, policy
@@ -130,6 +146,7 @@ class ModelSharding:
             activation_checkpointing,
         )
         self._tensor_size = tensor_size
+        self._tensor_plan: TensorPlan | None = tensor_plan
         self._prefetch, self._uneven_units = prefetch, uneven_units
         # A world of one rank has nothing to shard, unless states are offloaded.
         self._passthrough = not (offload.params or offload.optimizer)
@@ -184,7 +201,7 @@ class ModelSharding:
             return runtime
         refuse_sharded(module, self._tensor_size)
         if self._tensor_size > 1:
-            refuse_untried(module)
+            refuse_untried(module, self._tensor_plan)
         takeover = self._take_over(module)
         try:
             run_on_all_ranks(
@@ -215,6 +232,7 @@ class ModelSharding:
             self._uneven_units,
             self._passthrough,
             self._tensor_size,
+            str(self._tensor_plan),
             _compared(self._policy),
             self._mixed_precision,
             (type(precision), precision.precision),
@@ -242,8 +260,9 @@ class ModelSharding:
 
     def _shard(self, module: nn.Module, precision: Precision, takeover: Takeover) -> Runtime:
         mesh = self._group.mesh
+        layers = self._find_split_layers(module)
         units = run_on_all_ranks(
-            "finding units", partial(self._plan, module, precision), mesh.world_control
+            "finding units", partial(self._plan, module, precision, layers), mesh.world_control
         )
         load = self._restore.take_pending()
         is_deferred = any(
@@ -270,34 +289,43 @@ class ModelSharding:
             rank_zero_info(f"ShardedDP: {describe_units(self._sharding_strategy, runtime)}")
         return runtime
 
-    def _plan(self, module: nn.Module, precision: Precision) -> list[UnitSpec]:
+    @torch.no_grad()
+    def _find_split_layers(self, module: nn.Module) -> list[PlannedLayer]:
+        """The layers that the plan splits; those that split one have one rank's values of it."""
+        mesh, plan = self._group.mesh, self._tensor_plan
+        if plan is None or self._tensor_size == 1:
+            return []
+        layers = run_on_all_ranks(
+            "reading tensor_parallel_plan",
+            lambda: find_layers(module, plan, self._tensor_size),
+            mesh.world_control,
+        )
+        for parameter in {id(it): it for it in parameters_to_cut(layers)}.values():
+            if not parameter.is_meta and parameter.numel():
+                values = parameter.detach().to(mesh.device).contiguous()
+                mesh.tensor.broadcast_(values, 0).wait()
+                parameter.copy_(values)
+        return layers
+
+    def _plan(
+        self, module: nn.Module, precision: Precision, layers: Sequence[PlannedLayer]
+    ) -> list[UnitSpec]:
         """The units of a module, root first; boundary casts and recomputation are set up."""
-        split = {}
+        split: dict[nn.Parameter, Distribution] = {}
         if self._group.device_mesh is not None:
-            split = take_apart(module, self._group.device_mesh[TENSOR_PARALLEL])
+            device_mesh = self._group.device_mesh[TENSOR_PARALLEL]
+            count_batches_once(module, self._group.device_mesh)
+            parallelize(layers, device_mesh)
+            split |= take_apart(module, device_mesh)
+            split |= split_layers(module, layers, tensor_axis(self._group.mesh))
         units = build_units(module, self._policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
         dtypes = resolve_dtypes(self._mixed_precision, autocast)
         units = assign_dtypes(module, units, dtypes)
-        if split:
-            units = [_without_autocast_copies(unit) for unit in units]
         cast_at_boundaries(module, units, dtypes)
         if self._activation_checkpointing is not None:
             checkpoint_activations(module, self._activation_checkpointing)
         return units
-
-
-def _without_autocast_copies(unit: UnitSpec) -> UnitSpec:
-    """Let distributed parameters be gathered in their own dtype; autocast casts the DTensors."""
-    return replace(
-        unit,
-        parameters=tuple(
-            it
-            if it.distribution is None or not it.is_autocast_copy
-            else replace(it, compute_in=None, is_autocast_copy=False)
-            for it in unit.parameters
-        ),
-    )
 
 
 def _compared(policy: object) -> object:

@@ -233,6 +233,8 @@ def assign_dtypes(root: nn.Module, units: Sequence[UnitSpec], dtypes: Dtypes) ->
             return spec
         compute_in = _compute_dtype(spec, dtypes, kept)
         by_autocast = compute_in is not None and dtypes.param_dtype is None
+        if by_autocast and spec.is_wrapped:  # autocast casts what is made of it
+            compute_in, by_autocast = None, False
         return replace(
             spec, compute_in=compute_in, is_autocast_copy=by_autocast, reduce_in=dtypes.reduce_dtype
         )

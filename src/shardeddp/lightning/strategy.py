@@ -77,6 +77,7 @@ from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyNam
 from shardeddp.report import print_units
 from shardeddp.translate import explain_unknown, prefetch_of, sharding_of
 from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
+from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 
 # An instance as default gives the command line a flag for each field.
 _DEFAULTS = CheckpointOptions()
@@ -138,10 +139,13 @@ class ShardedDP(ParallelStrategy):
             the new value of an element depends on. ``element``: itself (stepped on shards, at no
             cost); ``parameter``: all of its parameter (each rank steps some of them, whole);
             ``model``: anything. None: unknown optimizers count as ``model``.
-        tensor_parallel_size: Neighbouring ranks of a node that split layers among them, as
-            ``configure_model`` says by ``parallelize_module(self.model,
-            self.device_mesh["tensor_parallel"], plan)``. They train on the same batches; what is
-            said above is of the ranks that train on different ones.
+        tensor_parallel_size: Neighbouring ranks of a node that split layers among them. They train
+            on the same batches; what is said above is of the ranks that train on different ones.
+        tensor_parallel_plan: Which layers they split: ``auto``, the plan that models of
+            transformers have; or by name of modules (``model.layers.*.mlp.up_proj``) the style
+            (``colwise``), as ``docs/tensor-parallel.md`` lists them. None: those that
+            ``configure_model`` splits by ``parallelize_module(self.model,
+            self.device_mesh["tensor_parallel"], plan)``.
         forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
             Each takes the memory of a unit; more than 1 helps where gathering is slower than
             computing now and then.
@@ -192,6 +196,7 @@ class ShardedDP(ParallelStrategy):
         optimizer_shard: OptimizerShard = "group",
         optimizer_scope: Mapping[str, Scope] | None = None,
         tensor_parallel_size: int = 1,
+        tensor_parallel_plan: TensorPlan | None = None,
         forward_prefetch: int = 1,
         backward_prefetch: int | str = 1,
         reduce_every_backward: bool | None = None,
@@ -242,8 +247,6 @@ class ShardedDP(ParallelStrategy):
             tensor_parallel_size,
             **{
                 "cpu_offload": offload.params or offload.optimizer,
-                "mixed_precision": mixed_precision is not None,
-                "activation_checkpointing": activation_checkpointing is not None,
                 "optimizer_shard='world'": self.sharding.split_replicas,
                 "reshard_after_forward=<number>": self.sharding.regather_size is not None,
                 "uneven_batches": uneven_batches != "error",
@@ -251,6 +254,9 @@ class ShardedDP(ParallelStrategy):
             },
         )
         self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_plan: TensorPlan | None = check_plan(
+            tensor_parallel_plan, tensor_parallel_size
+        )
         self.policy = resolve_policy(auto_wrap_policy)
         self.mixed_precision = resolve_mixed_precision(mixed_precision)
         self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
@@ -291,6 +297,7 @@ class ShardedDP(ParallelStrategy):
             prefetch=self.prefetch,
             uneven_units=uneven_units,
             tensor_size=tensor_parallel_size,
+            tensor_plan=self.tensor_parallel_plan,
         )
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
@@ -630,7 +637,7 @@ class ShardedDP(ParallelStrategy):
                 "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
             )
         if self.tensor_parallel_size > 1:
-            refuse_untried_in(trainer)
+            refuse_untried_in(trainer, module, self.tensor_parallel_plan)
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
         if self.is_global_zero:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from shardeddp.comm import Mesh
+from shardeddp.comm.activations import name_group
 from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import Trainer
 from shardeddp.optim.scope import scope_of
+from shardeddp.tensor.parallel_styles import TensorAxis
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import OptimizedModule
+from shardeddp.wrap.tensor_plan import PlannedLayer, TensorPlan
 
 DATA_PARALLEL, TENSOR_PARALLEL = "data_parallel", "tensor_parallel"
 """Names of the axes, as in Lightning's ``ModelParallelStrategy``."""
@@ -64,55 +72,127 @@ def refuse_sharded(module: nn.Module, size: int) -> None:
         )
 
 
-def refuse_untried(module: nn.Module) -> None:
+def tensor_axis(mesh: Mesh) -> TensorAxis:
+    """The ranks that split layers, for the styles of a plan."""
+    return TensorAxis(name_group(mesh.activations), mesh.tensor.rank, mesh.tensor.size)
+
+
+def parallelize(layers: Sequence[PlannedLayer], mesh: DeviceMesh) -> None:
+    """Split the layers of a plan that are in styles of torch, which make DTensors."""
+    for layer in layers:
+        if isinstance(layer.style, ParallelStyle):
+            parallelize_module(layer.module, mesh, layer.style)
+
+
+def refuse_untried(module: nn.Module, plan: TensorPlan | None) -> None:
     """Refuse modules that tensor parallelism has not been tried with.
 
+    Args:
+        module: The LightningModule.
+        plan: The plan by which its layers are going to be split.
+
     Raises:
-        ConfigurationError: It is compiled or on the meta device, or has metrics.
+        ConfigurationError: It is compiled or on the meta device while layers are DTensors.
     """
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta:
-            raise ConfigurationError(
-                f"tensor_parallel_size does not work together with deferred initialization yet, "
-                f"found {name!r} on the meta device: build the module without it"
-            )
+    distributed = _distributed(module, plan)
+    deferred = (
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if tensor.is_meta
+    )
+    if distributed and (name := next(deferred, None)) is not None:
+        raise ConfigurationError(
+            f"parallelize_module and styles of torch do not work together with deferred "
+            f"initialization, found {name!r} on the meta device and {distributed[0]!r} split: "
+            f"tensor ranks would draw other numbers than one process. Name the layers in "
+            f"tensor_parallel_plan instead, or build the module without it (tensor_parallel_size)"
+        )
     for name, child in module.named_modules():
-        if isinstance(child, Metric):
+        if distributed and (
+            isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
+        ):
             raise ConfigurationError(
-                f"tensor_parallel_size does not work together with metrics that are modules yet, "
-                f"found {name!r}: it would count ranks that split layers once each. Log values "
-                f"with self.log(..., sync_dist=True)"
-            )
-        if isinstance(child, OptimizedModule) or child._compiled_call_impl is not None:
-            raise ConfigurationError(
-                f"tensor_parallel_size does not work together with torch.compile yet, found "
-                f"{name or 'the module itself'!r} compiled: leave it out"
+                f"parallelize_module and styles of torch do not work together with torch.compile, "
+                f"found {name or 'the module itself'!r} compiled and {distributed[0]!r} split. Name "
+                f"the layers in tensor_parallel_plan instead, or leave torch.compile out "
+                f"(tensor_parallel_size)"
             )
 
 
-def refuse_untried_in(trainer: Trainer) -> None:
+_DATA_GROUPS: list[ProcessGroup] = []
+
+
+@dataclass(frozen=True)
+class GatherOverData:
+    """Gathers states of a metric over ranks with different batches; a metric's ``dist_sync_fn``."""
+
+    number: int
+    """Of their process group, which copies of the metric cannot hold."""
+
+    def __call__(self, state: torch.Tensor, group: object = None) -> list[torch.Tensor]:
+        """The states of all of them."""
+        return gather_all_tensors(state, _DATA_GROUPS[self.number])
+
+
+def count_batches_once(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let metrics among modules leave out ranks that have the same batches.
+
+    Args:
+        module: The LightningModule.
+        mesh: Axes of ranks.
+    """
+    gather = GatherOverData(len(_DATA_GROUPS))
+    _DATA_GROUPS.append(mesh[DATA_PARALLEL].get_group())
+    for child in module.modules():
+        if isinstance(child, Metric) and (
+            child.dist_sync_fn is None or isinstance(child.dist_sync_fn, GatherOverData)
+        ):
+            child.dist_sync_fn = gather
+
+
+def _distributed(module: nn.Module, plan: TensorPlan | None) -> list[str]:
+    """Names of what is, or is going to be, a DTensor."""
+    names = [name for name, it in module.named_parameters() if isinstance(it, DTensor)]
+    if plan is not None and plan != "auto":
+        names += [name for name, it in plan.items() if isinstance(it, ParallelStyle)]
+    return names
+
+
+def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | None) -> None:
     """Refuse callbacks and precisions that tensor parallelism has not been tried with.
+
+    Args:
+        trainer: Of the run.
+        module: The LightningModule.
+        plan: The plan by which its layers are going to be split.
 
     Raises:
         ConfigurationError: There is one.
     """
-    averaging = ("WeightAveraging", "StochasticWeightAveraging")
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if any(base.__name__ in averaging for base in type(callback).__mro__):
+        kinds = {base.__name__ for base in type(callback).__mro__}
+        if "StochasticWeightAveraging" in kinds:
             raise ConfigurationError(
-                f"tensor_parallel_size does not work together with {type(callback).__name__} yet: "
-                f"leave the callback out"
+                f"tensor_parallel_size has not been tried with {type(callback).__name__}: use "
+                f"EMAWeightAveraging, or leave the callback out"
             )
-    if trainer.precision != "32-true":
+        if "WeightAveraging" in kinds and (plan is None or _distributed(module, plan)):
+            raise ConfigurationError(
+                f"parallelize_module and styles of torch do not work together with "
+                f"{type(callback).__name__}, which copies modules of DTensors. Name the layers in "
+                f"tensor_parallel_plan instead, or leave the callback out (tensor_parallel_size)"
+            )
+    tried = ("32-true", "bf16-mixed")
+    if trainer.precision not in tried:
         raise ConfigurationError(
-            f"tensor_parallel_size works with precision='32-true' alone yet, found "
+            f"tensor_parallel_size has been tried with precision={', '.join(tried)} alone, found "
             f"{trainer.precision!r}"
         )
 
 
 def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:
-    """Refuse optimizers that need more of a parameter than a rank has.
+    """Refuse optimizers that need more than one parameter at a time.
 
     Args:
         optimizer: Any.
@@ -122,8 +202,9 @@ def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | N
         ConfigurationError: It is one, or one that is not known.
     """
     scope = scope_of(type(optimizer), stated)
-    if scope != "element":
+    if scope not in ("element", "parameter"):
         raise ConfigurationError(
-            f"tensor_parallel_size works with optimizers that treat every element by itself (Adam, "
-            f"AdamW, SGD and the like), found {type(optimizer).__name__}, whose scope is {scope!r}"
+            f"tensor_parallel_size works with optimizers whose new value of an element depends on "
+            f"its parameter at most (AdamW, SGD, Muon and the like), found "
+            f"{type(optimizer).__name__}, whose scope is {scope!r}"
         )

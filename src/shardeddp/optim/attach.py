@@ -121,10 +121,13 @@ def attach_optimizer(
             f"this one does, say so: ShardedDP(optimizer_scope={{'{type(optimizer).__name__}': "
             f"'element'}})"
         )
-    # Shards that live on the host do not travel through the device's collectives.
+    # Shards that live on the host do not travel through the device's collectives, and owners have
+    # what one tensor rank has of a split layer.
     if scope == "parameter" and sharded and not sharded[0].spec.offloaded:
-        OwnedStep(optimizer, on_step, sharded[0].spec.mesh)
-        return
+        mesh = sharded[0].spec.mesh
+        if mesh.tensor.size == 1:
+            OwnedStep(optimizer, on_step, mesh)
+            return
     if scope is None and sharded:
         _warn_unknown(optimizer, sharded[0])
     GlobalStep(optimizer, on_step)

@@ -1,16 +1,18 @@
-"""Distributed parameters: how tensor-parallel ranks split a parameter, and views of it as DTensors.
+"""Distributed parameters: how tensor-parallel ranks split a parameter, and what they compute with.
 
-A parameter that ``parallelize_module`` has made a DTensor becomes its local tensor before the
-model is sharded, so that a flat buffer holds what this rank has of it. Its module computes with a
-DTensor over the unsharded parameter, made anew whenever that is bound to memory. Outside of its
-unit it is a ``ShardTensor`` of the whole shape, whose owners share one box.
+A parameter that ranks split becomes a local tensor before the model is sharded, so that a flat
+buffer holds what this rank has of it. Outside of its unit it is a ``ShardTensor`` of the whole
+shape, whose owners share some boxes. Inside, its module computes with the local tensor itself, or
+with something that is made of it whenever it is bound to memory: a DTensor, where
+``parallelize_module`` has made it one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -47,20 +49,25 @@ class DistributedLayout:
 class Distribution:
     """How ranks split one parameter."""
 
-    layout: DistributedLayout
-    boxes: tuple[Box, ...]
-    """What each tensor rank has of it; empty: all of it."""
+    shape: torch.Size
+    """Of the whole parameter."""
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole parameter."""
-        return self.layout.shape
+    boxes: tuple[tuple[Box, ...], ...]
+    """What each tensor rank has of it, in the order of its elements; empty: all of it."""
 
-    def wrap(self, leaf: nn.Parameter) -> DTensor:
+    wrapper: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Makes what modules compute with of the local tensor; None: they compute with that."""
+
+    part: torch.Size | None = None
+    """Shape of what each has; None: that of the whole parameter."""
+
+    def wrap(self, leaf: nn.Parameter) -> torch.Tensor:
         """What a module computes with: differentiable, whatever surrounds the gather."""
+        if self.wrapper is None:
+            return leaf
         inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if inference else nullcontext(), torch.enable_grad():
-            return self.layout.over(leaf)
+            return self.wrapper(leaf)
 
 
 def layout_of(tensor: DTensor) -> DistributedLayout:
@@ -107,11 +114,54 @@ def take_apart(root: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Distr
         local = nn.Parameter(local_of(tensor).contiguous(), tensor.requires_grad)
         vars(local).update({k: v for k, v in vars(tensor).items() if k not in _OF_DTENSOR})
         made[key] = local, distribution
+    replace_parameters(root, {key: local for key, (local, _) in made.items()})
+    return dict(made.values())
+
+
+def local_part(parameter: nn.Parameter, distribution: Distribution, rank: int) -> nn.Parameter:
+    """What a rank has of a whole parameter, with its attributes; in memory of its own if it is cut.
+
+    Args:
+        parameter: The whole one.
+        distribution: How it is split.
+        rank: Among those that split it.
+    """
+    values = parameter.detach()
+    if distribution.boxes:
+        values = flatten_boxes(values, distribution.boxes[rank]).view(
+            *(distribution.part or parameter.shape)
+        )
+    local = nn.Parameter(values, parameter.requires_grad)
+    vars(local).update(vars(parameter))
+    if parameter.is_meta:
+        vars(local)[_WHOLE] = parameter
+    return local
+
+
+_WHOLE = "_shardeddp_whole"  # in the dictionary of a part on the meta device
+
+
+def whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter on the meta device that a tensor is a part of; any other tensor itself."""
+    return vars(tensor).get(_WHOLE, tensor)
+
+
+def forget_whole(part: torch.Tensor) -> None:
+    """Let go of the parameter that a tensor is a part of."""
+    vars(part).pop(_WHOLE, None)
+
+
+def flatten_boxes(tensor: torch.Tensor, shared: Sequence[Box]) -> torch.Tensor:
+    """The elements of boxes of a tensor, one box behind the other; 1D."""
+    return torch.cat([tensor[box.slices].reshape(-1) for box in shared])
+
+
+def replace_parameters(root: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
+    """Let modules hold other parameters, by the identity of the former ones."""
     for module in root.modules():
         for attribute, tensor in module._parameters.items():
-            if id(tensor) in made:
-                module._parameters[attribute] = made[id(tensor)][0]
-    return dict(made.values())
+            if id(tensor) in others:
+                module._parameters[attribute] = others[id(tensor)]
 
 
 _OF_DTENSOR = {"_local_tensor", "_spec", "_is_param"}
@@ -128,7 +178,7 @@ def _distribution_of(name: str, tensor: Any, mesh: DeviceMesh) -> Distribution:
         )
     (placement,) = layout.placements
     if type(placement) is Replicate:
-        return Distribution(layout=layout, boxes=())
+        return Distribution(shape=layout.shape, boxes=(), wrapper=layout.over)
     if type(placement) is not Shard:
         raise ConfigurationError(
             f"expected parameters that are split along a dim or replicated, found {name!r} with "
@@ -141,10 +191,34 @@ def _distribution_of(name: str, tensor: Any, mesh: DeviceMesh) -> Distribution:
             f"{tuple(tensor.shape)}, split along dim {dim}. Choose a size that divides it, or "
             f"leave the layer out of the plan"
         )
-    sizes = list(tensor.shape)
-    sizes[dim] //= size
-    boxes = [
-        Box(tuple(place * sizes[dim] if at == dim else 0 for at in range(len(sizes))), tuple(sizes))
+    boxes = boxes_along(dim, tensor.shape, size)
+    return Distribution(shape=layout.shape, boxes=boxes, wrapper=layout.over)
+
+
+def boxes_along(
+    dim: int, shape: Sequence[int], size: int, fused: int = 1
+) -> tuple[tuple[Box, ...], ...]:
+    """What each of ``size`` ranks has of a tensor that is split along a dim.
+
+    Args:
+        dim: That dim.
+        shape: Of the tensor.
+        size: Number of ranks, which divides the dim's size over ``fused``.
+        fused: Number of equal tensors that lie one behind the other along the dim, each of which
+            is split.
+
+    Returns:
+        By rank, its boxes in the order of the elements of its part.
+    """
+    part = shape[dim] // fused // size
+    outer = list(product(*map(range, shape[:dim]))) if fused > 1 else [(0,) * dim]
+    sizes = (*((1,) * dim if fused > 1 else shape[:dim]), part, *shape[dim + 1 :])
+    behind = (0,) * (len(shape) - dim - 1)
+    return tuple(
+        tuple(
+            Box((*at, (which * size + place) * part, *behind), sizes)
+            for at in outer
+            for which in range(fused)
+        )
         for place in range(size)
-    ]
-    return Distribution(layout=layout, boxes=tuple(boxes))
+    )

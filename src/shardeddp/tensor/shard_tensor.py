@@ -40,6 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from shardeddp.comm import Mesh
 from shardeddp.plan.layout import Box, Interval, boxes, whole_of
 from shardeddp.tensor.backward import are_asked, store_gradient, stored_gradient
+from shardeddp.tensor.distributed import flatten_boxes
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
 from shardeddp.tensor.unsharded import (
     OfSharded,
@@ -100,18 +101,19 @@ class ShardSpec:
     intervals: Sequence[Interval]
     """Each owner's elements of the flattened parameter, in ``mesh.owners`` order; they cover it.
 
-    Of a parameter that is cut into boxes, they are of the flattened box that the owners share.
+    Of a parameter that is cut into boxes, they are of the elements of the boxes that the owners
+    share, one box behind the other.
     """
 
     mesh: Mesh
     offloaded: bool = False
     """Whether elements live in host memory and compute elsewhere."""
 
-    boxes: tuple[Box, ...] = ()
-    """What the parameter is cut into, and each group of owners shares one; empty: it is not cut."""
+    boxes: tuple[tuple[Box, ...], ...] = ()
+    """What each group of owners shares of a parameter that is cut; empty: it is not cut."""
 
     place: int = 0
-    """Which of them the owners share that this rank is one of."""
+    """Number of the group that this rank is in."""
 
     warned: list[str] = field(default_factory=list)
     """Warnings given for this parameter, so that none is given twice."""
@@ -121,10 +123,33 @@ class ShardSpec:
         """The elements that this rank owns."""
         return self.intervals[self.mesh.owners.rank]
 
+    @property
+    def shared(self) -> tuple[Box, ...]:
+        """The boxes that the owners share, in the order of their elements."""
+        return self.boxes[self.place] if self.boxes else (whole_of(self.shape),)
+
     @cached_property
-    def box(self) -> Box | None:
-        """The box that the owners share; None: the whole parameter."""
-        return self.boxes[self.place] if self.boxes else None
+    def pieces(self) -> tuple[tuple[Box | None, Interval], ...]:
+        """The elements that this rank owns: intervals of flattened boxes; None: of the whole."""
+        if not self.boxes:
+            return ((None, self.interval),)
+        pieces: list[tuple[Box | None, Interval]] = []
+        start = 0
+        for box in self.shared:
+            inside = self.interval.intersect(Interval(start, start + box.numel))
+            if inside.numel:
+                pieces.append((box, inside.shift(-start)))
+            start += box.numel
+        return tuple(pieces) or ((self.shared[0], Interval(0, 0)),)
+
+    def read(self, elements: Callable[[Interval, Box | None], torch.Tensor]) -> torch.Tensor:
+        """This rank's elements, 1D, from whoever has intervals of boxes of a whole tensor."""
+        found = [elements(interval, box) for box, interval in self.pieces]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the owners share of a plain tensor of the parameter's shape; 1D if it is cut."""
+        return flatten_boxes(tensor, self.shared) if self.boxes else tensor
 
     @property
     def num_parts(self) -> int:
@@ -164,8 +189,11 @@ class ShardSpec:
         """
         if isinstance(tensor, ShardTensor) and tensor.spec is self:
             return tensor.to_local()
-        shared = tensor if self.box is None else tensor[self.box.slices]
-        return shared.reshape(-1)[self.interval.start : self.interval.stop]
+        return self.read(
+            lambda interval, box: (tensor if box is None else tensor[box.slices]).reshape(-1)[
+                interval.start : interval.stop
+            ]
+        )
 
 
 class UnitGradients(Protocol):
@@ -771,8 +799,12 @@ class ShardTensor(Memoryless, torch.Tensor):
         )
 
     def _boxes(self) -> list[Box]:
-        shared = self._spec.box or whole_of(self._spec.shape)
-        return [each.outside(shared) for each in boxes(self._spec.interval, shared.sizes)]
+        whole = whole_of(self._spec.shape)
+        return [
+            each.outside(box or whole)
+            for box, interval in self._spec.pieces
+            for each in boxes(interval, (box or whole).sizes)
+        ]
 
     @classmethod
     @outside_of_graphs
@@ -818,23 +850,24 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
     spec, local = sharded.spec, sharded.to_local()
     spec.mesh.fingerprints.call(f"{operation} {spec.fqn}")
     with torch.no_grad():
-        shared = spec.shape if spec.box is None else spec.box.sizes
-        full = torch.empty(shared, dtype=local.dtype, device=spec.mesh.device)
-        pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
+        numel = sum(box.numel for box in spec.shared)
+        full = torch.empty(numel, dtype=local.dtype, device=spec.mesh.device)
+        pieces = [full[interval.start : interval.stop] for interval in spec.intervals]
         pieces[spec.mesh.owners.rank].copy_(local)
         spec.mesh.gather_stream.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
-        return full if spec.box is None else _from_boxes(full, spec)
+        return _from_boxes(full, spec) if spec.boxes else full.view(spec.shape)
 
 
 def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """The full tensor from the box of each rank that splits its layer."""
+    """The full tensor from the boxes of each rank that splits its layer."""
     group = spec.mesh.tensor
-    pieces = [own.new_empty(box.numel) for box in spec.boxes]
-    pieces[group.rank].copy_(own.view(-1))
+    pieces = [own.new_empty(sum(box.numel for box in shared)) for shared in spec.boxes]
+    pieces[group.rank].copy_(own)
     spec.mesh.gather_stream.issue(lambda: group.all_gather_uneven_(pieces)).wait()
     full = own.new_empty(spec.shape)
-    for box, piece in zip(spec.boxes, pieces, strict=True):
-        full[box.slices].copy_(piece.view(box.sizes))
+    for shared, piece in zip(spec.boxes, pieces, strict=True):
+        for box, elements in zip(shared, piece.split([it.numel for it in shared]), strict=True):
+            full[box.slices].copy_(elements.view(box.sizes))
     return full
 
 

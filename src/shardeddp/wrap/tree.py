@@ -104,6 +104,11 @@ class ParameterSpec:
     """Dtype that its gradient is reduced in; None: float32, or its own where that is wider."""
 
     @property
+    def is_wrapped(self) -> bool:
+        """Whether modules compute with something that is made of the parameter."""
+        return self.distribution is not None and self.distribution.wrapper is not None
+
+    @property
     def memory(self) -> int:
         """Equal for parameters that have the same memory."""
         return id(self.parameter if self.shares_memory_with is None else self.shares_memory_with)

@@ -1,0 +1,388 @@
+"""Parallel styles: how a layer is split over tensor-parallel ranks, and what its forward exchanges.
+
+A style cuts a layer's parameters and surrounds its forward with functions that are each other's
+transposes, as Megatron-LM has them (https://arxiv.org/abs/1909.08053, 2205.05198). Layers compute
+with plain local tensors: autocast, compilers and third-party kernels see what they always saw.
+Outside of split layers, ranks have equal activations, or parts of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from shardeddp.comm.activations import all_gather, all_reduce, reduce_scatter
+from shardeddp.errors import ConfigurationError
+from shardeddp.tensor.distributed import Distribution, boxes_along
+
+# -- Exchanges: pairs of functions, each the backward of the other
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """The ranks that split layers, as this one sees them."""
+
+    group: str
+    """Name of their collectives."""
+
+    rank: int
+    size: int
+
+
+class _SumGradient(torch.autograd.Function):
+    """The tensor itself; in backward, the sum of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Sum.apply(gradient, ctx.axis), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of tensors; in backward, the gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_reduce(tensor, axis.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _SumGradient.apply(gradient, ctx.axis), None
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks along a dim; in backward, this rank's part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(tensor, dim, axis.size, axis.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _OwnPart.apply(gradient, ctx.dim, ctx.axis), None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    """This rank's part along a dim; in backward, the parts of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        _check_divides(tensor, dim, axis)
+        return tensor.chunk(axis.size, dim)[axis.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Gather.apply(gradient, ctx.dim, ctx.axis), None, None
+
+
+class _GatherSumGradient(torch.autograd.Function):
+    """The parts of all ranks; in backward, this rank's part of the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(tensor, dim, axis.size, axis.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _SumOwnPart.apply(gradient, ctx.dim, ctx.axis), None, None
+
+
+class _SumOwnPart(torch.autograd.Function):
+    """This rank's part of the sum of tensors; in backward, the parts of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        _check_divides(tensor, dim, axis)
+        return reduce_scatter(tensor, dim, axis.size, axis.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _GatherSumGradient.apply(gradient, ctx.dim, ctx.axis), None, None
+
+
+class _FirstAlone(torch.autograd.Function):
+    """The tensor on the first rank and zeros on the others; in backward, the gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        return tensor.view_as(tensor) if axis.rank == 0 else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+def _check_divides(tensor: torch.Tensor, dim: int, axis: TensorAxis) -> None:
+    if tensor.shape[dim] % axis.size:
+        raise RuntimeError(
+            f"an activation of shape {tuple(tensor.shape)} is to be split along dim {dim} over "
+            f"tensor_parallel_size={axis.size} ranks, which does not divide it: pad the sequence "
+            f"to a multiple, or leave styles with 'sequence' out of tensor_parallel_plan"
+        )
+
+
+# -- Styles
+
+SEQUENCE_DIM = 1
+"""Of activations (batch, sequence, features)."""
+
+Split = Literal["columns", "rows", "vocabulary", "features"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelStyle:
+    """What one style does to a layer."""
+
+    splits: Split | None = None
+    """How the layer's own parameters are cut; None: they are whole."""
+
+    fused: int = 1
+    """Number of equal layers that lie one behind the other in one weight."""
+
+    before: str = ""
+    """What happens to the tensors that come into the forward; see ``_BEFORE``."""
+
+    after: str = ""
+    """What happens to the tensor that leaves it; see ``_AFTER``."""
+
+    sums_gradients: bool = False
+    """Whether ranks have parts of the gradients of whole parameters: they see other heads or tokens."""
+
+
+DIVIDE, KEEP = "divide", "keep"
+"""Styles of numbers that modules have, such as ``num_heads``: each rank has its part, or all."""
+
+STYLES: Mapping[str, ParallelStyle] = {
+    DIVIDE: ParallelStyle(),
+    KEEP: ParallelStyle(),
+    "colwise": ParallelStyle(splits="columns", before="sum_gradient"),
+    "rowwise": ParallelStyle(splits="rows", after="sum"),
+    "colwise_gather_output": ParallelStyle(
+        splits="columns", before="sum_gradient", after="gather_features"
+    ),
+    "rowwise_split_input": ParallelStyle(splits="rows", before="split_features", after="sum"),
+    "packed_colwise": ParallelStyle(splits="columns", fused=2, before="sum_gradient"),
+    "packed_rowwise": ParallelStyle(splits="rows", fused=2, after="sum"),
+    "embedding_rowwise": ParallelStyle(splits="vocabulary", before="own_rows", after="sum_rows"),
+    "embedding_colwise": ParallelStyle(splits="features", after="gather_features"),
+    "replicated_with_grad_allreduce": ParallelStyle(sums_gradients=True),
+    "moe_tp_experts": ParallelStyle(before="sum_gradient", after="sum"),
+    "moe_identity_expert": ParallelStyle(before="divide"),
+    "mla_kv_a_proj": ParallelStyle(after="sum_gradient_of_rope"),
+    "all_reduce": ParallelStyle(after="sum"),
+    "local_params": ParallelStyle(),
+    "replicate": ParallelStyle(),
+    "sequence_parallel": ParallelStyle(sums_gradients=True),
+    "gather_sequence": ParallelStyle(before="gather_sequence"),
+    "rowwise_sequence": ParallelStyle(splits="rows", after="sum_split_sequence"),
+    "split_sequence": ParallelStyle(after="split_sequence"),
+    "split_sequence_input": ParallelStyle(before="split_sequence"),
+    "gather_sequence_output": ParallelStyle(after="gather_sequence"),
+}
+"""By name; those of transformers do what they do there."""
+
+ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+
+MARK = "_shardeddp_parallel_style"  # in the dictionary of a module that has been split
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the rows of a module's weight are its outputs, and its columns its inputs."""
+    weight = module._parameters.get("weight")
+    return weight is not None and tuple(weight.shape) == (
+        getattr(module, "out_features", None),
+        getattr(module, "in_features", None),
+    )
+
+
+def distribution_of(
+    name: str, parameter: nn.Parameter, style: ParallelStyle, axis: TensorAxis
+) -> Distribution | None:
+    """How a style splits a parameter; None: it does nothing to it.
+
+    Raises:
+        ConfigurationError: The ranks do not divide it.
+    """
+    shape, ndim = parameter.shape, parameter.dim()
+    wrapper: Callable[[torch.Tensor], torch.Tensor] | None = None
+    dim = None
+    if style.splits == "columns":
+        dim = max(ndim - 2, 0)
+    elif style.splits == "rows" and ndim > 1:
+        dim = ndim - 1
+    elif style.splits == "rows":  # a bias, which is added once
+        wrapper = partial(_apply, _FirstAlone, axis)
+    elif style.splits is not None:
+        dim = 0 if style.splits == "vocabulary" else 1
+    elif style.sums_gradients:
+        wrapper = partial(_apply, _SumGradient, axis)
+    else:
+        return None
+    if dim is None:
+        return Distribution(shape=shape, boxes=(), wrapper=wrapper)
+    parts = axis.size * style.fused
+    if shape[dim] % parts:
+        fused = f", which hold {style.fused} layers one behind the other" if style.fused > 1 else ""
+        raise ConfigurationError(
+            f"expected dims that tensor_parallel_size={axis.size} divides, found {name!r} of shape "
+            f"{tuple(shape)}, of which the plan splits the {shape[dim]} elements of dim {dim}"
+            f"{fused}. Choose a size that divides them, or leave the layer out of the plan"
+        )
+    return Distribution(
+        shape=shape,
+        boxes=boxes_along(dim, shape, axis.size, style.fused),
+        part=torch.Size(size // axis.size if at == dim else size for at, size in enumerate(shape)),
+    )
+
+
+def _apply(function: Any, axis: TensorAxis, tensor: torch.Tensor) -> torch.Tensor:
+    return function.apply(tensor, axis)
+
+
+# -- Hooks of split layers
+
+
+@dataclass(eq=False)
+class Siblings:
+    """Layers of one module that are given one input: its gradients are summed once for all."""
+
+    given: torch.Tensor | None = None
+    taken: torch.Tensor | None = None
+
+    def clear(self) -> None:
+        """Let the activation go."""
+        self.given = self.taken = None
+
+
+@dataclass(eq=False)
+class SplitLayer:
+    """What the hooks of one layer know."""
+
+    axis: TensorAxis
+    siblings: Siblings
+    num_rows: int = 0
+    """Rows of an embedding that a rank has."""
+
+    rope_dim: int = 0
+    """Trailing features that go to attention without a split layer between (MLA)."""
+
+    outside: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Of embeddings whose forward is under way: which indices are other ranks'."""
+
+
+def _sum_gradient(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+    siblings = layer.siblings
+    if siblings.given is not tensor or siblings.taken is None:
+        siblings.given, siblings.taken = tensor, _SumGradient.apply(tensor, layer.axis)  # type: ignore[assignment]
+    return siblings.taken  # type: ignore[return-value]
+
+
+def _own_rows(layer: SplitLayer, indices: torch.Tensor) -> torch.Tensor:
+    local = indices - layer.axis.rank * layer.num_rows
+    outside = (local < 0) | (local >= layer.num_rows)
+    layer.outside.append(outside)
+    return local.masked_fill(outside, 0)
+
+
+def _sum_rows(layer: SplitLayer, rows: torch.Tensor) -> torch.Tensor:
+    return _sum(layer, rows.masked_fill(layer.outside.pop().unsqueeze(-1), 0))
+
+
+def _sum(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+    return _Sum.apply(tensor, layer.axis)  # type: ignore[return-value]
+
+
+def _sum_gradient_of_rope(layer: SplitLayer, tensor: torch.Tensor) -> torch.Tensor:
+    sizes = [tensor.shape[-1] - layer.rope_dim, layer.rope_dim]
+    compressed, rope = tensor.split(sizes, -1)
+    return torch.cat([compressed, _SumGradient.apply(rope, layer.axis)], -1)  # type: ignore[list-item]
+
+
+def _along(function: Any, dim: int) -> Callable[[SplitLayer, torch.Tensor], torch.Tensor]:
+    return lambda layer, tensor: function.apply(tensor, dim % tensor.dim(), layer.axis)
+
+
+_BEFORE: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
+    "sum_gradient": _sum_gradient,
+    "split_features": _along(_OwnPart, -1),
+    "gather_sequence": _along(_GatherSumGradient, SEQUENCE_DIM),
+    "split_sequence": _along(_OwnPart, SEQUENCE_DIM),
+    "own_rows": _own_rows,
+    "divide": lambda layer, tensor: tensor / layer.axis.size,
+}
+_AFTER: Mapping[str, Callable[[SplitLayer, torch.Tensor], torch.Tensor]] = {
+    "sum": _sum,
+    "sum_rows": _sum_rows,
+    "sum_split_sequence": _along(_SumOwnPart, SEQUENCE_DIM),
+    "split_sequence": _along(_OwnPart, SEQUENCE_DIM),
+    "gather_sequence": _along(_Gather, SEQUENCE_DIM),
+    "gather_features": _along(_Gather, -1),
+    "sum_gradient_of_rope": _sum_gradient_of_rope,
+}
+
+
+def _before(kind: str, layer: SplitLayer, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    is_index = kind == "own_rows"
+    keys = [*range(len(args)), *kwargs]
+    values = [*args, *kwargs.values()]
+    wanted = [
+        number
+        for number, it in enumerate(values)
+        if isinstance(it, torch.Tensor) and it.is_floating_point() != is_index
+    ]
+    # Experts are given weights of the router as well; other layers have one input.
+    every = kind == "sum_gradient" and "weight" not in module._parameters
+    for number in wanted if every else wanted[:1]:
+        values[number] = _BEFORE[kind](layer, values[number])
+    return tuple(values[: len(args)]), dict(
+        zip(keys[len(args) :], values[len(args) :], strict=True)
+    )
+
+
+def _after(kind: str, layer: SplitLayer, module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        first, *others = cast("tuple[Any, ...]", output)
+        return (_AFTER[kind](layer, first), *others)
+    return _AFTER[kind](layer, output)
+
+
+def _clear(siblings: Siblings, module: nn.Module, args: Any, output: Any) -> None:
+    siblings.clear()
+
+
+def install(
+    module: nn.Module, style: ParallelStyle, layer: SplitLayer, *, sums_input: bool = True
+) -> None:
+    """Surround the forward of a layer with what its style exchanges.
+
+    Args:
+        module: The layer.
+        style: Its style.
+        layer: What its hooks need to know.
+        sums_input: Whether gradients of its input are summed here, and not around it.
+    """
+    vars(module)[MARK] = True
+    if style.before and (sums_input or style.before != "sum_gradient"):
+        hook = partial(_before, style.before, layer)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    if style.after:
+        module.register_forward_hook(partial(_after, style.after, layer))
+
+
+def forget_inputs_after(module: nn.Module, siblings: Siblings) -> None:
+    """Let activations go when the forward of a module around split layers is over."""
+    module.register_forward_hook(partial(_clear, siblings), always_call=True)

@@ -1,0 +1,442 @@
+"""Tensor-parallel plans: which layers of a model are split, and how, by patterns of their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle as TorchStyle
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.tensor.distributed import Distribution, local_part, replace_parameters
+from shardeddp.tensor.parallel_styles import (
+    ALIASES,
+    DIVIDE,
+    KEEP,
+    MARK,
+    STYLES,
+    ParallelStyle,
+    Siblings,
+    SplitLayer,
+    TensorAxis,
+    distribution_of,
+    forget_inputs_after,
+    install,
+    is_linear,
+)
+from shardeddp.wrap.tree import first_three, join, nearest
+
+AnyStyle = str | Sequence[str] | TorchStyle
+TensorPlan = Literal["auto"] | Mapping[str, Any]
+"""``auto``, or by pattern of names the style: its name, several of them, or one of torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayer:
+    """One layer, or one parameter, that a plan names."""
+
+    name: str
+    style_name: str
+    style: ParallelStyle | TorchStyle
+    module: nn.Module
+    parameter: str = ""
+    """Name in the module of the one parameter, or number, that is meant; empty: the layer."""
+
+
+def check_plan(plan: object, size: int) -> TensorPlan | None:
+    """A plan as the user gives it.
+
+    Raises:
+        ConfigurationError: It is none, or there is nobody to split layers with.
+    """
+    if plan is None:
+        return None
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise ConfigurationError(
+            f"tensor_parallel_plan: expected 'auto' or a mapping of names of modules to styles, "
+            f"found {plan!r}"
+        )
+    for pattern, style in cast("Mapping[Any, Any]", {} if plan == "auto" else plan).items():
+        if not isinstance(pattern, str):
+            raise ConfigurationError(
+                f"tensor_parallel_plan: expected names of modules as keys, found {pattern!r}"
+            )
+        _styles_of(pattern, style)
+    if size == 1 and plan != "auto":
+        raise ConfigurationError(
+            "tensor_parallel_plan needs tensor_parallel_size=2 or more: one rank splits nothing"
+        )
+    return cast("TensorPlan", plan)
+
+
+def find_layers(root: nn.Module, plan: TensorPlan, size: int) -> list[PlannedLayer]:
+    """The layers that a plan splits; nothing is changed.
+
+    Args:
+        root: The LightningModule.
+        plan: By pattern, relative to ``root``. ``*`` stands for one part of a name, ``**`` for any
+            number of them. ``auto``: what models of transformers say of themselves.
+        size: Ranks that split a layer.
+
+    Raises:
+        ConfigurationError: A pattern or a style is unknown, a layer cannot be split in its style,
+            or it has heads that ``size`` does not divide.
+    """
+    split = next((name for name, it in root.named_modules() if MARK in vars(it)), None)
+    if split is not None:
+        raise ConfigurationError(
+            f"{split!r} was split for an earlier run, which has failed: build the module anew"
+        )
+    strict = plan != "auto"
+    entries = plan if strict else _plans_of_models(root)
+    modules = dict(root.named_modules(remove_duplicate=False))
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    numbers = {
+        join(name, attribute): value
+        for name, module in modules.items()
+        for attribute, value in vars(module).items()
+        if type(value) is int
+    }
+    found: list[PlannedLayer] = []
+    for pattern, styles in cast("Mapping[str, Any]", entries).items():
+        of_numbers = styles in (DIVIDE, KEEP)
+        known = numbers if of_numbers else [*modules, *parameters]
+        names = _matching(pattern, [*known], strict)
+        for name in names:
+            for style_name, style in _styles_of(pattern, styles):
+                owner, _, attribute = name.rpartition(".")
+                is_layer = name in modules
+                layer = PlannedLayer(
+                    name=name,
+                    style_name=style_name,
+                    style=style,
+                    module=modules[name if is_layer else owner],
+                    parameter="" if is_layer else attribute,
+                )
+                _check_layer(layer)
+                if of_numbers and numbers[name] % size and styles == DIVIDE:
+                    raise ConfigurationError(
+                        f"tensor_parallel_plan is to divide {name!r}, which is {numbers[name]}, by "
+                        f"tensor_parallel_size={size}, which does not divide it"
+                    )
+                found.append(layer)
+    _check_undivided(found)
+    found = _without_shared(root, found, strict)
+    _check_heads(root, found, size, strict)
+    _check_inside_of_gathered(root, found)
+    return found
+
+
+def parameters_to_cut(layers: Iterable[PlannedLayer]) -> Iterator[nn.Parameter]:
+    """The parameters of which ranks are going to have parts."""
+    for layer in layers:
+        if isinstance(layer.style, ParallelStyle):
+            yield from (it for _, it in _own_parameters(layer, layers))
+
+
+def split_layers(
+    root: nn.Module, layers: Sequence[PlannedLayer], axis: TensorAxis
+) -> dict[nn.Parameter, Distribution]:
+    """Cut the parameters of layers, and let their forwards exchange what their styles say.
+
+    Args:
+        root: The LightningModule.
+        layers: As :func:`find_layers` has found them; those in styles of torch are left out.
+        axis: The ranks that split them.
+
+    Returns:
+        By new parameter, how the former one was split.
+    """
+    made: dict[int, tuple[nn.Parameter, Distribution]] = {}
+    kept: list[nn.Parameter] = []  # whose identities are keys
+    gathered = [it.module for it in layers if it.style_name == "gather_sequence"]
+    inside = {id(child) for module in gathered for child in module.modules()}
+    parents = {id(child): parent for parent in root.modules() for child in parent.children()}
+    siblings: dict[int, Siblings] = {}
+    for layer in layers:
+        style = layer.style
+        if isinstance(style, TorchStyle):
+            continue
+        for name, parameter in _own_parameters(layer, layers):
+            distribution = distribution_of(name, parameter, style, axis)
+            if distribution is not None and id(parameter) not in made:
+                kept.append(parameter)
+                local = local_part(parameter, distribution, axis.rank)
+                made[id(parameter)] = local, distribution
+        if layer.style_name == DIVIDE:
+            setattr(
+                layer.module, layer.parameter, getattr(layer.module, layer.parameter) // axis.size
+            )
+        if layer.parameter:
+            continue
+        parent = parents.get(id(layer.module), root)
+        if id(parent) not in siblings:
+            siblings[id(parent)] = Siblings()
+            forget_inputs_after(parent, siblings[id(parent)])
+        know = SplitLayer(axis=axis, siblings=siblings[id(parent)])
+        if style.splits == "vocabulary":
+            _prepare_rows(layer.module, know)
+        if style.after == "sum_gradient_of_rope":
+            know.rope_dim = _rope_dim(layer, parent, root)
+        install(layer.module, style, know, sums_input=id(layer.module) not in inside)
+    replace_parameters(root, {key: local for key, (local, _) in made.items()})
+    return dict(made.values())
+
+
+# -- Patterns and styles
+
+
+def _styles_of(pattern: str, styles: Any) -> list[tuple[str, ParallelStyle | TorchStyle]]:
+    if isinstance(styles, TorchStyle):
+        return [(type(styles).__name__, styles)]
+    names: Any = [styles] if isinstance(styles, str) else styles
+    if not isinstance(names, (list, tuple)) or not names:
+        raise ConfigurationError(
+            f"tensor_parallel_plan: expected the name of a style for {pattern!r}, several of them, "
+            f"or a ParallelStyle of torch, found {styles!r}"
+        )
+    found: list[tuple[str, ParallelStyle | TorchStyle]] = []
+    for name in cast("Sequence[Any]", names):
+        known = ALIASES.get(name, name) if isinstance(name, str) else name
+        fused = re.fullmatch(r"(packed_\w+):([1-9]\d?)", str(known))
+        if fused and fused[1] in STYLES:
+            found.append((str(known), replace(STYLES[fused[1]], fused=int(fused[2]))))
+            continue
+        if not isinstance(known, str) or known not in STYLES:
+            raise ConfigurationError(
+                f"tensor_parallel_plan: expected a style for {pattern!r}, found {name!r}; "
+                f"{nearest(str(name), STYLES)}"
+            )
+        found.append((known, STYLES[known]))
+    return found
+
+
+def _matching(pattern: str, names: Sequence[str], strict: bool) -> list[str]:
+    parts = re.split(r"(\*\*|\*)", pattern)
+    text = "".join({"*": r"[^.]+", "**": r".+"}.get(it) or re.escape(it) for it in parts)
+    matches = [name for name in dict.fromkeys(names) if name and re.fullmatch(text, name)]
+    if not matches and strict:
+        known = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names if name}
+        raise ConfigurationError(
+            f"tensor_parallel_plan: expected names of modules or parameters of the LightningModule, "
+            f"found {pattern!r}, which is none; {nearest(pattern, sorted(known))} Names are those "
+            f"of named_modules(); * stands for one part of a name, ** for any number"
+        )
+    return matches
+
+
+def _plans_of_models(root: nn.Module) -> dict[str, str]:
+    """The plans that models of transformers bring along, with names seen from the root."""
+    entries: dict[str, str] = {}
+    outermost: list[str] = []
+    others: list[str] = []
+    for name, module in root.named_modules():
+        if any(name.startswith(f"{it}.") or it == "" for it in outermost):
+            continue
+        plan = getattr(module, "tp_plan", None)
+        if not isinstance(plan, Mapping):
+            continue
+        plan = cast("Mapping[str, str]", plan)
+        if not any("*" in pattern for pattern in plan):
+            others.append(type(module).__name__)
+            continue
+        outermost.append(name)
+        entries |= {join(name, pattern): style for pattern, style in plan.items()}
+    if not entries:
+        found = f"{first_three(sorted(set(others)))}, without one" if others else "no such model"
+        raise ConfigurationError(
+            f"tensor_parallel_plan='auto' takes the plan that models of transformers have "
+            f"(base_model_tp_plan of their config), found {found}. Write a mapping of names to "
+            f"styles, such as {{'model.layers.*.mlp.up_proj': 'colwise'}}"
+        )
+    return entries
+
+
+# -- Checks
+
+
+def _own_parameters(
+    layer: PlannedLayer, layers: Iterable[PlannedLayer]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a layer's style cuts or wraps: those that no entry of their own names."""
+    if layer.parameter:
+        parameter = layer.module._parameters.get(layer.parameter)
+        if parameter is not None:
+            yield layer.name, parameter
+        return
+    named = {it.parameter for it in layers if it.module is layer.module}
+    for attribute, parameter in layer.module._parameters.items():
+        if parameter is not None and attribute not in named:
+            yield join(layer.name, attribute), parameter
+
+
+def _check_undivided(layers: Sequence[PlannedLayer]) -> None:
+    for layer in layers:
+        for name, parameter in _own_parameters(layer, layers):
+            if isinstance(parameter, DTensor):
+                raise ConfigurationError(
+                    f"{name!r} is a DTensor that parallelize_module has made, and "
+                    f"tensor_parallel_plan names it as well: take one of the two out"
+                )
+
+
+def _check_layer(layer: PlannedLayer) -> None:
+    """See that a layer is one that its style splits rightly."""
+    style, module = layer.style, layer.module
+    if isinstance(style, TorchStyle) or layer.parameter:
+        return
+    kind = type(module).__name__
+    if style.splits in ("columns", "rows") and not is_linear(module):
+        raise ConfigurationError(
+            f"expected linear layers with a weight of (out_features, in_features) for style "
+            f"{layer.style_name!r}, found {layer.name!r}, a {kind}. Leave it out of "
+            f"tensor_parallel_plan, or build the model with nn.Linear there"
+        )
+    if style.splits in ("vocabulary", "features"):
+        odd = [it for it in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, it, 0)]
+        if not isinstance(module, nn.Embedding) or odd:
+            raise ConfigurationError(
+                f"expected an nn.Embedding without max_norm, scale_grad_by_freq and sparse for "
+                f"style {layer.style_name!r}, found {layer.name!r}, a {kind}"
+                f"{f' with {odd[0]}' if odd else ''}. Leave it out of tensor_parallel_plan"
+            )
+
+
+def _without_shared(
+    root: nn.Module, layers: Sequence[PlannedLayer], strict: bool
+) -> list[PlannedLayer]:
+    """The layers without those whose parameters others use whole, or cut in another way.
+
+    Raises:
+        ConfigurationError: The user's own plan names some.
+    """
+    places: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    kept = list(layers)
+    while True:
+        splits: dict[int, dict[str, object]] = {}
+        for layer in kept:
+            if isinstance(layer.style, ParallelStyle):
+                dim = {"columns": 0, "vocabulary": 0, None: None}.get(layer.style.splits, 1)
+                for name, parameter in _own_parameters(layer, kept):
+                    if dim is not None:
+                        splits.setdefault(id(parameter), {})[name] = dim, layer.style.fused
+        odd = {
+            key
+            for key, ways in splits.items()
+            if len(set(ways.values())) > 1 or ways.keys() != set(places[key])
+        }
+        if not odd:
+            return kept
+        if strict:
+            key = min(odd, key=lambda it: places[it])
+            raise ConfigurationError(
+                f"{' and '.join(places[key])} are one parameter, and tensor_parallel_plan does not "
+                f"split it in one way at all of them: name all of them with styles that split the "
+                f"same dim ('embedding_rowwise' and 'colwise_gather_output'), or none"
+            )
+        kept = [
+            layer
+            for layer in kept
+            if not any(id(it) in odd for _, it in _own_parameters(layer, kept))
+        ]
+
+
+_COUNTS = (
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+)
+"""Attributes by which models view features as heads."""
+
+_PROJECTIONS = re.compile(r"(q|k|v|qkv|query|key|value|query_key_value|q_b|kv_b)(_proj)?")
+
+
+def _check_heads(root: nn.Module, layers: Sequence[PlannedLayer], size: int, strict: bool) -> None:
+    """See that ranks get whole attention heads: a view of features as heads would mix them."""
+    named = {layer.name for layer in layers}
+    for layer in layers:
+        style = layer.style
+        if isinstance(style, TorchStyle) or style.splits != "columns" or style.after:
+            continue
+        path, _, attribute = layer.name.rpartition(".")
+        held = vars(root.get_submodule(path))
+        for count in (it for it in _COUNTS if strict and type(held.get(it)) is int):
+            if join(path, count) not in named:
+                pattern = re.sub(r"\.\d+(?=\.|$)", ".*", join(path, count))
+                raise ConfigurationError(
+                    f"{path!r} has {count}={held[count]}, by which its forward may view the "
+                    f"features of {attribute!r} as heads, and a rank has 1/{size} of them: add "
+                    f"{pattern!r}: 'divide' to tensor_parallel_plan if it does, 'keep' if it does "
+                    f"not"
+                )
+        if not _PROJECTIONS.fullmatch(attribute) or not is_linear(layer.module):
+            continue
+        around = root.get_submodule(path)
+        config = getattr(around, "config", None)
+        features = layer.module._parameters["weight"].shape[0] // style.fused  # type: ignore[union-attr]
+        head_dim = getattr(around, "head_dim", None)
+        counts: list[int] = []
+        if isinstance(head_dim, int) and features % head_dim == 0:
+            counts.append(features // head_dim)
+        else:
+            kind = ("k", "v", "key", "value")
+            names = [*_COUNTS[:6]]
+            if attribute.removesuffix("_proj") in kind:
+                names = [*_COUNTS[6:], *names]
+            found = [getattr(it, name, None) for it in (around, config) for name in names]
+            counts += [it for it in found if isinstance(it, int)][:1]
+        for count in counts:
+            if count % size:
+                fits = [it for it in range(1, count + 1) if count % it == 0]
+                raise ConfigurationError(
+                    f"{layer.name!r} has {count} attention heads, which tensor_parallel_size="
+                    f"{size} does not divide: use one of {fits}, or leave the attention of "
+                    f"{path!r} out of tensor_parallel_plan"
+                )
+
+
+def _check_inside_of_gathered(root: nn.Module, layers: Sequence[PlannedLayer]) -> None:
+    """See that gradients inside of ``gather_sequence`` are those of all ranks' tokens and features."""
+    planned = {id(it) for layer in layers for _, it in _own_parameters(layer, layers)}
+    for layer in layers:
+        if layer.style_name != "gather_sequence":
+            continue
+        for name, parameter in layer.module.named_parameters():
+            if id(parameter) not in planned:
+                raise ConfigurationError(
+                    f"the style of {layer.name!r} is 'gather_sequence', and its parameter {name!r} "
+                    f"is in no entry of tensor_parallel_plan: ranks would have parts of its "
+                    f"gradient. Split it, or give it 'replicated_with_grad_allreduce'"
+                )
+
+
+def _prepare_rows(module: nn.Module, know: SplitLayer) -> None:
+    embedding = cast("nn.Embedding", module)
+    rows = know.num_rows = embedding.num_embeddings // know.axis.size
+    if embedding.padding_idx is not None:
+        # The kernel compares it with the indices that it is given.
+        local = embedding.padding_idx - know.axis.rank * rows
+        embedding.padding_idx = local if 0 <= local < rows else None
+
+
+def _rope_dim(layer: PlannedLayer, parent: nn.Module, root: nn.Module) -> int:
+    for holder in (parent, getattr(parent, "config", None), *root.modules()):
+        found = getattr(holder, "qk_rope_head_dim", None)
+        if isinstance(found, int):
+            return found
+    raise ConfigurationError(
+        f"style {layer.style_name!r} needs qk_rope_head_dim of the module around {layer.name!r}, "
+        f"or of its config; found none"
+    )
