@@ -170,7 +170,9 @@ def check(scenario: Scenario) -> Outcome:
             plugins: list[Any] = [Place()]
             precision: dict[str, Any] = {"precision": scenario.precision}
             if scenario.precision == "16-mixed":
-                plugins.append(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
+                scaler = torch.amp.GradScaler("cpu")
+                scaler._device = "cuda"
+                plugins.append(MixedPrecision("16-mixed", "cpu", scaler))
                 precision = {}
             trainer = make_trainer(
                 ShardedDP(scenario.strategy, auto_wrap_policy={Block}, **scenario.options),

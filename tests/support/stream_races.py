@@ -211,8 +211,8 @@ class Checker:
         frame, name = sys._getframe(1), ""
         while frame is not None and not name:
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            found = re.search(r"self\.(\w+)(: \w+)? = make_stream|self\.(\w*stream\w*) = ", line)
-            name = (found[1] or found[3]) if found else ""
+            found = re.search(r"self\.(\w+)(: \w+)? = make_stream", line)
+            name = found[1] if found else ""
             frame = frame.f_back  # type: ignore[assignment]
         name = name.lstrip("_") or "stream"
         self._names[name] += 1
@@ -450,13 +450,13 @@ class Accesses(TorchDispatchMode):
             if checker.of(tensor) is None:
                 self._see_outputs(tensor, (False, False), ())
         result = func(*args, **kwargs)
-        if func.is_view or name in _NO_ACCESS:
+        if name in _NO_ACCESS:
             return result
         device = any(checker.is_on_device(tensor) for tensor in (*reads, *writes))
         if place is None:
             place = device, False
         fresh = self._see_outputs(result, place, writes)
-        if name in _ALLOCATES:
+        if name in _ALLOCATES or (func.is_view and not fresh):
             return result
         targets = [*writes, *fresh]
         if name in ("copy_", "clone") and self._copy(name, args, kwargs, reads, targets):
