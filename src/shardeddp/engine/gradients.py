@@ -21,7 +21,7 @@ from shardeddp.tensor.backward import (
 )
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
-from shardeddp.torch_private import foreach_copy_, without_torch_function
+from shardeddp.torch_private import foreach_copy_, foreach_zero_, without_torch_function
 
 # -- GradientMemory: the flat gradient tensors of one group
 
@@ -625,20 +625,22 @@ class GroupGradients:
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        empty: list[torch.Tensor] = []
         outside, self._outside = self._outside, {}
         left = stored_gradients(self._unsharded)
         for i, (slot, gradient) in enumerate(zip(slots, left, strict=False)):
             if gradient is None:
                 gradient = outside.pop(i, None)
             if gradient is None:
-                slot.zero_()
+                empty.append(slot)
                 continue
             self._packed[i] = True
             targets.append(slot)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
         store_gradients(self._unsharded, [None] * len(left))
-        for padding in slots[len(self._unsharded) :]:
-            padding.zero_()
+        empty += slots[len(self._unsharded) :]  # padding
+        if empty:
+            foreach_zero_(empty)
         if scale is not None:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, scale, out=target)
