@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 from unittest.mock import patch
 
@@ -64,11 +66,19 @@ class Scenario:
     ranks: int = 8
 
     def __str__(self) -> str:
-        told = [self.strategy, *(f"{name}={value}" for name, value in self.options.items())]
+        told = [self.strategy, *(_told(name, value) for name, value in self.options.items())]
         for name in ("accumulate", "precision", "clip", "outside", "muon", "manual", "snapshots"):
             if getattr(self, name) != getattr(Scenario, name):
                 told.append(f"{name}={getattr(self, name)}")
         return ", ".join(told)
+
+
+def _told(name: str, value: Any) -> str:
+    if name == "activation_checkpointing":
+        return "recomputed" if isinstance(value, set) else "recomputed from the host"
+    if isinstance(value, CPUOffload):
+        return "offload of " + " and ".join(it for it in ("params", "optimizer") if getattr(value, it))
+    return f"{name}={value}"
 
 
 class Net(LightningModule):
@@ -198,23 +208,69 @@ def check(scenario: Scenario) -> Outcome:
     )
 
 
-def check_all(scenarios: Sequence[Scenario]) -> dict[str, Outcome]:
-    """Each by itself."""
-    warnings.simplefilter("ignore")
-    return {str(scenario): check(scenario) for scenario in scenarios}
+# -- Grid: choices, and runs in which all pairs of them (or triples) meet
 
-
-HYBRID = {"strategy": "hybrid_shard"}
-BOTH = CPUOffload(params=True, optimizer=True)
-
-GRID = [
-    *(
-        Scenario(strategy=strategy, accumulate=accumulate)
-        for strategy in ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-        for accumulate in (1, 2)
+STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
+ON_HOST = ActivationCheckpointing(modules={Block}, cpu_offload=True)
+CHOICES: dict[str, Sequence[Any]] = {
+    "strategy": STRATEGIES,
+    "groups": ("usual", "world", "hpz"),
+    "accumulate": (1, 2),
+    "precision": ("32-true", "bf16-mixed", "16-mixed", "bf16-true"),
+    "recomputed": (None, {Block}, ON_HOST),
+    "offload": (
+        None,
+        CPUOffload(params=True),
+        CPUOffload(optimizer=True),
+        CPUOffload(params=True, optimizer=True),
     ),
-    *(
-        Scenario(strategy=strategy, precision="bf16-mixed", clip=0.1, outside=True)
-        for strategy in ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-    ),
-]
+    "clip": (None, 0.1),
+    "outside": (False, True),
+    "muon": (False, True),
+    "manual": (False, True),
+    "snapshots": (False, True),
+}
+
+
+def _fits(chosen: dict[str, Any]) -> bool:
+    strategies = {"usual": STRATEGIES, "world": STRATEGIES[1:2], "hpz": STRATEGIES[:1]}
+    by_hand = chosen["manual"] and (chosen["accumulate"] > 1 or chosen["clip"])
+    refused = chosen["muon"] and chosen["offload"] == CPUOffload(optimizer=True)
+    return chosen["strategy"] in strategies[chosen["groups"]] and not by_hand and not refused
+
+
+def _scenario(chosen: dict[str, Any]) -> Scenario:
+    given = dict(chosen)
+    options: dict[str, Any] = {
+        "usual": {},
+        "world": {"optimizer_shard": "world"},
+        "hpz": {"reshard_after_forward": 4},
+    }[given.pop("groups")]
+    if (recomputed := given.pop("recomputed")) is not None:
+        options["activation_checkpointing"] = recomputed
+    if (offload := given.pop("offload")) is not None:
+        options["cpu_offload"] = offload
+    return Scenario(options=options, **given)
+
+
+def covering(strength: int, tries: int = 40) -> list[Scenario]:
+    """Runs in which every so many choices of different kinds that fit together meet; greedy, always the same."""
+    generator = random.Random(0)
+
+    def draw() -> dict[str, Any]:
+        while True:
+            chosen = {name: generator.randrange(len(values)) for name, values in CHOICES.items()}
+            if _fits({name: CHOICES[name][index] for name, index in chosen.items()}):
+                return chosen
+
+    def met(chosen: dict[str, Any]) -> set[tuple[Any, ...]]:
+        return set(combinations(chosen.items(), strength))
+
+    possible = set().union(*(met(draw()) for _ in range(20_000)))
+    found: list[Scenario] = []
+    while possible:
+        best = max((draw() for _ in range(tries)), key=lambda it: len(met(it) & possible))
+        if new := met(best) & possible:
+            possible -= new
+            found.append(_scenario({name: CHOICES[name][index] for name, index in best.items()}))
+    return found

@@ -404,17 +404,13 @@ def site() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(PACKAGE):
-            return f"{file[len(PACKAGE):]}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # from Python 3.11 on
+            text = linecache.getline(file, frame.f_lineno).strip()
+            return f"{file[len(PACKAGE) :]}:{frame.f_lineno} ({name}: {text})"
         if not outside and "/torch/" not in file and file != __file__:
             outside = f"{Path(file).name}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return outside
-
-
-def line_of(violation_site: str) -> str:
-    """Source text of a site."""
-    file, number = violation_site.split(" ")[0].rsplit(":", 1)
-    return linecache.getline(PACKAGE + file, int(number)).strip()
 
 
 _NO_ACCESS = {"detach", "alias", "set_", "lift_fresh", "resize_", "_unsafe_view", "_reshape_alias", "is_same_size"}
@@ -505,7 +501,14 @@ class Accesses(TorchDispatchMode):
     def _collective(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         checker = self._checker
         tensors = tensors_in(args)
-        result = func(*args, **kwargs)
+        if name == "allgather_":
+            [pieces], [own] = args[:2]
+            # The fake group knows pieces of one size only.
+            result = args[0], func([[own.clone() for _ in pieces]], *args[1:], **kwargs)[1]
+            for piece in pieces:
+                piece.copy_(own) if piece.numel() == own.numel() else piece.zero_()
+        else:
+            result = func(*args, **kwargs)
         on_device = any(map(checker.is_on_device, tensors))
         stream = checker.current if on_device else None
         group = next((it for it in args if isinstance(it, torch.ScriptObject)), None)
@@ -517,6 +520,8 @@ class Accesses(TorchDispatchMode):
             own, whole = args[0], args[1]
             reads, writes = [whole], [own]
             own.copy_(whole.view(-1, own.numel())[0].view(own.shape))
+        elif name == "allgather_":
+            reads, writes = tensors_in(args[1]), tensors_in(args[0])
         elif name in ("allreduce_", "broadcast_"):
             reads = writes = tensors
         else:
@@ -657,6 +662,7 @@ def virtual_device() -> Iterator[Checker]:
         checker.access("copies that a thread will write", made, [], None)
         return made
 
+    autocast, autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     subclass = shard_tensor.make_wrapper_subclass
 
     def on_host(*args: Any, **kwargs: Any) -> Any:
@@ -690,6 +696,9 @@ def virtual_device() -> Iterator[Checker]:
             (torch.cuda, "synchronize", checker.synchronize),
             (torch.cuda, "empty_cache", lambda: None),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            # The Trainer's autocast is the CPU's.
+            (torch, "is_autocast_enabled", lambda *_: autocast("cpu")),
+            (torch, "get_autocast_dtype", lambda _: autocast_dtype("cpu")),
             (torch.accelerator, "synchronize", checker.synchronize),
             (dist, "batch_isend_irecv", transfers),
             (snapshot.HostMemory, "copies", copied),
