@@ -63,11 +63,14 @@ class Scenario:
     snapshots: bool = False
     """Checkpoints are copied to the host while training goes on."""
 
+    between: bool = False
+    """A unit is called between steps, and one of its parameters is written to at once."""
+
     ranks: int = 8
 
     def __str__(self) -> str:
         told = [self.strategy, *(_told(name, value) for name, value in self.options.items())]
-        for name in ("accumulate", "precision", "clip", "outside", "muon", "manual", "snapshots"):
+        for name in ("accumulate", "precision", "clip", "outside", "muon", "manual", "snapshots", "between"):
             if getattr(self, name) != getattr(Scenario, name):
                 told.append(f"{name}={getattr(self, name)}")
         return ", ".join(told)
@@ -128,21 +131,26 @@ class Net(LightningModule):
 class Watch(Callback):
     """Takes snapshots, and counts what holds the host up in a step that is like others."""
 
-    def __init__(self, checker: Checker, snapshots: bool) -> None:
-        self._checker, self._snapshots = checker, snapshots
+    def __init__(self, checker: Checker, scenario: Scenario) -> None:
+        self._checker, self._scenario = checker, scenario
         self._memory = HostMemory()
         self.holds: Counter[str] = Counter()
         """In the last step."""
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, _: Any, __: Any, index: int) -> None:
         """Count anew."""
-        if trainer.global_step == STEPS - 1 and trainer.fit_loop.epoch_loop.batch_progress.current.ready % max(1, trainer.accumulate_grad_batches) == 1 % max(1, trainer.accumulate_grad_batches):
+        if index % trainer.accumulate_grad_batches == 0:
             self._checker.host_waits.clear()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         """Copy all that a checkpoint has."""
         self.holds = self._checker.host_waits.copy()
-        if self._snapshots and trainer.global_step > 0:
+        if self._scenario.between:
+            block: Any = module.blocks[1]
+            with torch.no_grad():
+                block(torch.ones(2, WIDTH, device=DEVICE, dtype=block.up.weight.dtype))
+                block.up.weight.mul_(0.5)
+        if self._scenario.snapshots and trainer.global_step > 0:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint()
             names = [[name for name, _ in module.named_parameters()]]
             mesh: Any = trainer.strategy._group.mesh
@@ -176,7 +184,7 @@ def check(scenario: Scenario) -> Outcome:
             virtual_device() as checker,
         ):
             torch.manual_seed(0)
-            watch = Watch(checker, scenario.snapshots)
+            watch = Watch(checker, scenario)
             plugins: list[Any] = [Place()]
             precision: dict[str, Any] = {"precision": scenario.precision}
             if scenario.precision == "16-mixed":
@@ -229,6 +237,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "muon": (False, True),
     "manual": (False, True),
     "snapshots": (False, True),
+    "between": (False, True),
 }
 
 
@@ -253,8 +262,12 @@ def _scenario(chosen: dict[str, Any]) -> Scenario:
     return Scenario(options=options, **given)
 
 
-def covering(strength: int, tries: int = 40) -> list[Scenario]:
-    """Runs in which every so many choices of different kinds that fit together meet; greedy, always the same."""
+def covering(strength: int) -> list[Scenario]:
+    """Runs in which all so many choices of different kinds that fit together meet; always the same.
+
+    Args:
+        strength: 2 for pairs.
+    """
     generator = random.Random(0)
 
     def draw() -> dict[str, Any]:
@@ -266,10 +279,10 @@ def covering(strength: int, tries: int = 40) -> list[Scenario]:
     def met(chosen: dict[str, Any]) -> set[tuple[Any, ...]]:
         return set(combinations(chosen.items(), strength))
 
-    possible = set().union(*(met(draw()) for _ in range(20_000)))
+    possible = set().union(*(met(draw()) for _ in range(1_500 * strength)))
     found: list[Scenario] = []
     while possible:
-        best = max((draw() for _ in range(tries)), key=lambda it: len(met(it) & possible))
+        best = max((draw() for _ in range(20)), key=lambda it: len(met(it) & possible))
         if new := met(best) & possible:
             possible -= new
             found.append(_scenario({name: CHOICES[name][index] for name, index in best.items()}))
