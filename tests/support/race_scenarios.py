@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 
 from shardeddp import ActivationCheckpointing, CPUOffload, ShardedDP
 from shardeddp.checkpoint.snapshot import HostMemory, take_snapshot
-from support.stream_races import DEVICE, Checker, virtual_device
+from support.stream_races import DEVICE, Checker, Issued, virtual_device
 from support.trainers import PoolEnvironment, make_trainer
 
 WIDTH = 8
-STEPS = 4
+STEPS = 3
 """Optimizer steps; orders are known from the second on, and memory of the first is used again."""
 
 
@@ -170,12 +170,12 @@ class Outcome:
 
     violations: list[str]
     holds: dict[str, int]
-    collectives: list[tuple[str, str, int, str]]
+    collectives: list[Issued]
 
 
-def check(scenario: Scenario) -> Outcome:
-    """Train as rank 0 of so many; in a process without a process group."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scenario.ranks)
+def check(scenario: Scenario, rank: int = 0) -> Outcome:
+    """Train as one rank of so many; in a process without a process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=scenario.ranks)
     try:
         with (
             patch.object(ShardedDP, "root_device", property(lambda _: DEVICE)),

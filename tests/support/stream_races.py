@@ -86,6 +86,31 @@ class Violation:
         return f"{self.kind}: {self.earlier}; not ordered before: {self.later}; memory {self.memory}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Issued:
+    """A collective of one communicator."""
+
+    communicator: str
+    ranks: tuple[int, ...]
+    kind: str
+    nbytes: int
+    transfers: dict[tuple[int, bool], int]
+    """Bytes by peer and whether they are sent, of transfers between two."""
+
+
+def issued_in(
+    group: Any, kind: str, nbytes: int, transfers: dict[tuple[int, bool], int] | None = None
+) -> Issued:
+    """What this rank issues in a group."""
+    return Issued(
+        communicator=group.group_name,
+        ranks=tuple(dist.get_process_group_ranks(group)),
+        kind=kind,
+        nbytes=nbytes,
+        transfers=dict(transfers or {}),
+    )
+
+
 @dataclass(kw_only=True)
 class Memory:
     """What is known of a storage."""
@@ -187,8 +212,8 @@ class Checker:
         self.host_waits: Counter[str] = Counter()
         """What held the host up, by cause."""
 
-        self.collectives: list[tuple[str, str, int, str]] = []
-        """Communicator, kind, bytes, stream."""
+        self.collectives: list[Issued] = []
+        """Those of the device, in order."""
 
         self.placing: tuple[bool, bool] | None = None
         """Device (or host), pinned: of what is being allocated, if somebody has said so."""
@@ -322,10 +347,6 @@ class Checker:
             self._transfers = VirtualStream(self, "transfers")
             self.streams.append(self._transfers)
         return self._transfers
-
-    def name_of(self, group: Any) -> str:
-        """Of a communicator: its ranks and its name."""
-        return "" if group is None else dist.ProcessGroup.unbox(group).group_name
 
     def _report(self, kind: str, access: Access, later: str, memory: Memory) -> None:
         where = f"of {memory.stream} from {memory.site}"
@@ -528,9 +549,9 @@ class Accesses(TorchDispatchMode):
             reads, writes = tensors, tensors
         checker.access(name, reads, writes, stream)
         if on_device:
-            communicator = checker.name_of(group)
             nbytes = max((it.nbytes for it in tensors), default=0)
-            checker.collectives.append((communicator, name, nbytes, checker.current.name))
+            found = dist.ProcessGroup.unbox(group)
+            checker.collectives.append(issued_in(found, name, nbytes))
         return result
 
 
@@ -650,9 +671,12 @@ def virtual_device() -> Iterator[Checker]:
                 [] if sends else [each.tensor],
                 own,
             )
-        checker.collectives.append(
-            ("p2p", "batch_isend_irecv", sum(each.tensor.nbytes for each in operations), own.name)
-        )
+        group = operations[0].group
+        pairs = Counter[tuple[int, bool]]()
+        for each in operations:
+            peer = dist.get_global_rank(group, each.group_peer)
+            pairs[peer, each.op is dist.isend] += each.tensor.nbytes
+        checker.collectives.append(issued_in(group, "transfers", 0, pairs))
         return [VirtualWork(checker, own.record_event())]
 
     copies = snapshot.HostMemory.copies
