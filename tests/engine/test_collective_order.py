@@ -6,7 +6,7 @@ virtual ones, as on a device, because collectives that follow on others are issu
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
@@ -28,9 +28,9 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(120)
 
 
-def assert_same_order(logs: Sequence[Sequence[Issued]]) -> None:
-    """Each pair of ranks issues the same in communicators that both are in."""
-    for one, other in combinations(range(len(logs)), 2):
+def assert_same_order(logs: Mapping[int, Sequence[Issued]]) -> None:
+    """Each pair of ranks issues the same in communicators that both are in; logs by rank."""
+    for one, other in combinations(logs, 2):
         mine, theirs = ([it for it in logs[rank] if {one, other} <= {*it.ranks}] for rank in (one, other))
         assert mine, f"ranks {one} and {other} have issued nothing together"
         for place, (a, b) in enumerate(zip(mine, theirs, strict=False)):
@@ -150,25 +150,26 @@ def test_ranks_issue_in_one_order(
     world: Worlds, ranks: int, name: str, uneven: bool, declared: bool
 ) -> None:
     logs = world(ranks).run(train, name, uneven, declared)
-    if not uneven and name != "no_shard":
+    if not uneven and name in ("full_shard", "hybrid_shard, world", "hpZ"):
         assert any(it.kind == "all_gather_uneven_" for it in logs[0])
-    assert_same_order(logs)
+    assert_same_order(dict(enumerate(logs)))
 
 
 # -- Ranks that do not exist, under the Trainer
 
 
-def logs_of(scenario: Scenario) -> list[list[Issued]]:
-    """What each of the ranks issues, one after the other."""
+def logs_of(scenario: Scenario) -> dict[int, list[Issued]]:
+    """What ranks issue, one after the other: the first two and the last two."""
     dist.destroy_process_group()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [check(scenario, rank).collectives for rank in range(scenario.ranks)]
+        ranks = (0, 1, scenario.ranks - 2, scenario.ranks - 1)
+        return {rank: check(scenario, rank).collectives for rank in ranks}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.parametrize("scenario", covering(2)[:16], ids=str)
+@pytest.mark.parametrize("scenario", covering(2)[:8], ids=str)
 def test_ranks_issue_in_one_order_under_the_trainer(
     world: Worlds, scenario: Scenario, ranks: int
 ) -> None:
@@ -184,8 +185,8 @@ def test_another_order_is_noticed() -> None:
             for kind in kinds
         ]
 
-    assert_same_order([log("a", "b"), log("a", "b")])
+    assert_same_order({0: log("a", "b"), 1: log("a", "b")})
     with pytest.raises(AssertionError, match="1. of ranks 0 and 1"):
-        assert_same_order([log("a", "b"), log("a", "c")])
+        assert_same_order({0: log("a", "b"), 1: log("a", "c")})
     with pytest.raises(AssertionError, match="ranks 0 and 1"):
-        assert_same_order([log("a", "b"), log("a", "b", "c")])
+        assert_same_order({0: log("a", "b"), 1: log("a", "b", "c")})
