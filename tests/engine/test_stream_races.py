@@ -58,6 +58,8 @@ def test_everything_is_ordered_where_three_options_meet(world: Worlds) -> None:
 
 # -- Mutants
 
+FULL = Scenario()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
@@ -68,13 +70,12 @@ class Mutant:
 
     line: str
     becomes: str = "pass"
-    scenario: Scenario = Scenario()
+    scenario: Scenario = FULL
     kind: str = "race"
     told: Sequence[str]
     """Parts of one violation."""
 
 
-FULL = Scenario()
 HYBRID = Scenario(strategy="hybrid_shard")
 WIDER = replace(HYBRID, precision="bf16-true")
 FROM_HOST = Scenario(options={"cpu_offload": CPUOffload(params=True)})
@@ -223,9 +224,15 @@ def mutated(mutant: Mutant) -> Iterator[None]:
     tree = ast.increment_lineno(
         ast.parse(source.replace(line, mutant.becomes)), function.__code__.co_firstlineno - 1
     )
-    flags = function.__code__.co_flags & importlib.import_module("__future__").annotations.compiler_flag
+    flags = (
+        function.__code__.co_flags & importlib.import_module("__future__").annotations.compiler_flag
+    )
     names: dict[str, Any] = {}
-    exec(compile(tree, inspect.getfile(function), "exec", flags=flags), vars(importlib.import_module(module)), names)
+    exec(
+        compile(tree, inspect.getfile(function), "exec", flags=flags),
+        vars(importlib.import_module(module)),
+        names,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, names[name])
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -70,7 +69,16 @@ class Scenario:
 
     def __str__(self) -> str:
         told = [self.strategy, *(_told(name, value) for name, value in self.options.items())]
-        for name in ("accumulate", "precision", "clip", "outside", "muon", "manual", "snapshots", "between"):
+        for name in (
+            "accumulate",
+            "precision",
+            "clip",
+            "outside",
+            "muon",
+            "manual",
+            "snapshots",
+            "between",
+        ):
             if getattr(self, name) != getattr(Scenario, name):
                 told.append(f"{name}={getattr(self, name)}")
         return ", ".join(told)
@@ -80,7 +88,9 @@ def _told(name: str, value: Any) -> str:
     if name == "activation_checkpointing":
         return "recomputed" if isinstance(value, set) else "recomputed from the host"
     if isinstance(value, CPUOffload):
-        return "offload of " + " and ".join(it for it in ("params", "optimizer") if getattr(value, it))
+        return "offload of " + " and ".join(
+            it for it in ("params", "optimizer") if getattr(value, it)
+        )
     return f"{name}={value}"
 
 

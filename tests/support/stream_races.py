@@ -83,7 +83,9 @@ class Violation:
     """Where the memory comes from."""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.earlier}; not ordered before: {self.later}; memory {self.memory}"
+        return (
+            f"{self.kind}: {self.earlier}; not ordered before: {self.later}; memory {self.memory}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +315,10 @@ class Checker:
                 known = max(stream.clock.get(access.stream, 0), self.host.get(access.stream, 0))
                 if access.stream not in (stream.name, *memory.recorded) and known < access.place:
                     self._report(
-                        "use after unmap", access, f"release at {site()}, behind {stream.name}", memory
+                        "use after unmap",
+                        access,
+                        f"release at {site()}, behind {stream.name}",
+                        memory,
                     )
         memory.accesses = []
 
@@ -414,7 +419,9 @@ class Checker:
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and last of what a tensor may touch of its storage."""
     start = tensor.storage_offset()
-    last = start + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    last = start + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return start * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
@@ -434,9 +441,26 @@ def site() -> str:
     return outside
 
 
-_NO_ACCESS = {"detach", "alias", "set_", "lift_fresh", "resize_", "_unsafe_view", "_reshape_alias", "is_same_size"}
+_NO_ACCESS = {
+    "detach",
+    "alias",
+    "set_",
+    "lift_fresh",
+    "resize_",
+    "_unsafe_view",
+    "_reshape_alias",
+    "is_same_size",
+}
 _ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_HOLDS_UP = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "is_set_to"}
+_HOLDS_UP = {
+    "_local_scalar_dense",
+    "equal",
+    "nonzero",
+    "is_nonzero",
+    "masked_select",
+    "_unique2",
+    "is_set_to",
+}
 
 
 class Accesses(TorchDispatchMode):
@@ -463,7 +487,10 @@ class Accesses(TorchDispatchMode):
             return result
         reads, writes = _arguments(func, args, kwargs)
         place = checker.placing
-        for tensor in (*reads, *writes):  # made before there was a checker, or by an operation unseen
+        for tensor in (
+            *reads,
+            *writes,
+        ):  # made before there was a checker, or by an operation unseen
             if checker.of(tensor) is None:
                 self._see_outputs(tensor, (False, False), ())
         result = func(*args, **kwargs)
@@ -508,7 +535,9 @@ class Accesses(TorchDispatchMode):
             checker.hold_up(stream, "copy to pageable memory at " + site())
         return True
 
-    def _see_outputs(self, result: Any, place: Any, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _see_outputs(
+        self, result: Any, place: Any, known: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         fresh: list[torch.Tensor] = []
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()

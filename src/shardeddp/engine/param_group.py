@@ -64,7 +64,9 @@ class FlatGroup:
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = self._resident or sharding.reshard is Reshard.NEVER
 
-        self.main_shard = lender.main_shard if lender else _make_shard(layout, dtype, mesh, self._on_host)
+        self.main_shard = (
+            lender.main_shard if lender else _make_shard(layout, dtype, mesh, self._on_host)
+        )
         """1D, shard_numel; lives as long as the model."""
         memory = self.main_shard if self._resident else None
         self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory)
@@ -182,9 +184,7 @@ class FlatGroup:
             return self._mesh.gather.all_gather_(flat)
         if not self.stale:
             return self._gather_split(self._part)
-        self._copy_main_shard(
-            self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank]
-        )
+        self._copy_main_shard(self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank])
         return self._mesh.collect.all_gather_(self._part).then(
             partial(self._gather_split, self._part)
         )
@@ -195,7 +195,7 @@ class FlatGroup:
 
     def _copy_main_shard(self, target: torch.Tensor) -> None:
         """On the gather stream: cast it into its place."""
-        if self._copying is None:
+        if self._copying is None or self._arriving is None:
             target.copy_(self.main_shard)
             return
         self._copying.wait()
