@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from shardeddp import CPUOffload
-from support.race_scenarios import Outcome, Scenario, check, covering
+from support.race_scenarios import ON_HOST, Outcome, Scenario, check, covering
 from world import Worlds
 
 pytestmark = pytest.mark.timeout(120)
@@ -54,6 +54,28 @@ def test_everything_is_ordered_where_two_options_meet(world: Worlds) -> None:
 @pytest.mark.timeout(1200)
 def test_everything_is_ordered_where_three_options_meet(world: Worlds) -> None:
     assert world(1).run(found_in, 3, timeout_s=1100) == [{}]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+def test_state_on_the_host_trains_as_state_on_the_device(world: Worlds, strategy: str) -> None:
+    usual = Scenario(strategy=strategy, accumulate=2, outside=True)
+    offloads = [CPUOffload(params=True), CPUOffload(optimizer=True)]
+    scenarios = [usual, *(replace(usual, options={"cpu_offload": each}) for each in offloads)]
+    [(usually, *others)] = world(1).run(outcomes_of, scenarios)
+    assert len(set(usually.losses)) == len(usually.losses)
+    for other in others:
+        assert other.losses == pytest.approx(usually.losses, rel=1e-5)
+
+
+def test_a_steady_step_does_not_hold_the_host_up(world: Worlds) -> None:
+    on_device = Scenario(strategy="hybrid_shard", accumulate=2, precision="bf16-mixed", clip=0.1)
+    from_host = Scenario(options={"cpu_offload": CPUOffload(params=True)})
+    recomputed = Scenario(options={"activation_checkpointing": ON_HOST})
+    [found] = world(1).run(outcomes_of, [on_device, from_host, recomputed])
+    holds = [outcome.holds for outcome in found]
+    # For copies of each of four units, in forward and in backward but for the root and for the last
+    # block, and for the gradients.
+    assert holds == [{}, {"event": 6, "synchronize": 1}, {}]
 
 
 # -- Mutants

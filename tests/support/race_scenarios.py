@@ -100,6 +100,7 @@ class Net(LightningModule):
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         self.scenario = scenario
+        self.losses: list[torch.Tensor] = []
         self.automatic_optimization = not scenario.manual
         self.input = nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
@@ -125,6 +126,7 @@ class Net(LightningModule):
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         loss = self(batch).square().mean()
+        self.losses.append(loss.detach())
         if self.scenario.outside:
             weight = self.blocks[1].down.weight
             loss = loss + 1e-3 * weight.square().sum()
@@ -181,6 +183,8 @@ class Outcome:
     violations: list[str]
     holds: dict[str, int]
     collectives: list[Issued]
+    losses: list[float]
+    """Of all micro-batches; other ranks are taken to hold what this one holds."""
 
 
 def check(scenario: Scenario, rank: int = 0) -> Outcome:
@@ -214,7 +218,8 @@ def check(scenario: Scenario, rank: int = 0) -> Outcome:
                 **precision,
             )
             data = torch.randn(2 * STEPS * scenario.accumulate, WIDTH)
-            trainer.fit(Net(scenario), DataLoader(data, batch_size=2))
+            model = Net(scenario)
+            trainer.fit(model, DataLoader(data, batch_size=2))
             if trainer.global_step != STEPS:
                 raise RuntimeError(f"{scenario} has made {trainer.global_step} steps")
     finally:
@@ -223,6 +228,7 @@ def check(scenario: Scenario, rank: int = 0) -> Outcome:
         violations=[f"{violation} ({count} times)" for violation, count in checker.found.items()],
         holds=dict(watch.holds),
         collectives=checker.collectives,
+        losses=[float(loss) for loss in model.losses],
     )
 
 
