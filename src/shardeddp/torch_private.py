@@ -137,6 +137,7 @@ storage_use_count: Callable[[int], int] = _private("torch._C:_storage_Use_Count"
 
 foreach_copy_: Any = _private("torch:_foreach_copy_")
 foreach_mul_: Any = _private("torch:_foreach_mul_")
+foreach_zero_: Any = _private("torch:_foreach_zero_")
 parse_to: Any = _private("torch._C:_nn._parse_to")
 """Device, dtype and further arguments as ``Module.to`` reads them."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardeddp.checkpoint.snapshot import Share, Snapshot
+from shardeddp.checkpoint.snapshot import HostMemory, Share, Snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
@@ -90,3 +90,18 @@ def test_replicas_write_in_turn_and_are_compared(world: Worlds, tmp_path: Path) 
     expected = "replicas differ: model.weight_0, elements from 0 to 256, is not the same on rank 1"
     assert first.startswith(f"{expected} as on rank 0")
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_copies_lie_in_chunks_and_their_memory_is_used_again() -> None:
+    memory = HostMemory(chunk_nbytes=256)
+    tensors = [torch.randn(numel) for numel in (10, 30, 0, 100, 7, 50)]
+    copies = memory.copies(tensors)
+    torch.testing.assert_close(copies, tensors, rtol=0, atol=0)
+    storages = {
+        copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies
+    }
+    assert sorted(storages.values()) == [64, 192, 256, 448]
+    again = memory.copies([tensor + 1 for tensor in tensors[:4]])
+    assert [it.data_ptr() for it in again] == [it.data_ptr() for it in copies[:4]]
+    larger = [torch.randn(200), *tensors]
+    torch.testing.assert_close(memory.copies(larger), larger, rtol=0, atol=0)

@@ -1,7 +1,9 @@
 """The first rank that fails is heard by those whose transfers break because of it."""
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardeddp.comm import Mesh
+from shardeddp.comm import Mesh, propagation
 from shardeddp.comm.store import StoreClient
 from shardeddp.errors import DesyncError, LostRankError, RankError
 from shardeddp.plan.topology import Topology
@@ -52,6 +54,65 @@ def test_a_broken_transfer_gets_the_traceback_of_the_rank_that_failed_as_its_cau
     if dist.get_rank() == 0:
         assert not isinstance(break_down(mesh), RankError)
     dist.barrier()
+
+
+class DeviceGroup:
+    """In the place of a group of NCCL: what the device does in it is never over, but for an abort."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        """Let the device go on."""
+        self.aborted.set()
+
+    def item(self) -> bool:
+        """Wait for the device, as ``Tensor.item`` does; whether that came to an end."""
+        return self.aborted.wait(10)
+
+
+@contextmanager
+def on_a_device() -> Iterator[DeviceGroup]:
+    """Collectives that a device waits in, beside those of the host."""
+    group, real, config = DeviceGroup(), propagation.process_groups, propagation.backend_config
+    with (
+        mock.patch.object(propagation, "process_groups", lambda: [*real(), group]),
+        mock.patch.object(
+            propagation, "backend_config", lambda it: "cuda:nccl" if it is group else config(it)
+        ),
+    ):
+        yield group
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_for_its_device_goes_on_once_another_has_failed() -> None:
+    mesh = make_mesh()
+    mesh.begin_run()
+    dist.barrier()
+    with on_a_device() as group:
+        if dist.get_rank() == 1:
+            mesh.error_propagation.explain(ValueError("no such token"))
+            group.aborted.wait(1.2)
+        else:
+            assert group.item()
+
+
+@on_ranks(2)
+def test_a_rank_that_has_failed_aborts_its_communicators_before_it_ends() -> None:
+    mesh = make_mesh()
+    with on_a_device() as group:
+        mesh.error_propagation.explain(ValueError("no such token"))
+        mesh.error_propagation.leave()
+        assert group.aborted.is_set()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_rank_that_computes_for_long_keeps_its_communicators_where_none_has_failed() -> None:
+    mesh = make_mesh()
+    mesh.begin_run()
+    with on_a_device() as group:
+        assert not group.aborted.wait(2.5)
 
 
 @pytest.mark.slow

@@ -156,11 +156,11 @@ def test_a_frozen_module_passes_gradients_on() -> None:
 
 
 class Moves(saved_tensors_hooks):
-    """In the place of ``save_on_cpu``: takes down what would be moved."""
+    """In the place of ``SavedOnHost``: takes down what would be moved."""
 
     moved: list[torch.Tensor]
 
-    def __init__(self, pin_memory: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(self.pack, lambda tensor: tensor.clone())
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ class Moves(saved_tensors_hooks):
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What is moved to host memory."""
-    monkeypatch.setattr(activation_checkpointing, "save_on_cpu", Moves)
+    monkeypatch.setattr(activation_checkpointing, "SavedOnHost", Moves)
     monkeypatch.setattr(Moves, "moved", [], raising=False)
     return Moves.moved
 

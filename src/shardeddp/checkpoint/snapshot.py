@@ -39,43 +39,65 @@ from shardeddp.plan.layout import Interval
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.shard_tensor import ShardTensor
 
-# -- HostMemory: one buffer for the copies of all saves
+# -- HostMemory: memory for the copies of all saves
 
 _ALIGNMENT = 64
+_CHUNK_NBYTES = 1 << 30
 
 
 class HostMemory:
     """Keeps its memory: pages new from the system cost ten times a copy into known pages.
 
-    It is pinned where there are devices to copy from.
+    It is pinned where there are devices to copy from. It is made of chunks: pinned memory is
+    allocated in powers of two, which for one of 140 GB would be 256.
+
+    Args:
+        chunk_nbytes: Of all chunks but those for a single larger tensor.
     """
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, chunk_nbytes: int = _CHUNK_NBYTES) -> None:
+        self._chunk_nbytes = chunk_nbytes
+        self._chunks: list[torch.Tensor] = []
+        self._is_pinned = False
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors, 1D and contiguous, to the host; return when they have arrived.
 
         The copies are valid until the next call.
         """
-        offsets = [0]
-        for tensor in tensors:
-            offsets.append(offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
-        if self._buffer.numel() < offsets[-1]:
-            # The old memory is freed before the new one is allocated.
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(
-                offsets[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-            )
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        places, chunks = self._layout(tensors)
+        fits = len(chunks) <= len(self._chunks) and all(
+            nbytes <= chunk.numel() for nbytes, chunk in zip(chunks, self._chunks, strict=False)
+        )
+        if not fits or (devices and not self._is_pinned):
+            self._chunks = []  # freed before new ones are allocated
+            self._is_pinned = bool(devices)
+            self._chunks = [
+                torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+                for nbytes in chunks
+            ]
         copies = [
-            self._buffer[offset : offset + tensor.nbytes]
+            self._chunks[chunk][offset : offset + tensor.nbytes]
             .view(tensor.dtype)
             .copy_(tensor, non_blocking=True)
-            for offset, tensor in zip(offsets, tensors, strict=False)
+            for (chunk, offset), tensor in zip(places, tensors, strict=True)
         ]
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        for device in devices:
             torch.accelerator.synchronize(device)
         return copies
+
+    def _layout(self, tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, int]], list[int]]:
+        """Chunk and offset of every tensor, and bytes of every chunk."""
+        places: list[tuple[int, int]] = []
+        chunks: list[int] = [0]
+        for tensor in tensors:
+            nbytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            if chunks[-1] and chunks[-1] + nbytes > self._chunk_nbytes:
+                chunks.append(0)
+            places.append((len(chunks) - 1, chunks[-1]))
+            chunks[-1] += nbytes
+        return places, chunks
 
 
 # -- Replica check: equal elements have equal bits

@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 
 from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, Reduction, reduce_highest
-from shardeddp.comm.backends import disconnect
 from shardeddp.comm.collectives import in_forked_process
 from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
-from shardeddp.comm.propagation import ErrorPropagation
+from shardeddp.comm.propagation import ErrorPropagation, break_off, waits_on_device
 from shardeddp.errors import DesyncError
 from shardeddp.torch_private import (
     COLLECTIVES_FILE,
-    backend_config,
     current_backward,
     process_groups,
 )
@@ -264,6 +262,10 @@ class DesyncCheck:
         """End the wait of this rank if it has failed already, or can never be over."""
         if self._over or not self._report["waits"] or self._report["still_s"] < ALARM_S:
             self._asked = 0
+            # A wait for the device (`.item()`) looks like any other code that takes long.
+            is_still = not self._over and self._report["still_s"] >= ALARM_S
+            if is_still and waits_on_device() and self._error_propagation.has_failed():
+                self._break_off()
             return
         if self._error_propagation.is_known():
             self._break_off()
@@ -301,12 +303,7 @@ class DesyncCheck:
     def _break_off(self) -> None:
         """Let all that this rank waits for fail: its connections are closed."""
         self._over = True
-        for group in process_groups():
-            backends = backend_config(group)
-            if "gloo" in backends:
-                disconnect(group)
-            if "nccl" in backends:
-                group.abort()
+        break_off()
 
 
 def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -135,6 +135,17 @@ class LivenessProbe:
         """Answer, if somebody has asked since the last time."""
         watchers = [(look(), judge()) for look, judge in self._watchers]
         where = self._see([look for look, _ in watchers if look is not None])
+        try:
+            self._answer(where)
+        except SilentStoreError:
+            raise
+        except LostStoreError:
+            pass  # who hosts it is gone: this rank may wait for that one, which is judged below
+        for _, judge in watchers:
+            if judge is not None:
+                judge()
+
+    def _answer(self, where: str) -> None:
         question = self._client.count("question", 0)
         if question > self._answered:
             reports = {
@@ -144,9 +155,6 @@ class LivenessProbe:
             }
             self._write_answer({"question": question, "where": where, "reports": reports})
             self._answered = question
-        for _, judge in watchers:
-            if judge is not None:
-                judge()
 
     def _see(self, looks: Iterable[Look]) -> str:
         # A frame keeps all that its function works with; it must not wait here for the store.

@@ -285,6 +285,10 @@ class Mesh:
         self.reduce_stream: CommStream = make_stream(device)
         self.replicate_stream: CommStream = make_stream(device)
         """Of reductions across replicas, so that those in the shard group wait for none of them."""
+        self.copy_in_stream: CommStream = make_stream(device)
+        """Of copies from host memory, so that the next unit's is under way during a gather."""
+        self.copy_out_stream: CommStream = make_stream(device)
+        """Of copies to host memory, so that the next reduction waits for none of them."""
         self._meetings = StoreClient("meetings", self.rank)
         self._describe_mismatches(self.world_control, everyone[0])
         self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
@@ -338,10 +342,8 @@ class Mesh:
         return tuple(map(self.topology.slice_rank, self.owners.ranks))
 
     def drain(self) -> None:
-        """Block the host until both streams are done, for data that they copied to host memory."""
-        self.gather_stream.drain()
-        self.reduce_stream.drain()
-        self.replicate_stream.drain()
+        """Block the host until gradients that compute has waited for are in host memory."""
+        self.copy_out_stream.drain()
 
     def give_back(self) -> None:
         """A run has ended: later ones of this process may communicate by the same groups."""

@@ -17,7 +17,7 @@ from shardeddp.comm.liveness import LivenessProbe, place_of
 from shardeddp.comm.rendezvous import has_agent_store
 from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 from shardeddp.errors import DesyncError, LostRankError, RankError
-from shardeddp.torch_private import process_groups
+from shardeddp.torch_private import backend_config, process_groups
 
 # -- Failures: the traceback of the first rank that failed
 
@@ -73,6 +73,15 @@ class ErrorPropagation:
     def is_known(self) -> bool:
         """Whether a rank has left an error in this run, while this one has none of its own."""
         return not self._explained and self._client.has([_FIRST])
+
+    def has_failed(self) -> bool:
+        """Whether any rank has left an error in this run, or the one that hosts the store is gone."""
+        try:
+            return self._explained or self._client.has([_FIRST])
+        except SilentStoreError:
+            return False
+        except LostStoreError:
+            return True
 
     def report_desync(self, text: str) -> None:
         """Tell all ranks, this one too, that they wait for each other in different places."""
@@ -265,13 +274,31 @@ def _place_of_error(error: BaseException) -> str:
     return place_of(frames[-1] if frames else None)
 
 
+def break_off() -> None:
+    """Let all that this rank waits for fail: connections are closed, communicators aborted.
+
+    A device that waits for another rank in a communicator of NCCL goes on, and so does whoever
+    waits for the device: ``.item()``, a copy to the host, the end of a process group.
+    """
+    for group in process_groups():
+        backends = backend_config(group)
+        if "gloo" in backends:
+            disconnect(group)
+        if "nccl" in backends:
+            group.abort()
+
+
+def waits_on_device() -> bool:
+    """Whether there are groups in which the device waits for other ranks, and not the host."""
+    return any("nccl" in backend_config(group) for group in process_groups())
+
+
 def _leave(client: StoreClient, readers: int) -> None:
     """Let the others see that this rank ends, and this many of them read why."""
     # The end of the process closes connections only after all other exit handlers (a logger's
     # upload may take minutes). Ranks that look for the reason must also break their wait while the
     # store is there, which ends with its host.
-    for group in process_groups():
-        disconnect(group)
+    break_off()
     deadline = time.monotonic() + LOOKUP_S
     with contextlib.suppress(LostStoreError):
         while readers and client.count(_EXPLAINED, 0) < readers and time.monotonic() < deadline:

@@ -39,6 +39,12 @@ class StreamHandle:
             torch.cuda.current_stream(self._device).wait_event(self._done)
         self._pending.wait()
 
+    def synchronize(self) -> None:
+        """Block the host until the result is there, for what the host itself does with it."""
+        if self._done is not None:
+            self._done.synchronize()
+        self._pending.wait()
+
     def advance(self) -> bool:
         """Wait for the collective under way, and issue the one that follows; whether there is one.
 
@@ -58,16 +64,26 @@ class CommStream(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Block the host until everything issued is done, for what it copied to host memory."""
+        """Block the host until everything issued is done, and what compute has enqueued so far.
+
+        For what is copied to host memory, there or by compute itself.
+        """
 
     @abstractmethod
-    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:
+    def issue(
+        self, action: Callable[[], CollectiveHandle], *, behind_compute: bool = True
+    ) -> StreamHandle:
         """Run ``action`` on the stream, behind everything that compute has enqueued so far.
 
         That order is what makes memory safe without ``record_stream``: a buffer that compute has
         released is filled again on the stream only after compute's last use of it, and a buffer
         that compute allocated is waited for by compute before it is released. Inside of another
         stream's action, that one stands in the place of compute.
+
+        Args:
+            action: Runs at once, and enqueues.
+            behind_compute: False for what touches only memory of the host and of this stream, with
+                which :meth:`follow_compute` has kept compute in order.
         """
 
     @abstractmethod
@@ -86,7 +102,9 @@ class HostStream(CommStream):
     def drain(self) -> None:  # noqa: D102
         return
 
-    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:  # noqa: D102
+    def issue(  # noqa: D102
+        self, action: Callable[[], CollectiveHandle], *, behind_compute: bool = True
+    ) -> StreamHandle:
         self.issued += 1
         return StreamHandle(action(), None)
 
@@ -108,14 +126,16 @@ class CudaStream(CommStream):
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def drain(self) -> None:  # noqa: D102
-        # What compute's stream copies is meant too: sums that accumulate on the host are completed
-        # there.
+        # Sums that accumulate on the host are copied by compute's stream.
         self.follow_compute()
         self._stream.synchronize()
 
-    def issue(self, action: Callable[[], CollectiveHandle]) -> StreamHandle:  # noqa: D102
+    def issue(  # noqa: D102
+        self, action: Callable[[], CollectiveHandle], *, behind_compute: bool = True
+    ) -> StreamHandle:
         self.issued += 1
-        self.follow_compute()
+        if behind_compute:
+            self.follow_compute()
         with torch.cuda.stream(self._stream):
             pending = action()
         done = torch.cuda.Event()

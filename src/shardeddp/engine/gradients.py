@@ -22,7 +22,7 @@ from shardeddp.tensor.backward import (
 )
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
-from shardeddp.torch_private import foreach_copy_, without_torch_function
+from shardeddp.torch_private import foreach_copy_, foreach_zero_, without_torch_function
 
 # -- GradientMemory: the flat gradient tensors of one group
 
@@ -64,10 +64,9 @@ class GradientMemory:
     def open_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The gradient shard, and its slots where it is packed into."""
         if self.shard is None:
-            on_host = self._main_shard.device != self.mesh.device
             self.shard = (
                 empty_on_host(self._main_shard, self.mesh.device)
-                if on_host
+                if self.is_on_host
                 else torch.empty_like(self._main_shard)
             )
             self.shard.zero_()
@@ -89,6 +88,15 @@ class GradientMemory:
         """Give the gradient buffer's memory back."""
         if self._buffer is not None:
             release(self._buffer)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the gradient shard is in host memory, beside a device that computes."""
+        return self._main_shard.device != self.mesh.device
+
+    def leave_buffer(self, output: torch.Tensor) -> torch.Tensor:
+        """The same elements outside of the gradient buffer, so that it waits for no replicas."""
+        return output if output is self.shard else output.clone()
 
     def keep_partial(self, output: torch.Tensor) -> None:
         """Put what has been averaged in the shard group by for a later micro-batch to share."""
@@ -215,7 +223,8 @@ class Reduction:
         # stream it would not be.
         self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
         self._in_buffer = True
-        self._sharing: StreamHandle | None = None  # what follows across replicas, once issued
+        # What follows in other streams once issued: across replicas, then to host memory.
+        self._following: list[StreamHandle] = []
         mesh = memory.mesh
 
         def action() -> CollectiveHandle:
@@ -226,8 +235,9 @@ class Reduction:
     def advance(self) -> bool:
         """Wait for the collective and issue the next; True when the gradient shard is complete.
 
-        Where streams keep the order, compute waits for the shard group alone, and for replicas in
-        :meth:`finish`: between nodes they are by far the slowest.
+        Where streams keep the order, compute waits for the shard group alone, and in
+        :meth:`finish` for replicas, which between nodes are by far the slowest, and for copies to
+        host memory.
         """
         return self._advance(waits=False)
 
@@ -237,9 +247,9 @@ class Reduction:
             pass
 
     def _advance(self, waits: bool) -> bool:
-        sharing = self._sharing
-        self._handle.advance()  # which may issue what is shared
-        if self._in_buffer and self._sharing is None and self._adds:
+        following = self._following.copy()
+        self._handle.advance()  # which may issue what follows
+        if self._in_buffer and not self._following and self._adds:
             self._memory.absorb(self._output, self._kept)
         if self._in_buffer:
             # Only the first collective needed it, and another reduction may have opened it since.
@@ -247,14 +257,16 @@ class Reduction:
             # and gets this memory is written after it was read.
             self._in_buffer = False
             self._memory.close_buffer()
-        if self._sharing is None:
+        if not self._following:
             return True
-        if sharing is None or (sharing.is_ordered and not waits):
+        if not following or (following[0].is_ordered and not waits):
             return False
-        sharing.wait()
+        following[0].wait()  # which may issue the copy to host memory
+        for copied in self._following[1:]:
+            copied.wait()
         if self._adds:
             self._memory.absorb(self._output, self._kept)
-        # Memory of the stream that replicas and compute have used.
+        # Memory of the stream that the others and compute have used.
         self._memory.mesh.reduce_stream.follow_compute()
         return True
 
@@ -266,13 +278,14 @@ class Reduction:
             if self._partial is not None:
                 self._output.add_(self._partial)
                 self._partial = None
-            if self._output is not memory.shard:  # the gradient buffer waits for no replicas
-                self._output = self._output.clone()
-            self._sharing = memory.mesh.replicate_stream.issue(
-                lambda: self._share().then(self._shared)
+            self._output = memory.leave_buffer(self._output)
+            self._following.append(
+                memory.mesh.replicate_stream.issue(lambda: self._share().then(self._shared))
             )
         elif not self._adds:
-            memory.absorb(self._output, self._kept)
+            if memory.is_on_host:
+                self._output = memory.leave_buffer(self._output)
+            self._absorb()
         return CollectiveHandle()
 
     def _share(self) -> CollectiveHandle:
@@ -284,8 +297,21 @@ class Reduction:
 
     def _shared(self) -> CollectiveHandle:
         if not self._adds:
-            self._memory.absorb(self._output, self._kept)
+            self._absorb()
         return CollectiveHandle(keep=(self._output,))
+
+    def _absorb(self) -> None:
+        """Bring averages to the gradient shard, on a stream of its own where that is in host memory."""
+        memory, output, kept = self._memory, self._output, self._kept
+        if not memory.is_on_host:
+            memory.absorb(output, kept)
+            return
+
+        def action() -> CollectiveHandle:
+            memory.absorb(output, kept)
+            return CollectiveHandle()
+
+        self._following.append(memory.mesh.copy_out_stream.issue(action))
 
 
 # -- GroupGradients: packing, reduction and the gradient shard of one group
@@ -618,20 +644,22 @@ class GroupGradients:
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        empty: list[torch.Tensor] = []
         outside, self._outside = self._outside, {}
         left = stored_gradients(self._unsharded)
         for i, (slot, gradient) in enumerate(zip(slots, left, strict=False)):
             if gradient is None:
                 gradient = outside.pop(i, None)
             if gradient is None:
-                slot.zero_()
+                empty.append(slot)
                 continue
             self._packed[i] = True
             targets.append(slot)
             sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
         store_gradients(self._unsharded, [None] * len(left))
-        for padding in slots[len(self._unsharded) :]:
-            padding.zero_()
+        empty += slots[len(self._unsharded) :]  # padding
+        if empty:
+            foreach_zero_(empty)
         if scale is not None:
             for target, source in zip(targets, sources, strict=True):
                 torch.mul(source, scale, out=target)

@@ -59,12 +59,14 @@ class FlatGroup:
             specs[0].param_dtype,
             specs[0].reduce_dtype,
         )
-        on_host = sharding.offload_params and mesh.device.type != "cpu"
-        self._resident = layout.shard_size == 1 and param_dtype is dtype and not on_host
+        self._on_host = sharding.offload_params and mesh.device.type != "cpu"
+        self._resident = layout.shard_size == 1 and param_dtype is dtype and not self._on_host
         """The main shard is the whole flat buffer: nothing is ever gathered or released."""
         self._retain = self._resident or sharding.reshard is Reshard.NEVER
 
-        self.main_shard = lender.main_shard if lender else _make_shard(layout, dtype, mesh, on_host)
+        self.main_shard = (
+            lender.main_shard if lender else _make_shard(layout, dtype, mesh, self._on_host)
+        )
         """1D, shard_numel; lives as long as the model."""
         memory = self.main_shard if self._resident else None
         self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory)
@@ -81,6 +83,10 @@ class FlatGroup:
 
         Filled when the main shard has changed.
         """
+        # 1D, shard_numel; a main shard in host memory on its way to the gather, and the event of its
+        # arrival -> waited for by the gather stream, and by the host, which may write to it then.
+        self._arriving: torch.Tensor | None = None
+        self._copying: StreamHandle | None = None
         # 1D; this rank's part of the gathered buffer, kept from forward to backward.
         self._kept_part: torch.Tensor | None = None
         self.local = (
@@ -150,9 +156,18 @@ class FlatGroup:
         elif self._kept_part is not None and not self.stale:
             handle = self._mesh.gather_stream.issue(self._gather_parts)
         else:
+            if self._on_host and (self._part is None or self.stale):
+                # Memory of that stream, so that it waits for none of the gathers before.
+                self._copying = self._mesh.copy_in_stream.issue(self._copy_in, behind_compute=False)
             handle = self._mesh.gather_stream.issue(self._gather_shards)
         self._note_gather()
         return handle
+
+    def finish_copies(self) -> None:
+        """Let the host write to a main shard in its memory: it has been read."""
+        if self._copying is not None:
+            self._copying.synchronize()
+            self._copying = None
 
     def forget(self) -> None:
         """Let the next :meth:`unshard` gather all of it, as on ranks that hold nothing of it."""
@@ -164,16 +179,30 @@ class FlatGroup:
         # Memory and copy belong to the stream: its allocator stream, and behind compute's last use
         # of the buffer.
         flat, own = self.buffer.allocate(), self._own_slice()
-        main = self.main_shard.to(self._mesh.device, non_blocking=True)
         if self._part is None:
-            own.copy_(main)
+            self._copy_main_shard(own)
             return self._mesh.gather.all_gather_(flat)
         if not self.stale:
             return self._gather_split(self._part)
-        self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank].copy_(main)
+        self._copy_main_shard(self._part.view(self._mesh.collect.size, -1)[self._mesh.collect.rank])
         return self._mesh.collect.all_gather_(self._part).then(
             partial(self._gather_split, self._part)
         )
+
+    def _copy_in(self) -> CollectiveHandle:
+        self._arriving = self.main_shard.to(self._mesh.device, non_blocking=True)
+        return CollectiveHandle()
+
+    def _copy_main_shard(self, target: torch.Tensor) -> None:
+        """On the gather stream: cast it into its place."""
+        if self._copying is None or self._arriving is None:
+            target.copy_(self.main_shard)
+            return
+        self._copying.wait()
+        target.copy_(self._arriving)
+        # In whose order the copy's memory is used again.
+        self._mesh.copy_in_stream.follow_compute()
+        self._arriving = None
 
     def _gather_split(self, part: torch.Tensor) -> CollectiveHandle:
         self._own_slice().copy_(part)

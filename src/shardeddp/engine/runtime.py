@@ -781,8 +781,6 @@ class Runtime:
                 self.agreement.end(self._step_name)
                 self.phase = Phase.IDLE
                 self._reshard_idle()
-                if self.sharding.offload_params:
-                    self.mesh.drain()  # the host may write to what has just been copied to the device
         elif progress.active == 0 and self._reshards_after_forward(progress):
             progress.unit.reshard(before_backward=progress.awaiting_backward)
 

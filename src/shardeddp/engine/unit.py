@@ -400,6 +400,8 @@ class Unit:
         for handle in self._handle:
             handle.wait()
         self._handle = []
+        for group in self.groups:
+            group.finish_copies()
 
     def _move(self, verb: str) -> None:
         source, target = TRANSITIONS[verb]

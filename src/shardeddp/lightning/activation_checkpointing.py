@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardeddp.config import ActivationCheckpointing, Modules
@@ -222,6 +222,28 @@ _CACHES = {"use_cache": False, "past_key_values": None, "layer_past": None}
 """Arguments by which a transformers layer gets its key-value cache, with their replacements."""
 
 
+class SavedOnHost(saved_tensors_hooks):
+    """Saved tensors in host memory, as under ``torch.autograd.graph.save_on_cpu``.
+
+    The host does not wait for copies from the device: nobody but the device reads them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.device, bool]:
+        """A copy in host memory, where the tensor was, and whether the copy is pinned."""
+        if not tensor.is_cuda or tensor.layout is not torch.strided:
+            return tensor.cpu(), tensor.device, False
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return kept.copy_(tensor, non_blocking=True), tensor.device, True
+
+    def unpack(self, saved: tuple[torch.Tensor, torch.device, bool]) -> torch.Tensor:
+        """The tensor where it was."""
+        kept, device, is_pinned = saved
+        return kept.to(device, non_blocking=is_pinned)
+
+
 class Recomputation:
     """Stands as ``module.forward`` before the module's own forward, which backward recomputes.
 
@@ -306,10 +328,9 @@ class Recomputation:
             positional, named = pytree.tree_unflatten(complete, structure)
             return self.__wrapped__(*positional, **named)
 
-        pinned = any(tensor.is_cuda for tensor in moved.values())
         # `checkpoint` saves its inputs under these hooks, and all else that the forward saves under
         # its own.
-        with save_on_cpu(pin_memory=pinned) if moved else nullcontext():
+        with SavedOnHost() if moved else nullcontext():
             return self._checkpoint(function, *moved.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recomputation:

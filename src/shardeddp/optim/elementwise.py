@@ -117,8 +117,8 @@ class HostCopies(StepMemory):
             if self._versions.get(copy) != versions:  # changed by something else than a step
                 copy.copy_(run.shard, non_blocking=True)
                 self._versions[copy] = versions
-        if any(run.shard.is_cuda for run, _ in self._runs):
-            torch.cuda.current_stream().synchronize()
+        for device in {run.shard.device for run, _ in self._runs if run.shard.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def end_step(self) -> None:  # noqa: D102
