@@ -62,9 +62,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def run(options: argparse.Namespace) -> int:
     """Run one command.
 
-    Args:
-        options: Of the command line, as :mod:`shardeddp_cli` has parsed it.
-
     Returns:
         The exit status.
     """

@@ -46,9 +46,6 @@ class Migrated:
 def migrate(path: Path) -> list[Migrated]:
     """What takes the place of each strategy of another library in a file.
 
-    Args:
-        path: Python (``.py``), JSON (``.json``) or YAML.
-
     Raises:
         ConfigurationError: The file cannot be parsed, or nothing in it chooses a strategy.
     """
@@ -325,11 +322,7 @@ def _in_python(made: Translation, place: str, was: str) -> Migrated:
 
 
 class _Reader:
-    """Values of expressions, as far as a file says them.
-
-    Args:
-        tree: The file.
-    """
+    """Values of expressions, as far as a file says them."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._imported = {

@@ -147,11 +147,6 @@ def oversized(rows: Sequence[UnitRow]) -> UnitRow | None:
 def unit_table(rows: Sequence[UnitRow], title: str, width: int) -> list[str]:
     """A table of units with a total; neighbours with equal figures share a row.
 
-    Args:
-        rows: The units in model order.
-        title: Line above the table.
-        width: Columns of the terminal.
-
     Returns:
         The lines. A row of several units shows the figures of one of them. Trainable parameters
         have a column only if some are frozen.
@@ -349,15 +344,7 @@ _NARROW = 100
 def inspection_view(
     path: Path, manifest: Manifest, rows: Sequence[Row], width: int, folded: bool
 ) -> list[str]:
-    """A checkpoint as lines: facts, and a table of tensors.
-
-    Args:
-        path: Of the checkpoint.
-        manifest: Of the checkpoint.
-        rows: Of the table.
-        width: Of the terminal, in columns.
-        folded: Whether a row may stand for several tensors.
-    """
+    """A checkpoint as lines: facts, and a table of tensors."""
     hint = "one row per module; --all lists every tensor, --tensors PATTERN some"
     hints = textwrap.wrap(hint, width) if folded else []
     return [*_facts(path, manifest, width), "", *tensor_table(rows, width), *hints]
@@ -408,12 +395,7 @@ def _facts(path: Path, manifest: Manifest, width: int) -> list[str]:
 
 
 def tensor_table(rows: Sequence[Row], width: int) -> list[str]:
-    """Lines of a table with a row for each tensor or module.
-
-    Args:
-        rows: At least one.
-        width: Of the terminal, in columns.
-    """
+    """Lines of a table with a row for each tensor or module."""
     together = total(rows)
     names = [
         Column(heading="tensor", cells=[_name(r) for r in rows], footer="total", is_number=False),

@@ -853,13 +853,7 @@ def options_of(option: str, value: Any) -> Any:
 
 
 def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Iterable[str]) -> str:
-    """An error's text for arguments that ShardedDP does not have.
-
-    Args:
-        names: Of those arguments.
-        given: All arguments, as the program has them.
-        known: Names of the arguments that ShardedDP has.
-    """
+    """An error's text for arguments that ShardedDP does not have."""
     known, lines, foreign = list(known), list[str](), dict[str, str]()
     for name in names:
         owner = next((each for each, rules in RULES.items() if name in rules), None)

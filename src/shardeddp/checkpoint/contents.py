@@ -46,7 +46,7 @@ TRAINED = "current_model_state"
 """Where Lightning's weight averaging keeps the model that is trained; the averages are WEIGHTS."""
 
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-"""What nobody needs but whoever builds a model of it."""
+"""Entries that are needed to construct the module, and for nothing else."""
 
 ATTRIBUTES = "attribute_dict"
 """The tag of Lightning's dict with attributes."""
@@ -156,10 +156,6 @@ def _memory(tensor: torch.Tensor) -> Hashable:
 
 def read_foreign_contents(path: Path, trust_pickle: bool = False) -> Contents:
     """Open a checkpoint directory of another tool.
-
-    Args:
-        path: The directory.
-        trust_pickle: Run its pickles.
 
     Raises:
         CheckpointError: It is none, is damaged, or needs ``trust_pickle``.
@@ -369,10 +365,6 @@ class _SmallTensors:
     """Reads the callbacks' tensors at once, unless shards will be made of them.
 
     What callbacks keep is theirs to look at and to change. What was one tensor is one again.
-
-    Args:
-        kept: Those of which shards will be made.
-        memory: Equal for tensors that are stored once.
     """
 
     def __init__(self, kept: KeptShards, memory: Callable[[torch.Tensor], Hashable]) -> None:

@@ -74,7 +74,7 @@ STAGED = re.compile(
 """What is being written, by the names of working entries, and by whom."""
 
 _MARKERS = (MANIFEST, LIGHTNING_META, DCP_METADATA)
-"""What makes somebody take a directory for a checkpoint; deleted before the rest."""
+"""Files that identify a checkpoint; deleted first, so that a rest of it is not taken for one."""
 
 
 class Staging:
@@ -182,11 +182,6 @@ def create_file(folder: StrPath, name: str, permissions: Permissions = "private"
 
 def finish(descriptor: int, path: StrPath, durability: Durability = "disk") -> None:
     """Flush a file and close it, the latter also if flushing fails.
-
-    Args:
-        descriptor: Of the file.
-        path: Of the file, for the error.
-        durability: ``process`` flushes nothing.
 
     Raises:
         CheckpointError: What was written may not be on the disk.

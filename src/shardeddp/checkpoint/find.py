@@ -65,9 +65,6 @@ class DamagedRecord:
 def read_index(path: StrPath) -> Manifest:
     """What this package says of a plain checkpoint that it has written; elements are not read.
 
-    Args:
-        path: The file, or a link to it.
-
     Raises:
         CheckpointError: It is none, or damaged.
     """
@@ -267,9 +264,6 @@ class Found:
 
 def find_checkpoints(directory: StrPath) -> Found:
     """Checkpoints of this package directly in a directory, by the step at which they were saved.
-
-    Args:
-        directory: It need not exist.
 
     Raises:
         CheckpointError: The directory cannot be read.

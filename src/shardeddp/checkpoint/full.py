@@ -259,12 +259,7 @@ def _aligned(file: BinaryIO, name: str, nbytes: int) -> zipfile.ZipInfo:
 
 
 class _Storage:
-    """Stands for the elements of a tensor in the pickle.
-
-    Args:
-        key: Of the record.
-        nbytes: Of the record.
-    """
+    """Stands for the elements of a tensor in the pickle."""
 
     def __init__(self, key: int, nbytes: int) -> None:
         self.key = key

@@ -38,10 +38,6 @@ DCP_VERSION = "1.0.0"
 def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
     """What ``torch.distributed.checkpoint`` needs to load a checkpoint's tensors and objects.
 
-    Args:
-        manifest: Of the checkpoint.
-        pieces: Of the checkpoint; all of them are looked up.
-
     Raises:
         CheckpointError: The pieces cannot be found, or one is no box.
     """
@@ -86,10 +82,6 @@ def dcp_metadata(manifest: Manifest, pieces: Pieces) -> Metadata:
 def write_metadata(path: Path, force: bool = False) -> int:
     """Write ``.metadata`` into a checkpoint that was saved without, since it has many pieces.
 
-    Args:
-        path: The checkpoint's directory.
-        force: Replace one that was made before.
-
     Returns:
         How many pieces it names. Each takes some kilobytes of memory meanwhile.
 
@@ -116,9 +108,6 @@ def lightning_meta(tree: Any) -> bytes:
     Containers of other types become plain ones, and tensors come to the CPU without the rest of
     their storage, so that ``torch.load(..., weights_only=True)`` reads the result unless a value in
     it is of a type that it refuses.
-
-    Args:
-        tree: Nested containers of values that can be pickled.
     """
     buffer = io.BytesIO()
     torch.save(_plain(tree), buffer)

@@ -235,13 +235,7 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
-    """The frame around a tensor, without its CRC.
-
-    Args:
-        dtype: Of the elements.
-        shape: Of the tensor, which is contiguous.
-        crc: Whether records have a CRC.
-    """
+    """The frame around a tensor, without its CRC."""
     strides = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
     nbytes = math.prod(shape) * dtype.itemsize
     head, entries = bytearray(), list[bytes]()

@@ -1,6 +1,4 @@
-"""Sharded tensors that callbacks and modules keep in a checkpoint, such as home-made EMAs.
-
-They lie beside the model and its optimizers.
+"""Kept shards: sharded tensors outside of model and optimizer states, such as a home-made EMA.
 
 They are saved whole or in shards like everything else. A run that goes on shall find them sharded
 again, and not whole on every rank, so the checkpoint says where they are and like which parameter
@@ -27,10 +25,10 @@ from shardeddp.plan.layout import Box, Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 KEY = "shardeddp"
+"""Entry of a checkpoint for everything that Lightning does not know of."""
+
 NAMES = "optimizer_parameters"
 """Under that key, for each optimizer the names of its parameters in the order of its groups."""
-
-"""Where a checkpoint has what Lightning does not know of."""
 
 KEPT = "kept_shards"
 
@@ -42,12 +40,7 @@ Places: TypeAlias = list[list[Any]]
 
 
 def places_of_shards(checkpoint: Mapping[str, Any], module: nn.Module) -> Places:
-    """Where a checkpoint has tensors that are sharded like a parameter; no communication.
-
-    Args:
-        checkpoint: As Lightning has put it together.
-        module: The sharded module.
-    """
+    """Where a checkpoint has tensors that are sharded like a parameter; no communication."""
     named = module.named_parameters()
     names = {
         id(parameter.spec): name for name, parameter in named if isinstance(parameter, ShardTensor)
@@ -58,11 +51,7 @@ def places_of_shards(checkpoint: Mapping[str, Any], module: nn.Module) -> Places
 
 
 class KeptShards:
-    """Those of one checkpoint, from its reading until the model is sharded.
-
-    Args:
-        checkpoint: As it was read.
-    """
+    """The kept shards of one checkpoint, from its reading until the model is sharded."""
 
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         own = checkpoint.get(KEY)
@@ -87,9 +76,6 @@ class KeptShards:
 
         One whose parameter is gone or has another shape becomes whole, and so does one of which
         somebody has a view.
-
-        Args:
-            module: The sharded module.
 
         Raises:
             CheckpointError: One cannot be read as it was written. None has changed then.

@@ -328,9 +328,6 @@ def _paths_by_section(manifest: Manifest) -> list[list[ItemPath]]:
 def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
     """Read what :func:`manifest_to_bytes` has made.
 
-    Args:
-        data: The file.
-
     Raises:
         CheckpointError: It is damaged, of another format, or contradicts itself: says where.
     """
@@ -451,9 +448,6 @@ class _Reader:
 
     Everything is checked that can be without the other files. Raises KeyError, TypeError or
     ValueError where the document is wrong.
-
-    Args:
-        document: As it was parsed.
     """
 
     def __init__(self, document: dict[str, Any]) -> None:
@@ -573,7 +567,7 @@ def _data_nbytes(files: Mapping[str, StoredFile]) -> int:
 
 
 def _check_section(section: Section, data_nbytes: int) -> None:
-    # So whoever makes room for a tensor takes no more memory than its files have bytes.
+    # Bounds the memory that a manifest can make a reader allocate.
     if section.numel * section.dtype.itemsize > data_nbytes:
         raise ValueError(
             f"a tensor of shape {section.shape} has more than the {data_nbytes} bytes of all data "

@@ -162,12 +162,7 @@ class PieceTable:
 
 
 class Pieces:
-    """Finds pieces; reads no more of the placement and no more tables than are asked for.
-
-    Args:
-        path: The checkpoint, or the staging directory of one.
-        manifest: Of the checkpoint.
-    """
+    """Finds pieces; reads no more of the placement and no more tables than are asked for."""
 
     def __init__(self, path: StrPath, manifest: Manifest) -> None:
         self._path = Path(path)

@@ -48,9 +48,6 @@ def capture_random_state(device: torch.device) -> RandomState:
 
     Keys are ``python``, ``numpy``, ``torch``, and ``accelerator`` if there is one.
 
-    Args:
-        device: Where this rank computes.
-
     Returns:
         Fresh tensors on the host. A numpy generator that is not the usual Mersenne twister is left
         out.
@@ -71,12 +68,7 @@ def capture_random_state(device: torch.device) -> RandomState:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Put generators back to where they were; those without a state stay as they are.
-
-    Args:
-        state: From :func:`capture_random_state`.
-        device: Where this rank computes.
-    """
+    """Put generators back to where they were; those without a state stay as they are."""
     if "python" in state:
         version, *words, has_gauss, gauss = _PYTHON.unpack(_bytes(state["python"]))
         random.setstate((version, tuple(words), gauss if has_gauss else None))
@@ -92,12 +84,7 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
 
 
 def gather_random_states(state: RandomState, group: dist.ProcessGroup) -> RandomStates:
-    """Every rank's state on rank 0, nothing on others; a collective. A rank sends about 10 KB.
-
-    Args:
-        state: This rank's.
-        group: The host group of all ranks.
-    """
+    """Every rank's state on rank 0, nothing on others; a collective. A rank sends about 10 KB."""
 
     def pack() -> bytes:
         sizes = json.dumps({name: tensor.numel() for name, tensor in state.items()}).encode()
@@ -178,11 +165,7 @@ class ResumeRandomness:
         return self._held is not None
 
     def capture(self, device: torch.device) -> RandomState:
-        """What a checkpoint of this moment needs of this rank.
-
-        Args:
-            device: Where this rank computes.
-        """
+        """What a checkpoint of this moment needs of this rank."""
         if self._held is not None:
             return self._held  # nothing has been trained since they were loaded
         state = capture_random_state(device)

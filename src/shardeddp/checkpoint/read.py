@@ -416,7 +416,7 @@ Progress = Callable[[int], None]
 
 
 def silent(nbytes: int) -> None:
-    """Tell nobody."""
+    """Progress callback that does nothing."""
 
 
 def chunks(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:

@@ -25,11 +25,7 @@ from shardeddp.wrap.tree import first_three
 
 
 class Replaced:
-    """The parameters and buffers of a model at one moment: this rank's part of them, once more.
-
-    Args:
-        module: A sharded model.
-    """
+    """The parameters and buffers of a model at one moment: this rank's part of them, once more."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [
@@ -129,10 +125,6 @@ def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dic
     """The weights of a file under the names that a model has for them.
 
     The file may be of a submodule, and tensors that the model has twice are once in it.
-
-    Args:
-        module: The model.
-        weights: By their names in the file.
 
     Returns:
         By fqn; those that have no place in the model keep their names.

@@ -139,12 +139,7 @@ def index_path(path: Path) -> Path:
 
 
 def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str]) -> bytes:
-    """The index over several files.
-
-    Args:
-        files: The tensors of each, by its name.
-        metadata: About them.
-    """
+    """The index over several files."""
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
     places = {entry.name: name for name, entries in files.items() for entry in entries}
     return (
@@ -174,9 +169,6 @@ def safetensors_in(path: str | os.PathLike[str]) -> Path | None:
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """Tensors of a file, or of all files of an index, by name; mapped, not read into memory.
-
-    Args:
-        path: As :func:`safetensors_in` finds it.
 
     Raises:
         CheckpointError: It is none, was cut off, or lacks a tensor that the index names.
@@ -235,10 +227,6 @@ def names_in_model(stored: Collection[str], own: Collection[str]) -> dict[str, s
     they have the place of that model in front, as ``model.layers.0.weight``; and where the file is
     of a model with a head and the module holds the body alone, the file's names have a part in
     front that those of the module lack.
-
-    Args:
-        stored: Names in the file.
-        own: Names in the model's state dict.
 
     Returns:
         By stored name; tensors that the model has no place for are left out.

@@ -111,7 +111,7 @@ _HELD = np.dtype(
         ("digest", f"V{DIGEST_NBYTES}"),
     ]
 )
-"""A share of a rank, as it is told where replicas differ."""
+"""Row that a rank sends for each of its shards where replicas differ."""
 
 
 def compare_replicas(
@@ -158,11 +158,6 @@ def compare_replicas(
 
 def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) -> None:
     """The same of the shares that ranks have of a checkpoint; a collective of all ranks.
-
-    Args:
-        shares: This rank's, of sharded tensors.
-        names: Of sections, for the error.
-        mesh: All ranks.
 
     Raises:
         CheckpointError: Two replicas differ.
@@ -366,11 +361,6 @@ def describe(
     checkpoint: Mapping[str, Any], names: ParameterNames, mesh: Ranks
 ) -> tuple[list[tuple[torch.Tensor, ItemPath]], list[ItemPath], list[Share], list[str]]:
     """Content of a plain file, and the shards that replicas have in common; no communication.
-
-    Args:
-        checkpoint: As for :func:`take_snapshot`.
-        names: As for :func:`take_snapshot`.
-        mesh: The ranks that save it.
 
     Returns:
         Each tensor with its path; the paths of what is no tensor and belongs to the model or an

@@ -47,10 +47,6 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def parse_json(data: bytes | bytearray, name: str) -> Any:
     """Parse strict JSON: ASCII, no duplicate keys, finite numbers, integers below 2**53.
 
-    Args:
-        data: The whole document.
-        name: Of the file, for errors.
-
     Raises:
         CheckpointError: It is not such a document; nothing else is raised.
     """
@@ -235,11 +231,6 @@ def encode(
 def decode(value: Any, get: Callable[[str], torch.Tensor], more: Sequence[Codec] = ()) -> Any:
     """Make the state tree of what :func:`encode` returned; runs nothing but the codecs and `get`.
 
-    Args:
-        value: A parsed JSON value.
-        get: The tensor of a name.
-        more: Codecs beside :data:`CODECS`.
-
     Raises:
         CheckpointError: A tag is unknown, or holds what it cannot hold.
     """
@@ -359,7 +350,7 @@ class _Decoder:
         return self.tensors[name]
 
     def _take(self, parts: Any) -> None:
-        """Values are made of a tensor once: a few letters that name it cost all of its elements."""
+        """Each tensor may be used once: else a short document could demand many copies of a large one."""
         for part in parts:
             if isinstance(part, torch.Tensor):
                 if id(part) in self.taken:

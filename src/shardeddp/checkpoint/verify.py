@@ -134,13 +134,7 @@ def total(rows: Iterable[Row]) -> Row:
 
 
 def as_json(path: Path, manifest: Manifest, rows: Iterable[Row]) -> dict[str, Any]:
-    """What there is to know, for other programs.
-
-    Args:
-        path: Of the checkpoint.
-        manifest: Of the checkpoint.
-        rows: The tensors to list.
-    """
+    """What there is to know, for other programs."""
     tensors: list[Mapping[str, Any]] = [
         {
             "name": row.name,
@@ -251,7 +245,7 @@ class Verification:
 
     damages: list[Damage]
     unchecked: list[str] = field(default_factory=list[str])
-    """What of it carries no checksum and cannot be checked (checkpoints of other tools only)."""
+    """Files without a checksum, which cannot be checked (checkpoints of other tools only)."""
 
     @property
     def good(self) -> bool:
@@ -307,10 +301,6 @@ def examine(
 
 def newest_verified(directory: StrPath, within_s: float | None = None) -> Path | None:
     """The newest checkpoint of a directory all of whose bytes are as they were written.
-
-    Args:
-        directory: It need not exist.
-        within_s: Give up after so many seconds.
 
     Returns:
         None if there is none.
@@ -405,7 +395,7 @@ def _examine_own(path: Path, progress: Progress, started: Progress) -> Verificat
             check.stop(_StoppedError())  # an interrupt of this thread ends the others, too
     damages = [damage for each in found for damage in each] or check.placement()
     extra = _extra(path, {MANIFEST, *manifest.files})
-    # The index of torch.distributed.checkpoint may be made later: it is under no checksum then.
+    # The index of torch.distributed.checkpoint may be made later: it has no checksum in the manifest then.
     later = [it for it in extra if it.file == DCP_METADATA and it.found == kind_of(stat.S_IFREG)]
     damages += [damage for damage in extra if damage not in later]
     return Verification(
@@ -432,7 +422,7 @@ class _Check:
 
     def __init__(self, path: Path, manifest: Manifest, progress: Progress) -> None:
         self.error: BaseException | None = None
-        """Why nobody wants to know any more."""
+        """Reason for which the check was given up."""
 
         self._path = path
         self._manifest = manifest
@@ -549,11 +539,7 @@ class _FileCheck:
         self._frames = xxhash.xxh3_128()  # of all that is neither in a block nor in the table
 
     def damages(self, nbytes: int) -> Iterator[Damage]:
-        """What is not as it was written.
-
-        Args:
-            nbytes: That the file has.
-        """
+        """What is not as it was written."""
         expected, end = self._manifest.files[self._name], 0
         pieces = () if self._table is None else self._table.by_payload()
         for section, piece in pieces:

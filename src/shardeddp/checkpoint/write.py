@@ -107,12 +107,6 @@ def write_data_file(
 ) -> Written:
     """Write what a rank has of a checkpoint.
 
-    Args:
-        snapshot: Of that rank.
-        folder: The staging directory.
-        rank: The rank.
-        options: How safe, and for whom to read.
-
     Raises:
         CheckpointError: The file system refuses.
     """
@@ -333,11 +327,7 @@ class _Writing:
 
 
 class Saver:
-    """One save at a time.
-
-    Args:
-        options: Whether in a thread, and how.
-    """
+    """One save at a time."""
 
     def __init__(self, options: CheckpointOptions) -> None:
         self._options = options
@@ -359,12 +349,6 @@ class Saver:
 
     def save(self, snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup) -> None:
         """Save, or begin to; a collective of all ranks.
-
-        Args:
-            snapshot: What this rank has of the checkpoint.
-            target: The directory.
-            run: What to say of the training.
-            group: Host group of all ranks, for saving alone.
 
         Raises:
             CheckpointError: The save failed, or the one before did in its thread.

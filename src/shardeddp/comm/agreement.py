@@ -68,7 +68,7 @@ ADVICE = (ABOUT_COLLECTIVES, ABOUT_PARAMETERS, ABOUT_UNITS, ABOUT_TRAINED)
 """Kinds of advice; for ranks in different operations, the last that fits any is most useful."""
 
 Describe = Callable[[str, str], str]
-"""From the name of a meeting and what this rank has come to, which ranks have come to what."""
+"""From a sync point and this rank's operation, a text with the operation that each rank reached."""
 
 
 @dataclass
@@ -99,12 +99,7 @@ def begin(group: dist.ProcessGroup, kind: str) -> None:
 
 
 def refuse_inherited(group: dist.ProcessGroup, operation: str) -> None:
-    """Raise if this process was forked from the rank that a group is of.
-
-    Args:
-        group: Any.
-        operation: What is about to be done in it.
-    """
+    """Raise if this process was forked from the rank that a group is of."""
     if _record_of(group).is_inherited:
         raise in_forked_process(operation, dist.get_process_group_ranks(group))
 
@@ -262,7 +257,7 @@ def run_on_all_ranks(step: str, action: Callable[[], T], group: dist.ProcessGrou
 
 
 def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGroup) -> list[bytes]:
-    """Run a step as :func:`together` does, and give every rank's result to every rank, by rank."""
+    """Run a step as :func:`run_on_all_ranks` does; every rank gets the results of all, by rank."""
     result, failure = _attempt(action)
     sent = all_gather_bytes(b"+" + result if failure is None else b"-" + failure.to_bytes(), group)
     _raise_failures(step, [text[1:] if text[:1] == b"-" else b"" for text in sent], failure)
@@ -440,9 +435,6 @@ class AsyncMaximum:
     """A small maximum over all ranks, one in flight at a time, on the host so that nobody waits.
 
     Every rank has to call the methods in the same order.
-
-    Args:
-        group: The host group of all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -453,11 +445,7 @@ class AsyncMaximum:
         self._under_way: Callable[[], int] | None = None
 
     def contribute(self, number: int) -> None:
-        """Send this rank's number on its way; what was under way is dropped.
-
-        Args:
-            number: From 0 to 255.
-        """
+        """Send this rank's number on its way; what was under way is dropped."""
         self.result()
         if self._alone:
             self._under_way = lambda: number

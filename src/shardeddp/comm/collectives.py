@@ -58,10 +58,6 @@ def halve_in_two(tensor: torch.Tensor, size: int) -> tuple[float, float]:
 
     In float16 a product with 1/1024 loses what is below 6e-5, and a sum of 1,024 overflows at 64:
     each side gets about the square root, as FSDP2 has it. Wider ranges need nothing of the kind.
-
-    Args:
-        tensor: What is averaged.
-        size: Number of ranks.
     """
     if tensor.dtype is not torch.float16:
         return 1.0, 1.0 / size
@@ -140,11 +136,6 @@ class Collectives(ABC):
     """Collectives among the ranks of one group.
 
     Every rank of the group makes the same calls in the same order.
-
-    Args:
-        ranks: Global ranks of the group, ascending.
-        rank: Place of this process in ``ranks``.
-        traffic: Where bytes are counted.
     """
 
     averages: bool = True
@@ -271,12 +262,7 @@ class InheritedCollectives(Collectives):
 
 
 def in_forked_process(operation: str, ranks: Sequence[int]) -> RuntimeError:
-    """The error of a communication in a process that was forked from a rank.
-
-    Args:
-        operation: What needs the ranks.
-        ranks: Which they are.
-    """
+    """The error of a communication in a process that was forked from a rank."""
     return RuntimeError(
         f"{operation} needs ranks {[*ranks]} together, and this process is none of them: it was "
         f"forked from one, as the workers of a DataLoader are. Take what it needs of a parameter "

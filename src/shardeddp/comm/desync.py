@@ -112,7 +112,7 @@ class CallFingerprints:
             raise DesyncError(f"{here}, who never come: it is inside of {decorated}. {advice}")
         if self._failure:
             raise DesyncError(
-                f"{self._describe(operation)}, which were not together before: {self._failure}"
+                f"{self._describe(operation)}, and ranks have been out of step since: {self._failure}"
             )
         nothing = torch.empty(0, dtype=torch.uint8)
         self._wait(reduce_highest(nothing, operation, self.group, kind=self._kind, advice=advice))
@@ -237,11 +237,7 @@ class DesyncCheck:
         return self._report
 
     def look(self, frame: FrameType | None) -> None:
-        """See whether the thread that trains has gone on since the last time.
-
-        Args:
-            frame: Its innermost.
-        """
+        """See whether the thread that trains has gone on since the last time."""
         progress = self._progress() | _counted_by_torch(self._own)
         seen = (id(frame), 0 if frame is None else frame.f_lasti, progress)
         if seen != self._seen:

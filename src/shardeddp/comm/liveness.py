@@ -32,11 +32,7 @@ Look = Callable[[FrameType | None], None]
 
 
 class LivenessProbe:
-    """Asks where other ranks are, and answers for this one on a thread that ends with the probe.
-
-    Args:
-        rank: This rank.
-    """
+    """Asks where other ranks are, and answers for this one on a thread that ends with the probe."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -94,7 +90,7 @@ class LivenessProbe:
         """Let answers say more.
 
         Args:
-            name: Of what is said.
+            name: Key of the report in the answer.
             report: A method, called on the thread, that gives what JSON can hold. Its object is not
                 kept alive.
         """

@@ -338,7 +338,7 @@ class Mesh:
 
     @cached_property
     def owner_slices(self) -> tuple[int, ...]:
-        """The same of each rank among the owners."""
+        """Slice number of every rank in ``owners``."""
         return tuple(map(self.topology.slice_rank, self.owners.ranks))
 
     def drain(self) -> None:
@@ -358,7 +358,7 @@ class Mesh:
         self._let_read(threading.get_ident())
 
     def end_run(self) -> None:
-        """It has ended; other threads may read parameters, too."""
+        """End the run: any thread may read parameters again."""
         self._let_read(None)
 
     def _let_read(self, thread: int | None) -> None:
@@ -479,7 +479,7 @@ def _leave_all_to_parent() -> None:
         mesh.leave_to_parent()
 
 
-# Here and nowhere else: what a rank communicates in its steps does not ask whose process it is.
+# At fork alone, so that collectives need not compare process ids in every step.
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
@@ -491,7 +491,7 @@ def _describe(
     meeting: str,
     operation: str,
 ) -> str:
-    """Who has come to what, where that differs; called by all ranks that have come to a meeting."""
+    """Operations that the ranks reached at a sync point; called by all ranks that reached it."""
     place = f"{operation} at {place_of(sys._getframe())}"
     others = {other: f"{meeting}/{other}" for other in ranks if other != rank}
     listed: dict[int, str] = {}

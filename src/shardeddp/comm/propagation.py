@@ -42,14 +42,9 @@ _NOBODY = json.dumps(None)
 
 
 class ErrorPropagation:
-    """Note board for errors, in the store of the process group.
+    """Publishes the first error of any rank in the store of the process group.
 
     It uses no collective, so it works when collectives do not.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        liveness_probe: Tells which of the others run.
     """
 
     def __init__(self, rank: int, world_size: int, liveness_probe: LivenessProbe) -> None:
@@ -192,7 +187,7 @@ class ErrorPropagation:
         return True
 
     def _await_lost(self, question: int, here: str) -> LostRankError | DesyncError | None:
-        """What one rank has found out about all others.
+        """Result of the search for lost ranks, which one rank makes and all read.
 
         The first that asks looks and leaves what it has found: if each did, the store would be
         asked about as many names as there are pairs of ranks, and would answer too late.
@@ -294,7 +289,7 @@ def waits_on_device() -> bool:
 
 
 def _leave(client: StoreClient, readers: int) -> None:
-    """Let the others see that this rank ends, and this many of them read why."""
+    """Close connections, so that others fail now; keep the store until ``readers`` know why."""
     # The end of the process closes connections only after all other exit handlers (a logger's
     # upload may take minutes). Ranks that look for the reason must also break their wait while the
     # store is there, which ends with its host.

@@ -83,9 +83,6 @@ _FURTHER_FILES = 512
 def reserve_open_files(connections: int) -> str:
     """Let this process open as many files as its connections need; the soft limit is raised.
 
-    Args:
-        connections: To other ranks, of all groups of this rank.
-
     Returns:
         Why that is impossible, for :attr:`RankInfo.problem`; empty: it is not.
     """

@@ -46,12 +46,12 @@ class SilentStoreError(LostStoreError):
 
 
 class StoreClient:
-    """Texts under names that are new.
+    """Client of the process group's store, with a key prefix that no other client has.
 
     Every call ends soon, whatever has become of the store, unless it is to be patient.
 
-    All ranks make those of a topic equally often: what one makes as its third are the third of
-    every rank. Making them waits as long as the store itself does, since nothing goes on without.
+    All ranks make clients of a topic equally often: the third of each rank share a prefix. Making
+    one waits as long as the store itself does, since nothing goes on without.
 
     Args:
         topic: What they are about.
@@ -123,12 +123,9 @@ class StoreClient:
 
 
 class _Desk:
-    """Where this process asks: its own connection to the store, and a thread that waits on it.
+    """The process's own connection to the store, and the thread that calls it.
 
-    What waits for the store cannot be interrupted, and never ends if its host is frozen.
-
-    Args:
-        default: The store of the process group.
+    A call cannot be interrupted, and never ends if the store's host is frozen.
     """
 
     def __init__(self, default: dist.Store) -> None:
@@ -216,12 +213,7 @@ _ALL, _SOME = "all", "some"
 
 
 class StoreBarrier:
-    """Names in the store of the process group; whatever is decided first holds for all ranks.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """Names in the store of the process group; whatever is decided first holds for all ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size

@@ -113,11 +113,7 @@ class HostStream(CommStream):
 
 
 class CudaStream(CommStream):
-    """A CUDA stream of its own.
-
-    Args:
-        device: The device that the stream belongs to.
-    """
+    """A CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         # High priority, so that a collective's few blocks are not queued behind the kernels it

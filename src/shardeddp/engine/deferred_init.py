@@ -216,11 +216,6 @@ def _make_equal(parameters: Sequence[Any], whole: Sequence[torch.Tensor], mesh: 
     """Give ranks the values of the first of those that have the same elements, where they differ.
 
     They have repeated the same, on processors that may round it in other ways.
-
-    Args:
-        parameters: Sharded ones.
-        whole: Bytes that all ranks have.
-        mesh: The ranks.
     """
     replicas = None if mesh.topology.split_replicas else mesh.replicate
     parts = [it.raw_local for it in parameters] if replicas and replicas.size > 1 else []
@@ -365,10 +360,6 @@ def record_resets(root: nn.Module, recording: Recording) -> None:
     """Record ``reset_parameters()`` of each module that has unrecorded meta parameters or buffers.
 
     Children come before their parent, as constructors end.
-
-    Args:
-        root: The model.
-        recording: Recorded part of its construction; takes the resets.
 
     Raises:
         ConfigurationError: A reset has replaced a parameter by another of another shape, or without

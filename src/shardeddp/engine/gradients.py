@@ -481,12 +481,7 @@ class GroupGradients:
         return gradient
 
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
-        """Forget what there is of a parameter's gradient before it is complete.
-
-        Args:
-            index: Of the parameter.
-            successor: Gradient that users have assigned instead; its values stay.
-        """
+        """Forget what there is of a parameter's gradient before it is complete."""
         if isinstance(successor, ShardTensor) and self._memory.holds(successor.to_local()):
             successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)

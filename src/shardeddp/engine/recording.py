@@ -85,7 +85,7 @@ class Draw:
     """Digest of the generator's state in front of the operation."""
 
     after: bytes
-    """The same behind it."""
+    """Digest of the generator's state after the operation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +110,7 @@ class Operation:
 
     draws: tuple[Draw, ...]
     only_fills: bool
-    """Whether how far it moves generators depends on shapes alone."""
+    """Whether the count of random numbers it draws depends on shapes alone."""
 
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
@@ -463,7 +463,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Hears of what never becomes an operation on the meta device."""
+    """Records Python calls that dispatch no operation on the meta device."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -584,10 +584,6 @@ class Plan:
     An operation runs as soon as all has run that touched its memory earlier; only draws keep the
     order of the recording. So a parameter that its constructor draws and a parent scales at the
     very end is complete at once.
-
-    Args:
-        steps: Operations to run, as they were recorded.
-        wanted: Storages whose final values are wanted.
     """
 
     def __init__(self, steps: list[Step], wanted: frozenset[int]) -> None:
@@ -768,7 +764,7 @@ class _GeneratorStates:
             self._behind[draw.after] = own.get_state()
 
     def skip(self, operation: Operation) -> None:
-        """Behind an operation that draws nothing this time."""
+        """Go past an operation that is not repeated, and draws nothing."""
         for draw in operation.draws:
             self._behind[draw.after] = self._before(draw)
 

@@ -51,12 +51,7 @@ from shardeddp.torch_private import (
 
 
 class BufferSync:
-    """Broadcasts the buffers that a model has when it is set up.
-
-    Args:
-        module: The model.
-        mesh: Through which rank 0's values travel.
-    """
+    """Broadcasts the buffers that a model has when it is set up."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -152,10 +147,6 @@ class UnitHook:
     - one compiled in place (``module.compile()``) has module hooks *inside* of the compiled code,
       so the compiled call itself is put in brackets;
     - the same for the forward of the ``OptimizedModule`` that ``torch.compile(module)`` returns.
-
-    Args:
-        runtime: Whom to tell.
-        progress: The unit.
     """
 
     def __init__(self, runtime: Runtime, progress: UnitProgress) -> None:
@@ -238,7 +229,7 @@ class UnitHook:
 
 
 class FormerUnitHook:
-    """Rest of a unit's hooks in a pickled module: its parameters are whole, nothing is gathered."""
+    """Hook of an unpickled module, which does nothing: its parameters are whole."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Do nothing."""
@@ -285,10 +276,6 @@ def drop_forward_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Non
     """Take hooks of forwards off a module itself, without the handles that setting them has given.
 
     A deep copy of a module keeps its hooks, and has no handles.
-
-    Args:
-        module: Any.
-        is_ours: Which hooks to take off.
     """
     before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
     after = module._forward_hooks, module._forward_hooks_with_kwargs
@@ -325,11 +312,7 @@ def is_unit_hook(hook: Any) -> bool:
 
 
 class _Structure:
-    """The modules of a model, their parameters, and the names of their buffers.
-
-    Args:
-        root: The model.
-    """
+    """The modules of a model, their parameters, and the names of their buffers."""
 
     def __init__(self, root: nn.Module) -> None:
         self._places: list[tuple[str, nn.Module, dict[str, Any], list[str]]] = [
@@ -342,7 +325,7 @@ class _Structure:
 
         Args:
             other: The other.
-            same: By identity, what stands for a parameter for a while; for which parameter.
+            same: Identity of a temporary parameter -> identity of the parameter it replaces.
         """
         return len(self._places) == len(other._places) and all(
             name == its_name
@@ -521,13 +504,6 @@ class Runtime:
     The :class:`Reducer` decides when they are reduced. The root unit is entered by :meth:`step`,
     around everything that the user's step does. Recomputation by activation checkpointing is a
     forward that is entered during a backward: it neither prefetches nor reshards.
-
-    Args:
-        units: The root unit first.
-        mesh: Through which ranks agree.
-        sharding: When to reshard and to reduce.
-        prefetch: How far ahead to gather.
-        uneven: Whether ranks may use different units in a step.
     """
 
     def __init__(
@@ -601,7 +577,7 @@ class Runtime:
         return self._structure.is_like(_Structure(self.root_module), stands_for)
 
     def let_go(self) -> None:
-        """Drive the model no more; its parameters stay sharded and belong to no unit.
+        """Detach hooks and dissolve the units; parameters stay sharded.
 
         Raises:
             RuntimeError: It is at work.

@@ -175,7 +175,9 @@ class GatheredBuffer:
     def bind(self) -> None:
         """Let the parameters be views of the buffer, and usable."""
         if self.flat is None:
-            raise RuntimeError(f"nothing was gathered for {self.layout.slots[0].fqn}")
+            raise RuntimeError(
+                f"the unit of {self.layout.slots[0].fqn} is used before its all-gather"
+            )
         with _outside_inference():
             for parameter, usable, place in self._bindings:
                 _set_attribute(parameter, "__class__", usable)

@@ -43,9 +43,6 @@ def is_taken_over(tensor: torch.Tensor) -> bool:
 class Takeover:
     """Makes plain parameters of a module's sharded ones, from now until they are sharded again.
 
-    Args:
-        root: The module; alike on all ranks.
-
     Raises:
         ConfigurationError: An earlier setup has failed before some of it had values.
         RuntimeError: A runtime that drives some of it is at work.
@@ -96,11 +93,7 @@ class Takeover:
 
     @torch.no_grad()
     def fill(self, units: Sequence[Unit]) -> None:
-        """Give new shards what the parameters were; a collective of all ranks.
-
-        Args:
-            units: Of the module.
-        """
+        """Give new shards what the parameters were; a collective of all ranks."""
         for unit in units:
             for sharded in unit.sharded_parameters():
                 former = vars(sharded).pop(_FORMER, None)

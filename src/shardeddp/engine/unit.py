@@ -100,7 +100,7 @@ class Unit:
         self._lent: list[torch.Tensor] = []
         self._lent_version = 0
         self.untidy = False
-        """Whether modules held tensors of somebody else's when the unit's state changed."""
+        """Whether other code had replaced parameters when the unit's state changed last."""
 
         members = by_buffer(spec.parameters)
         self.groups = _make_groups(members, mesh, sharding)
@@ -260,11 +260,10 @@ class Unit:
             group.release(before_backward)
 
     def tidy(self) -> None:
-        """Let modules hold what belongs to the unit's state.
+        """Register the parameters of the unit's state with its modules.
 
-        Who puts other tensors in the place of parameters for a while
-        (``torch.func.functional_call``) brings back what was there before, when the unit may have
-        changed its state.
+        ``torch.func.functional_call`` puts back the parameters that it found, which may be those of
+        a former state.
         """
         self.untidy = False
         for slot in self._slots:
@@ -309,7 +308,7 @@ class Unit:
         return bool(self._lent)
 
     def let_go(self) -> None:
-        """Be no unit any more; modules keep the sharded parameters, each in memory of its own."""
+        """Dissolve the unit: modules keep sharded parameters, each with a copy of its shard."""
         self.keep_writes()
         memory: dict[int, torch.Tensor] = {}  # what shares it goes on sharing it
         for group, specs in zip(self.groups, by_buffer(self.spec.parameters), strict=True):

@@ -59,9 +59,6 @@ _EXPECTED = (
 def selective_contexts(save_ops: object) -> ContextFunction | None:
     """Context function that keeps results of some operations for recomputation; None: keep nothing.
 
-    Args:
-        save_ops: As ``ActivationCheckpointing.save_ops``.
-
     Raises:
         ConfigurationError: Something in it is no operation, or one that autograd takes apart before
             it runs.

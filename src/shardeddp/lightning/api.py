@@ -107,10 +107,6 @@ _ROOTS = {
 def named(path: str, namespace: str = NAMESPACE) -> Any:
     """A module, or a class or function of a module.
 
-    Args:
-        path: Below the package, as in ``pytorch.loops:_FitLoop``.
-        namespace: Which of Lightning's two packages.
-
     Raises:
         ConfigurationError: The installed release does not have it.
     """
@@ -126,11 +122,7 @@ def named(path: str, namespace: str = NAMESPACE) -> Any:
 
 
 def changed_release(problems: Sequence[str]) -> ConfigurationError:
-    """Error about a release of Lightning that is not as this one of shardeddp expects.
-
-    Args:
-        problems: Differences, each as a clause.
-    """
+    """Error about a release of Lightning that is not as this one of shardeddp expects."""
     try:
         own = "shardeddp " + version("shardeddp")
     except PackageNotFoundError:  # used from its source
@@ -250,29 +242,17 @@ def extend_reading(extended: Callable[[Reader], Reader]) -> None:
 
 
 def callbacks_of(trainer: Any) -> list[Any]:
-    """The list of a Trainer's callbacks, which may be changed.
-
-    Args:
-        trainer: Of either namespace.
-    """
+    """The list of a Trainer's callbacks, which may be changed."""
     return vars(trainer)["callbacks"]
 
 
 def cluster_environment_of(trainer: Any) -> Any:
-    """The cluster environment of a Trainer's ranks; None under a strategy of one process.
-
-    Args:
-        trainer: Of either namespace.
-    """
+    """The cluster environment of a Trainer's ranks; None under a strategy of one process."""
     return getattr(trainer.strategy, "cluster_environment", None)
 
 
 def reloads_dataloaders(trainer: Any) -> bool:
-    """Whether a Trainer makes its training data loaders anew now and then.
-
-    Args:
-        trainer: Of either namespace.
-    """
+    """Whether a Trainer makes its training data loaders anew now and then."""
     return bool(vars(trainer).get("reload_dataloaders_every_n_epochs"))
 
 

@@ -136,9 +136,6 @@ class Averages:
 
         Callbacks have had their part, and the module is about to be sharded.
 
-        Args:
-            module: The one.
-
         Raises:
             ConfigurationError: A callback has written to the module in a way that its checkpoint is
                 going to undo.
@@ -164,11 +161,6 @@ class Averages:
         self, trainer: Trainer, module: LightningModule, mesh: Mesh
     ) -> Callable[[], None] | None:
         """Shard the averages of a module that has just been sharded; a collective of all ranks.
-
-        Args:
-            trainer: Whose callbacks keep them.
-            module: The sharded module.
-            mesh: Its ranks.
 
         Returns:
             Action that makes the postponed loads; None without any.
@@ -345,7 +337,7 @@ class CallbackAdapters:
             self._evaluation.end()
 
     def weigh(self, loss: torch.Tensor) -> None:
-        """Let a loss count as it does in training."""
+        """Zero the gradients of a repeated batch; see ``uneven_batches``."""
         if self._training is not None:
             self._training.weigh(loss)
 

@@ -253,11 +253,6 @@ def paths_after_move(states: Mapping[str, Any], path: str, trainer: Trainer) -> 
     changed. Paths in the former directory become those of the same names beside the checkpoint that
     is read, if they are there.
 
-    Args:
-        states: Of callbacks, as they were read.
-        path: Of their checkpoint.
-        trainer: With callbacks whose directories are known.
-
     Returns:
         By state key, those that change.
     """

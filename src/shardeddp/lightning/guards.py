@@ -20,11 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Guards:
-    """Preemption, single-rank failures and causes of broken transfers, one Trainer run at a time.
-
-    Args:
-        group: Ranks of the run.
-    """
+    """Preemption, single-rank failures and causes of broken transfers, one Trainer run at a time."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -92,10 +88,6 @@ class _Interruption:
 
     Lightning marks a run as interrupted before it calls them, so that a rank can ask, before it
     enters a collective, whether the others have come there as well. It asks once per interruption.
-
-    Args:
-        barrier: Of all ranks.
-        rank: This rank.
     """
 
     def __init__(self, barrier: StoreBarrier, rank: int) -> None:
@@ -107,9 +99,6 @@ class _Interruption:
         """Whether this rank handles an exception that others lack, so it must not wait for them.
 
         Waits a few seconds for the others the first time.
-
-        Args:
-            trainer: Of the run.
         """
         if trainer.state.status != TrainerStatus.INTERRUPTED:
             self._alone = None
@@ -130,12 +119,7 @@ class _Interruption:
 
 
 class _Foremost(Callback):
-    """The first callback of a run.
-
-    Args:
-        on_train_start: Called when training starts.
-        on_exception: Called with the exception that ends a run.
-    """
+    """The first callback of a run."""
 
     def __init__(
         self, on_train_start: Callable[[], None], on_exception: Callable[[BaseException], None]

@@ -94,9 +94,6 @@ class ShardedMixedPrecision(ShardedPrecision):
     Main shards, gradients and optimizer states stay in float32. Whether a step is skipped is
     decided by all ranks: the scaler's search for infinities is a global one wherever gradients are
     sharded.
-
-    Args:
-        stock: Lightning's plugin, with its scaler.
     """
 
     # The key under which Lightning saves the scaler's state, so that runs under other strategies

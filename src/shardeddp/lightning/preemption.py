@@ -88,9 +88,6 @@ class Preemption:
 
         Lightning's communicate, wherever the signal finds them; and it broadcasts before each batch
         whether a signal has come, which is not needed any more.
-
-        Args:
-            trainer: Of the run that begins.
         """
         self._trainer, self._owner = trainer, os.getpid()
         self._seen, self._requeued = _NOTHING, False

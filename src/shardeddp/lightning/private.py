@@ -99,12 +99,7 @@ def give_device_mesh(module: Any, mesh: DeviceMesh) -> None:
 
 
 def replace_layers(strategy: Any, module: nn.Module) -> None:
-    """Replace layers by those that ``Trainer(sync_batchnorm=True)`` asks for.
-
-    Args:
-        strategy: The strategy, to which the Trainer has given them.
-        module: The module whose layers are replaced.
-    """
+    """Replace layers by those that ``Trainer(sync_batchnorm=True)`` asks for."""
     if strategy._layer_sync:
         strategy._layer_sync.apply(module)
 
@@ -152,10 +147,6 @@ def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable
 
     Hooks that say that metrics are going to be reduced, or that predictions are there, come after.
 
-    Args:
-        loop: The loop.
-        delay: Given the end, to be called in it.
-
     Returns:
         A function that undoes it.
     """
@@ -179,13 +170,7 @@ def delay_ends(loop: Any, delay: Callable[[Callable[[], Any]], Any]) -> Callable
 def replace_signal_handlers(
     trainer: Any, end: Callable[..., None], requeue: Callable[..., None]
 ) -> None:
-    """Replace the handlers a Trainer is about to register, and its broadcast before each batch.
-
-    Args:
-        trainer: Of the run that begins.
-        end: Handler of SIGTERM.
-        requeue: Handler of SLURM's requeue signal.
-    """
+    """Replace the handlers a Trainer is about to register, and its broadcast before each batch."""
     vars(trainer._signal_connector).update(
         _sigterm_notifier_fn=end, _slurm_sigusr_handler_fn=requeue
     )
@@ -320,15 +305,7 @@ def _summarize(
 
 
 class SummaryWithCounts(ModelSummary):
-    """Summary of a module with one more column of counts, beside the number of parameters.
-
-    Args:
-        model: The LightningModule.
-        max_depth: Depth to which its layers are listed.
-        title: Title of the column.
-        count: A module to its count.
-        show: A count to its text.
-    """
+    """Summary of a module with one more column of counts, beside the number of parameters."""
 
     def __init__(
         self,
@@ -370,20 +347,11 @@ class RankLauncher(MultiProcessingLauncher):
 
     @abstractmethod
     def run_rank(self, run: Callable[[], None]) -> None:
-        """Run a rank from its beginning to its end, in its own process.
-
-        Args:
-            run: Lightning's part, to be called.
-        """
+        """Run a rank from its beginning to its end, in its own process."""
 
     @abstractmethod
     def collect_results(self, collect: Callable[[], Any], trainer: Any) -> Any:
-        """Collect the results of each rank for the main process.
-
-        Args:
-            collect: Lightning's part, whose result is to be returned.
-            trainer: Of the run.
-        """
+        """Collect the results of each rank for the main process."""
 
     @abstractmethod
     def recover_results(self, recover: Callable[[], None], trainer: Any, weights_path: Any) -> None:
@@ -426,11 +394,7 @@ class Reliance:
     replaced: bool = False
 
     def problem(self, namespace: str = NAMESPACE) -> str | None:
-        """The difference between the installed release and the expectation, or None.
-
-        Args:
-            namespace: Which of Lightning's two packages.
-        """
+        """The difference between the installed release and the expectation, or None."""
         try:
             owner = named(self.owner, namespace)
         except ConfigurationError:

@@ -46,11 +46,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def describe_release(package: Path = _PACKAGE) -> str:
-    """Version and installed code; equal where ranks run the same, wherever it is installed.
-
-    Args:
-        package: The folder of the package.
-    """
+    """Version and installed code; equal where ranks run the same, wherever it is installed."""
     try:
         number = version("shardeddp")
     except PackageNotFoundError:
@@ -76,9 +72,6 @@ def environment_without_ranks(environment: ClusterEnvironment) -> ClusterEnviron
     requeue signal, and the script may then be run by hand, or by ``sbatch`` without ``srun``, where
     strategies of one device train: they never ask. Several ranks have to be told apart, and are
     left its error.
-
-    Args:
-        environment: Of the cluster.
 
     Returns:
         Lightning's own, or None if the cluster's knows all that is asked of it.

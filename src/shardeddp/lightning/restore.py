@@ -66,12 +66,7 @@ CODECS = (dict_codec(AttributeDict, ATTRIBUTES),)
 
 
 class Restore:
-    """Restores one checkpoint at a time into a module that is sharded, or is going to be.
-
-    Args:
-        group: Ranks of the run.
-        options: Kinds of checkpoints that may be read, and how.
-    """
+    """Restores one checkpoint at a time into a module that is sharded, or is going to be."""
 
     def __init__(self, group: ProcessGroup, options: CheckpointOptions) -> None:
         self._group = group

@@ -38,10 +38,6 @@ _PLACE = "combined_loader"
 def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> list[Any]:
     """Every rank's states on rank 0, by rank, where they are not the same; a collective.
 
-    Args:
-        checkpoint: Of this rank, as Lightning has made it.
-        group: The host group of all ranks.
-
     Returns:
         All of them; nothing if all ranks are in one place, or have no stateful loader, and on
         other ranks.
@@ -95,11 +91,7 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 class Resume:
-    """State that Lightning does not save, and the moments at which a resumed run gets it back.
-
-    Args:
-        group: Ranks of the run.
-    """
+    """State that Lightning does not save, and the moments at which a resumed run gets it back."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -209,7 +201,7 @@ class Resume:
             private.drop_combined_loader(loop)
 
     def begin_streams(self, trainer: Trainer) -> None:
-        """Give the loop its loaders as the user knows them.
+        """Put the user's own loaders back into the loop.
 
         This comes before the user's hooks of the start of training.
         """
@@ -238,11 +230,7 @@ class Resume:
 
 
 class _NotStarted:
-    """A loader during setup: its first batch is nothing and is thrown away; else the loader itself.
-
-    Args:
-        loader: In whose place it is.
-    """
+    """A loader during setup: its first batch is nothing and is thrown away; else the loader itself."""
 
     def __init__(self, loader: Any) -> None:
         vars(self).update(loader=loader)

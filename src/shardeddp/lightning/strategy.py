@@ -718,7 +718,7 @@ class ShardedDP(ParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Let a loss count for nothing that is there for others (see ``uneven_batches``)."""
+        """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
         self._callbacks.weigh(closure_loss)
 
     @contextmanager

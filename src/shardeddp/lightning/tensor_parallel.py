@@ -135,12 +135,7 @@ class GatherOverData:
 
 
 def count_batches_once(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let metrics among modules leave out ranks that have the same batches.
-
-    Args:
-        module: The LightningModule.
-        mesh: Axes of ranks.
-    """
+    """Let metrics among modules leave out ranks that have the same batches."""
     gather = GatherOverData(len(_DATA_GROUPS))
     _DATA_GROUPS.append(mesh[DATA_PARALLEL].get_group())
     for child in module.modules():
@@ -193,10 +188,6 @@ def refuse_untried_in(trainer: Trainer, module: nn.Module, plan: TensorPlan | No
 
 def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:
     """Refuse optimizers that need more than one parameter at a time.
-
-    Args:
-        optimizer: Any.
-        stated: Scopes that the user gives for classes.
 
     Raises:
         ConfigurationError: It is one, or one that is not known.

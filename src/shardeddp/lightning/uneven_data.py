@@ -30,12 +30,7 @@ from shardeddp.lightning.private import PrefetchDataFetcher
 
 
 class UnevenEvaluation:
-    """Lets a rank that has no batch left take part in gathers of others, in one run of a Trainer.
-
-    Args:
-        mesh: All ranks.
-        agreement: Of the model's units.
-    """
+    """Lets a rank that has no batch left take part in gathers of others, in one run of a Trainer."""
 
     def __init__(self, mesh: Mesh, agreement: OrderAgreement) -> None:
         self._mesh, self._agreement = mesh, agreement
@@ -97,10 +92,6 @@ class EvenTraining:
     A rank that joins others with no batch of its own goes through all that a batch does, with the
     last that it had: whatever the module communicates meets what the others communicate. Its loss
     has no weight (:meth:`weigh`).
-
-    Args:
-        mesh: All ranks.
-        choice: Behaviour when ranks have different numbers of batches.
     """
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
@@ -116,9 +107,6 @@ class EvenTraining:
 
     def align(self, trainer: Trainer) -> bool:
         """Compare the ranks' numbers of batches; make all count with the same one; a collective.
-
-        Args:
-            trainer: Whose training loaders are there.
 
         Returns:
             Whether they differ.

@@ -315,11 +315,6 @@ class LocalStates(OutsideStates):
     Whoever asks for the state of a parameter finds one of its own: its run is divided into
     parameters then, and joined again before the next step, unless what was asked for differs from
     the neighbours' by then, or is still held.
-
-    Args:
-        optimizer: Whose parameters they belong to.
-        memory: That it steps in.
-        slices: Of all of its states.
     """
 
     def __init__(self, optimizer: optim.Optimizer, memory: StepMemory, slices: Slices) -> None:
@@ -394,12 +389,7 @@ class LocalStates(OutsideStates):
     def arrange(
         self, groups: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[Sequence[int]]]
     ) -> None:
-        """Divide runs that are in no chain, and join neighbours in chains whose states are alike.
-
-        Args:
-            groups: The parameters of each group.
-            found: The chains of each group.
-        """
+        """Divide runs that are in no chain, and join neighbours in chains whose states are alike."""
         self.refused = False
         together = [
             [it for index in indices if isinstance(it := parameters[index], ShardTensor)]

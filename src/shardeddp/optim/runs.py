@@ -79,10 +79,6 @@ def chains(
 ) -> list[list[int]]:
     """Divide those parameters of a group that have a gradient into neighbours.
 
-    Args:
-        parameters: Of the group.
-        parts: Their local gradients.
-
     Returns:
         Indices of parameters, in the order of memory; the chains in the order of the group. The
         first parameter is a chain of its own: options that make a step fail make it fail there,

@@ -42,10 +42,6 @@ def scope_of(kind: type, stated: Mapping[str, Scope] | None = None) -> Scope | N
 
     Known are torch's own classes, subclasses of them that change nothing but how they are made, and
     what the user says.
-
-    Args:
-        kind: The class.
-        stated: Scopes by class name or import path.
     """
     for ancestor in kind.__mro__:
         for name in (f"{ancestor.__module__}.{ancestor.__qualname__}", ancestor.__qualname__):

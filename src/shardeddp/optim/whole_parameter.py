@@ -28,9 +28,6 @@ class Ownership:
 
     The most costly is dealt first, each to the rank that has least so far (R. L. Graham 1969: at
     most 4/3 of the best possible). A parameter stays with its owner.
-
-    Args:
-        num_ranks: Among how many.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -41,9 +38,6 @@ class Ownership:
 
     def deal(self, shapes: Sequence[Sequence[int]]) -> list[int]:
         """Deal some more.
-
-        Args:
-            shapes: Of the parameters.
 
         Returns:
             The rank of each, in the order of ``shapes``.
@@ -218,11 +212,7 @@ class WholeParameter:
 
 
 class WholeParameters:
-    """The sharded parameters of an optimizer, dealt out to owners.
-
-    Args:
-        mesh: Among whose owners of shards parameters are dealt out.
-    """
+    """The sharded parameters of an optimizer, dealt out to owners."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -272,10 +262,6 @@ Number = bool | int | float
 def form_of(value: Any, optimizer: str) -> Any:
     """The form of a state, or of a part of one.
 
-    Args:
-        value: The state.
-        optimizer: Name of whose it is.
-
     Raises:
         TypeError: It holds something that other ranks cannot be told of.
     """
@@ -321,10 +307,6 @@ class NumberElsewhere:
     """A number among the states of a parameter that another rank owns; unknown to this rank.
 
     Every use raises an error: no answer would be right.
-
-    Args:
-        fqn: Of the parameter.
-        path: Of the number among its states.
     """
 
     def __init__(self, fqn: str, path: str) -> None:
@@ -352,22 +334,17 @@ class NumberElsewhere:
 
 # -- OwnedStates: states of owners as sharded tensors that lie on one rank
 #
-# What a rank knows of another's states is their form: how they are called, their shapes and dtypes,
-# and where there is a number. Owners tell it after a step that has changed it. Elements of tensors
-# never travel for that, and numbers when all ranks ask for the states as a whole.
+# Ranks that do not own a parameter know the form of its states: names, shapes, dtypes, and which of
+# them are numbers. Owners send forms after a step that has changed them. Elements of tensors never
+# travel for that; numbers travel when all ranks ask for the whole states.
 
 
 class OwnedStates(OutsideStates):
     """The states of an optimizer by sharded parameter; held by whole parameter, where that is.
 
-    A state that is read becomes part of ``_shown`` and is what the next step goes on with, so that
-    whatever is assigned, removed or changed in between reaches the optimizer. So does what comes
-    from a checkpoint.
-
-    Args:
-        optimizer: Whose parameters they belong to.
-        wholes: Owners of the parameters.
-        mesh: Of the sharded parameters.
+    A state that was read is kept in ``_shown``. The next step writes it back to the owner, so that
+    whatever is assigned, removed or changed in between reaches the optimizer. States of a
+    checkpoint go the same way.
     """
 
     def __init__(self, optimizer: optim.Optimizer, wholes: WholeParameters, mesh: Mesh) -> None:
@@ -433,14 +410,14 @@ class OwnedStates(OutsideStates):
     # -- Before and after a step
 
     def sync_to_owners(self) -> None:
-        """Bring assignments since the last step to the owners.
+        """Send states that were assigned since the last step to their owners.
 
-        It stays shown until :meth:`sync_forms`.
+        They stay shown until :meth:`sync_forms`.
         """
         for parameter in [it for it in self._parameters() if it in self._shown]:
             whole = self._wholes.of(parameter)
             if whole is None:
-                raise RuntimeError("states are settled for parameters that have an owner")
+                raise RuntimeError("a parameter has optimizer states and no rank that owns it")
             settled = pytree.tree_map_only(
                 torch.Tensor, partial(_whole_of, whole), self._shown[parameter]
             )

@@ -192,7 +192,7 @@ def check_cover(name: str, shape: tuple[int, ...], found: Sequence[Box]) -> None
     if len(cut) > MAX_CUT_DIMS:
         raise ValueError(f"{name} is cut along {len(cut)} dims, expected at most {MAX_CUT_DIMS}")
     whole = [whole_of(shape)] if 0 not in shape else []
-    # Bytes, the hash of which a file cannot choose.
+    # Keys are bytes, whose hash is randomized: a crafted file cannot force collisions.
     as_bytes = Struct(f"{len(cut)}q").pack
     corners: Counter[bytes] = Counter()
     for box, sign in [*((box, 1) for box in found), *((box, -1) for box in whole)]:
@@ -365,11 +365,6 @@ class OwnedIntervals(Sequence[Interval]):
 
     Intervals of thousands of owners for thousands of parameters would take gigabytes. Equal to any
     sequence of equal intervals.
-
-    Args:
-        layout: Of the flat buffer.
-        slot: Of the parameter.
-        shard_ranks: Which slice each owner has.
     """
 
     def __init__(self, layout: FlatLayout, slot: ParameterSlot, shard_ranks: Sequence[int]) -> None:

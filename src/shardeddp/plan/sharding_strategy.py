@@ -112,7 +112,7 @@ class ShardingStrategy:
 
 
 def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] | None:
-    """Ranks in groups of a size that are near to each other; None where that is as they count."""
+    """Order of ranks in which groups of a size are on few nodes; None: the natural order."""
     ranks = order or ()
     groups = [sorted(ranks[first : first + size]) for first in range(0, len(ranks), max(1, size))]
     order = tuple(rank for group in sorted(groups) for rank in group)

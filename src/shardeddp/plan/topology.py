@@ -39,10 +39,10 @@ class Topology:
     """
 
     order: tuple[int, ...] | None = None
-    """The ranks, those that share a model side by side; None: as they count.
+    """Ranks in the order in which members of a shard group are adjacent; None: 0, 1, 2, ...
 
-    It is not as they count where SLURM deals ranks out to nodes like cards, if asked to. Every
-    group lists its ranks ascending, as process groups do.
+    Another order is needed where SLURM distributes ranks over nodes cyclically. Every group lists
+    its ranks ascending, as process groups do.
     """
 
     def __post_init__(self) -> None:
@@ -65,9 +65,9 @@ class Topology:
         ):
             if group != sorted(group):
                 raise ValueError(
-                    f"ranks are placed on nodes in no order that replicas can have: {group} would "
-                    f"be a group. Let the launcher place them node by node (srun "
-                    f"--distribution=block)"
+                    f"ranks are placed on nodes in no order that replicas can have: expected "
+                    f"groups of ascending ranks, found {group}. Let the launcher place ranks node "
+                    f"by node (srun --distribution=block)"
                 )
 
     @property
@@ -249,9 +249,6 @@ def node_order(infos: Sequence[RankInfo]) -> tuple[int, ...]:
 
 def check_runs(infos: Sequence[RankInfo]) -> None:
     """See that all ranks are about to run the same thing, before any of them waits for another.
-
-    Args:
-        infos: Of all ranks, by rank.
 
     Raises:
         ConfigurationError: They are not; names the ranks on either side.

@@ -365,13 +365,6 @@ def memory_of(
     Two kinds of moment: between forward and backward, where everything that was kept is there and
     the loss computes the gradient of the logits; and the turns of the units in backward, where what
     later units kept is gone.
-
-    Args:
-        work: Of a micro-batch.
-        recompute: A name in ``RECOMPUTES``.
-        resting: What stays between steps.
-        unsharded_nbytes: See :func:`at_loss`.
-        moments: Of the backward, with units' places.
     """
     kept, again = kept_by_unit(work, recompute)
     head = work.head

@@ -30,15 +30,7 @@ _LABELS = {"in_flight": "units in flight"}
 def plan_lines(
     plans: Sequence[Planned], cluster: Cluster, name: str, top: int, width: int
 ) -> list[str]:
-    """The best plans as a table, and how many fit at all.
-
-    Args:
-        plans: The best first.
-        cluster: The machines.
-        name: Of the model.
-        top: Rows of the table.
-        width: Columns of the terminal.
-    """
+    """The best plans as a table, and how many fit at all."""
     fitting = sum(plan.fits for plan in plans)
     gpu, shown = cluster.gpu, plans[:top]
     columns = [

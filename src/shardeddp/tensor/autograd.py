@@ -57,11 +57,6 @@ def asked_gradients(
     A sharded parameter stands for two leaves of the graph: itself, where it was used outside its
     unit, and the unsharded parameter of its unit. Its gradient is the sum of theirs: of this rank's
     outputs, not averaged, a plain tensor of the parameter's shape that may be differentiated again.
-
-    Args:
-        outputs: As torch takes them.
-        inputs: As torch takes them, in a sequence.
-        options: As torch takes them.
     """
     dtypes = [x.dtype for x in inputs]
     inputs = [outside_of(x) for x in inputs]  # in a step, parameters are met unsharded

@@ -14,13 +14,13 @@ from shardeddp.torch_private import get_gradient, set_gradient, without_torch_fu
 
 
 def stored_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Gradient of a parameter in autograd and in the engine."""
+    """The ``.grad`` of a parameter, past the property that waits for its reduction."""
     with without_torch_function():
         return get_gradient(parameter)
 
 
 def stored_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The same of many."""
+    """The ``.grad`` of several parameters, past that property."""
     with without_torch_function():
         return [get_gradient(parameter) for parameter in parameters]
 
@@ -28,14 +28,14 @@ def stored_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | 
 def store_gradients(
     parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]
 ) -> None:
-    """Set that of many."""
+    """Set the ``.grad`` of several parameters, past that property."""
     with without_torch_function():
         for parameter, gradient in zip(parameters, gradients, strict=True):
             set_gradient(parameter, gradient)
 
 
 def store_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set that gradient, and leave gradients that wait for their reduction alone."""
+    """Set the ``.grad`` of a parameter; gradients that wait for their reduction stay."""
     with without_torch_function():
         set_gradient(parameter, gradient)
 
@@ -61,11 +61,7 @@ def running_backward() -> int | None:
 
 @contextmanager
 def retaining(graph: bool) -> Generator[None]:
-    """A backward runs.
-
-    Args:
-        graph: Whether it leaves its graph for another one.
-    """
+    """A backward runs."""
     _RUNNING.append((next(_numbers), graph))
     try:
         yield

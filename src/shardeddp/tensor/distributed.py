@@ -89,10 +89,6 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 def take_apart(root: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Distribution]:
     """Let modules hold local tensors in place of distributed parameters.
 
-    Args:
-        root: The model.
-        mesh: The tensor axis, with one dim.
-
     Returns:
         By new parameter, how the former one was split.
 
@@ -119,13 +115,7 @@ def take_apart(root: nn.Module, mesh: DeviceMesh) -> Mapping[nn.Parameter, Distr
 
 
 def local_part(parameter: nn.Parameter, distribution: Distribution, rank: int) -> nn.Parameter:
-    """What a rank has of a whole parameter, with its attributes; in memory of its own if it is cut.
-
-    Args:
-        parameter: The whole one.
-        distribution: How it is split.
-        rank: Among those that split it.
-    """
+    """What a rank has of a whole parameter, with its attributes; in memory of its own if it is cut."""
     values = parameter.detach()
     if distribution.boxes:
         values = flatten_boxes(values, distribution.boxes[rank]).view(

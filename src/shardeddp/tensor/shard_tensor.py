@@ -232,7 +232,7 @@ class KeepsWrites(Protocol):
 
 
 class Memoryless:
-    """Refused access to raw memory of sharded tensors and views: writes could not be seen."""
+    """Refuses raw memory access: writes through a pointer would not reach the shard."""
 
     def data_ptr(self) -> int:  # noqa: D102
         raise self._refusal("data_ptr")
@@ -479,7 +479,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         return self._made_hooks().add_completion(hook)
 
     def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
-        """Become a parameter of a unit, which reduces its gradients with those of the others."""
+        """Join the reduction of a unit's gradients, also with those of uses outside of the unit."""
         self._unit_gradients = unit_gradients, index
 
     def keep_gradient(self) -> None:

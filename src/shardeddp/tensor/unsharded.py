@@ -229,7 +229,7 @@ class ParameterValues(torch.Tensor):
     """
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The gradient of the parameter."""
         return self.__dict__[_PARAMETER].grad
 
@@ -246,7 +246,7 @@ _PARAMETER = "_shardeddp_parameter"
 def with_gradient_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Values of a parameter, as :class:`ParameterValues` of it."""
     _set_attribute(values, "__class__", ParameterValues)
-    values.__dict__[_PARAMETER] = parameter
+    vars(values)[_PARAMETER] = parameter
     return values
 
 

@@ -84,10 +84,6 @@ class Gathered:
     def check_alike(self, func: Any, changed: bool = True) -> bool:
         """Return whether an operation has written to the elements; a collective of all ranks.
 
-        Args:
-            func: The operation.
-            changed: Whether it has done so on this rank.
-
         Raises:
             RuntimeError: The ranks have not got the same.
         """
@@ -146,12 +142,7 @@ class GatheredView(Memoryless, torch.Tensor):
         return made
 
     def __init__(self, plain: torch.Tensor, gathered: Gathered) -> None:
-        """Wrap a view.
-
-        Args:
-            plain: A view of the gathered elements.
-            gathered: The gathered elements.
-        """
+        """Wrap a view."""
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -278,13 +269,6 @@ def run_on_whole(
     A sharded tensor has one value for all ranks. So random numbers are those of rank 0, and what a
     collective writes is refused where it differs between ranks.
 
-    Args:
-        func: The operation.
-        args: Its arguments, plain.
-        kwargs: The same.
-        gathered: Whole tensors among them.
-        targets: Operands that the operation is known to write to.
-
     Raises:
         NotImplementedError: Nobody could tell when something has arrived.
         RuntimeError: The written values differ between ranks; shards are unchanged.
@@ -316,13 +300,7 @@ def run_on_whole(
 def refuse_overlapping(
     func: Any, targets: Sequence[Gathered], also: Iterable[ShardTensor] = ()
 ) -> None:
-    """Refuse to write to one shard by way of several copies of it.
-
-    Args:
-        func: The operation.
-        targets: Whole tensors that it writes to.
-        also: Sharded tensors that it writes to, without gathering them.
-    """
+    """Refuse to write to one shard by way of several copies of it."""
     sharded = [*(home.sharded for home in targets), *also]
     if targets and len({id(each.to_local()) for each in sharded}) < len(sharded):
         fqns = ", ".join(sorted({each.spec.fqn for each in sharded}))

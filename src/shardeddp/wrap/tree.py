@@ -20,11 +20,7 @@ from shardeddp.torch_private import OptimizedModule
 
 
 class ScriptedParameters(dict[str, torch.Tensor | None]):
-    """The parameters of one scripted module, by name; nothing is kept here.
-
-    Args:
-        module: The scripted module.
-    """
+    """The parameters of one scripted module, by name; nothing is kept here."""
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         super().__init__()
@@ -42,11 +38,7 @@ class ScriptedParameters(dict[str, torch.Tensor | None]):
 
 
 class ScriptedRegistry(nn.Module):
-    """Stands for a scripted module where parameters are registered.
-
-    Args:
-        module: The scripted module.
-    """
+    """Stands for a scripted module where parameters are registered."""
 
     scripted: torch.jit.ScriptModule
 
@@ -278,12 +270,7 @@ def first_three(names: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """End of an error message about an unknown name: the closest known names, or all.
-
-    Args:
-        name: The unknown name.
-        known: Valid names; case does not count.
-    """
+    """End of an error message about an unknown name: the closest known names, or all."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     if not by_lower:
         return "there are none."
