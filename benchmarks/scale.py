@@ -165,12 +165,12 @@ def counting() -> Iterator[Counts]:
         counts.store += 1
         return former(desk, question, **options)
 
-    former = store._Desk.ask
+    former = store._StoreWorker.ask
     with contextlib.ExitStack() as stack:
         replace = lambda *arguments: stack.enter_context(patch.object(*arguments))  # noqa: E731
         replace(dist, "new_group", group(dist.new_group, 2))
         replace(mesh, "new_group_of_its_ranks", group(mesh.new_group_of_its_ranks, 3))
-        replace(store._Desk, "ask", ask)
+        replace(store._StoreWorker, "ask", ask)
         replace(mesh, "GlooCollectives", NativeCollectives)
         replace(dist, "broadcast_object_list", lambda *_, **__: None)
         replace(backends, "_all_gather", gather_own)

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.torch_private import Replaceable, _private
+from shardeddp.torch_private import PatchPoint, _private
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -32,7 +32,7 @@ def test_a_function_with_other_parameters_is_an_error_with_both() -> None:
 def test_a_replaceable_function_is_called_through_its_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = Replaceable("textwrap:dedent", "text")
+    found = PatchPoint("textwrap:dedent", "text")
     monkeypatch.setattr(textwrap, "dedent", textwrap.dedent)
     found.replace(str.upper)
     assert textwrap.dedent(" a") == " A" and found.current is str.upper

@@ -187,7 +187,7 @@ are_transforms_active: Callable[[], bool] = _private("torch._C:_are_functorch_tr
 engine: Any = _private("torch.autograd:Variable._execution_engine")
 
 
-class Replaceable:
+class PatchPoint:
     """A function of torch that may be replaced, and is called through its module.
 
     Args:
@@ -210,19 +210,19 @@ class Replaceable:
         setattr(self._module, self._name, function)
 
 
-function_arguments = Replaceable("torch._functorch.utils:unwrap_dead_wrappers", "args")
+function_arguments = PatchPoint("torch._functorch.utils:unwrap_dead_wrappers", "args")
 """Every ``autograd.Function.apply`` passes its arguments through it."""
 
-engine_run = Replaceable("torch.autograd:_engine_run_backward", "t_outputs args kwargs")
+engine_run = PatchPoint("torch.autograd:_engine_run_backward", "t_outputs args kwargs")
 """The way of ``backward`` and ``autograd.grad`` into the engine."""
 
-node_of_tensor = Replaceable("torch.autograd.graph:_get_grad_fn_or_grad_acc", "t")
+node_of_tensor = PatchPoint("torch.autograd.graph:_get_grad_fn_or_grad_acc", "t")
 """The node of a tensor, for ``register_multi_grad_hook`` and ``get_gradient_edge``."""
 
-will_execute = Replaceable("torch._C:_will_engine_execute_node")
+will_execute = PatchPoint("torch._C:_will_engine_execute_node")
 """Whether the backward that is running will come to a node."""
 
-described_gradient = Replaceable("torch._subclasses.meta_utils:safe_grad", "t")
+described_gradient = PatchPoint("torch._subclasses.meta_utils:safe_grad", "t")
 """The ``grad`` of a tensor that a compiler describes for itself."""
 
 # -- Stack of saved-tensor hooks
@@ -236,7 +236,7 @@ push_hooks: Callable[[Any, Any], None] = _private(
 )
 pop_hooks: Callable[[], None] = _private("torch._C._autograd:_pop_saved_tensors_default_hooks")
 
-disable_hooks = Replaceable("torch._C._autograd:_saved_tensors_hooks_disable")
+disable_hooks = PatchPoint("torch._C._autograd:_saved_tensors_hooks_disable")
 """Disables the hooks, with the error for whoever sets some then."""
 
 # -- Operations

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardeddp.checkpoint import clean, directory, durable
-from shardeddp.checkpoint.clean import Swept, remove, sweep
+from shardeddp.checkpoint.clean import CleanReport, remove, sweep
 from shardeddp.checkpoint.manifest import MANIFEST
 from support.small_checkpoints import fill, put, save, step_of, working_entries
 
@@ -280,7 +280,7 @@ def test_what_vanishes_during_a_sweep_is_not_mentioned(
         return opened(path, *args, **options)
 
     monkeypatch.setattr(os, "open", vanish)
-    assert sweep(root) == Swept()
+    assert sweep(root) == CleanReport()
 
 
 @contextlib.contextmanager
@@ -306,7 +306,7 @@ def process_that_is_saving(target: Path) -> Iterator[int]:
 def test_what_a_living_process_writes_is_left_to_it_and_swept_when_it_is_dead(root: Path) -> None:
     with process_that_is_saving(root / "x.ckpt"):
         own = directory.stage(root / "y.ckpt")
-        assert sweep(root) == Swept()
+        assert sweep(root) == CleanReport()
         assert len(working_entries(root)) == 2
     (removed,) = sweep(root).removed
     assert removed.startswith(".tmp-checkpoint-")
@@ -371,7 +371,7 @@ def test_what_this_host_has_left_is_swept_at_once(root: Path) -> None:
 def test_only_one_process_sweeps_at_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / f".del-{ID}").mkdir()
     with durable.held(root):
-        assert sweep(root) == Swept()
+        assert sweep(root) == CleanReport()
     with monkeypatch.context() as patch:
         patch.setattr(clean, "lock", lambda descriptor: None)
         (why,) = sweep(root).left
@@ -398,7 +398,7 @@ def test_what_a_sweep_cannot_delete_is_told_and_the_rest_is_swept(
 
 
 def test_a_sweep_of_what_does_not_exist_does_nothing(root: Path) -> None:
-    assert sweep(root / "missing") == Swept()
+    assert sweep(root / "missing") == CleanReport()
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -408,7 +408,7 @@ def test_sweeps_beside_saves_destroy_none_of_them(
     if not exchanges:
         monkeypatch.setattr(durable, "_RENAMEAT2", None)
     ended = threading.Event()
-    sweeps: list[Swept] = []
+    sweeps: list[CleanReport] = []
 
     def sweep_on() -> None:
         while not ended.is_set():

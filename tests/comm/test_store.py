@@ -223,8 +223,8 @@ def test_a_question_counts_as_answered_when_the_answer_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryStore, "set", refuse)
         with pytest.raises(LostStoreError):
-            liveness_probe.look_out()
-    liveness_probe.look_out()
+            liveness_probe.poll()
+    liveness_probe.poll()
     assert list(liveness_probe.answers([0], question)) == [0]
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardeddp import ShardedDP
-from shardeddp.lightning.model_sharding import MARK, keep_generation_in_step
+from shardeddp.lightning.model_sharding import MARK, synchronize_generation
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from support.tasks import VOCABULARY, Block, TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -81,13 +81,13 @@ def test_only_models_that_gather_for_each_forward_are_marked() -> None:
         "shard_optimizer": False,
     }.items():
         module = nn.Sequential(Generator(), nn.Linear(2, 2))
-        keep_generation_in_step(module, SHARDING_STRATEGIES[strategy])
+        synchronize_generation(module, SHARDING_STRATEGIES[strategy])
         assert [hasattr(child, MARK) for child in module] == [marked, False]
 
 
 def test_dynamo_does_not_take_a_marked_model_for_one_of_fsdp() -> None:
     model = Generator()
-    keep_generation_in_step(model, SHARDING_STRATEGIES["full_shard"])
+    synchronize_generation(model, SHARDING_STRATEGIES["full_shard"])
     tokens = torch.zeros(1, 3, dtype=torch.long)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens), model(tokens))

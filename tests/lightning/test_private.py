@@ -11,7 +11,7 @@ import pytest
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import NAMESPACE, NEEDS, STANDALONE, UNIFIED, named
-from shardeddp.lightning.private import RELIANCES, Reliance, check_lightning
+from shardeddp.lightning.private import RELIANCES, PrivateName, check_lightning
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
 def problem(
     owner: str, name: str, parameters: str | None = None, replaced: bool = False
 ) -> str | None:
-    return Reliance(
+    return PrivateName(
         owner=f"of:{owner}", name=name, parameters=parameters, replaced=replaced
     ).problem()
 
@@ -104,12 +104,12 @@ def test_a_method_that_is_replaced_has_exactly_the_parameters_of_the_replacement
 
 def test_an_error_names_change_and_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     table = (
-        Reliance(
+        PrivateName(
             owner="pytorch.trainer.connectors.signal_connector:_SignalConnector",
             name="_lost",
             parameters="",
         ),
-        Reliance(owner="pytorch.loops.lost:_Loop", name="_x"),
+        PrivateName(owner="pytorch.loops.lost:_Loop", name="_x"),
     )
     monkeypatch.setattr(private, "RELIANCES", table)
     check_lightning.cache_clear()

@@ -473,7 +473,7 @@ class Accesses(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note what it reads and writes."""
         kwargs = kwargs or {}
-        if any(issubclass(kind, shard_tensor.Memoryless) for kind in types):
+        if any(issubclass(kind, shard_tensor.NoRawMemory) for kind in types):
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():
             return self._run(func, args, kwargs)
@@ -589,7 +589,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [
         leaf
         for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, shard_tensor.Memoryless)
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, shard_tensor.NoRawMemory)
         and leaf.layout is torch.strided and leaf.device.type != "meta"
     ]  # fmt: skip
 

@@ -73,7 +73,7 @@ def remove(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Swept:
+class CleanReport:
     """What a sweep has done."""
 
     removed: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Swept:
     """Sentences about what could not be done; what other processes are writing is not mentioned."""
 
 
-def sweep(directory: StrPath, durability: Durability = "disk") -> Swept:
+def sweep(directory: StrPath, durability: Durability = "disk") -> CleanReport:
     """Remove leftovers of killed processes from a directory; what a living one writes stays.
 
     Only one process sweeps a directory at a time, the others return at once.
@@ -99,16 +99,18 @@ def sweep(directory: StrPath, durability: Durability = "disk") -> Swept:
         CheckpointError: The directory cannot be read.
     """
     with disk_errors("cleaning up", directory):
-        return _sweep(Path(directory), durability) if exists(directory) else Swept()
+        return _sweep(Path(directory), durability) if exists(directory) else CleanReport()
 
 
-def _sweep(directory: Path, durability: Durability) -> Swept:
+def _sweep(directory: Path, durability: Durability) -> CleanReport:
     with opened_directory(directory) as here:
         ours = lock(here)
         if ours is False:
-            return Swept()  # another process is at it
+            return CleanReport()  # another process is at it
         if ours is None:
-            return Swept(left=(f"{directory} was not cleaned up: its file system has no locks.",))
+            return CleanReport(
+                left=(f"{directory} was not cleaned up: its file system has no locks.",)
+            )
         sweeper = _Sweeper(directory, here, durability)
         for name in sorted(os.listdir(here)):
             match = WORKING_NAME.fullmatch(name)
@@ -119,7 +121,7 @@ def _sweep(directory: Path, durability: Durability) -> Swept:
             elif staged := STAGED.fullmatch(match["name"]):
                 elsewhere = staged["kernel"] not in (None, kernel()[1])
                 sweeper.clean(name, None, staged["host"] if elsewhere else None)
-        return Swept(
+        return CleanReport(
             removed=tuple(sweeper.removed),
             restored=tuple(sweeper.restored),
             left=tuple(sweeper.left),

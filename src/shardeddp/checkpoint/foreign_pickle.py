@@ -55,7 +55,7 @@ class Maker:
     make: Callable[..., Any]
 
 
-class CodeAskedForError(Exception):
+class UnsafeGlobalError(Exception):
     """A global that may run code, by its dotted name."""
 
 
@@ -168,7 +168,7 @@ def unpickle(
     stream = io.BytesIO(data)
     try:
         return _evaluate(stream, len(data), known, persistent)
-    except CodeAskedForError as error:
+    except UnsafeGlobalError as error:
         raise CheckpointError(
             f"{where} asks for the global {str(error)[:300]!r}, which may run code: expected "
             f"plain data and tensors only. Nothing was run. If you trust whoever wrote the file, "
@@ -262,7 +262,7 @@ def _evaluate(
                 words = argument.split(" ", 1) if argument else [stack.pop(-2), stack.pop()]
                 dotted = ".".join(words) if all(isinstance(word, str) for word in words) else ""
                 if dotted not in known:
-                    raise CodeAskedForError(dotted)
+                    raise UnsafeGlobalError(dotted)
                 stack.append(known[dotted])
             case "BINPERSID":
                 if persistent is None:

@@ -23,9 +23,9 @@ from shardeddp.checkpoint.foreign_pickle import (
     BUILTINS,
     MAX_DEPTH,
     Archive,
-    CodeAskedForError,
     Instance,
     Maker,
+    UnsafeGlobalError,
     is_dense,
     make_size,
     span_of,
@@ -121,7 +121,7 @@ def _make_format(_: Any, name: Any) -> None:
     """How Python 3.11.0 to 3.11.3 spell an enumeration's member; other attributes might be code."""
     formats = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
     if name not in formats:
-        raise CodeAskedForError("builtins.getattr")
+        raise UnsafeGlobalError("builtins.getattr")
 
 
 _HOME = "torch.distributed.checkpoint"

@@ -157,7 +157,7 @@ class ResumeRandomness:
         self._held: RandomState | None = None
         # Loaders with a generator of ours, until the first batch.
         self._lent: list[DataLoader[Any]] = []
-        self._watched: list[OneBatchAhead] = []
+        self._watched: list[PrefetchedLoader] = []
 
     @property
     def holds(self) -> bool:
@@ -233,7 +233,7 @@ class ResumeRandomness:
             for name, tensor in (self._held or {}).items()
             if name.startswith(_BEFORE_FETCH) and resumes
         }
-        self._watched = [OneBatchAhead(cast(Any, loader), device, before, in_hand)]
+        self._watched = [PrefetchedLoader(cast(Any, loader), device, before, in_hand)]
         return self._watched[0]
 
     def begin(self, device: torch.device) -> None:
@@ -256,7 +256,7 @@ class ResumeRandomness:
         self._held, self._watched = None, []
 
 
-class OneBatchAhead:
+class PrefetchedLoader:
     """A stateful loader without a length; a batch is fetched before the previous one is trained on.
 
     While a batch is in hand, the state of the loader is the one before that batch: a run that

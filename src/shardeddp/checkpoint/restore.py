@@ -34,7 +34,7 @@ class Replaced:
         ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore_values(self) -> None:
         """Make the model what it was, without communication."""
         for tensor, was in self._kept:
             tensor.copy_(was)
@@ -94,7 +94,7 @@ def parameter_names(
     ]
 
 
-def give_memory(module: nn.Module) -> None:
+def materialize_expanded_buffers(module: nn.Module) -> None:
     """Let buffers whose elements share memory (expanded ones) have their own, to load into."""
     for owner in module.modules():
         for name, buffer in [*owner._buffers.items()]:
@@ -145,7 +145,7 @@ def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dic
 def load_staged(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
     """Load as :func:`load_model` does, when all that this rank needs has been read and checked."""
     stage([state], module)
-    give_memory(module)
+    materialize_expanded_buffers(module)
     load_model(module, state, strict, cast)
 
 

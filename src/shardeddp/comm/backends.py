@@ -13,7 +13,7 @@ from shardeddp.comm.collectives import (
     ReduceKind,
     Traffic,
     Work,
-    halve_in_two,
+    split_mean_factor,
 )
 
 # -- Collectives of gloo
@@ -47,7 +47,7 @@ class GlooCollectives(Collectives):
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
-        before, after = halve_in_two(buffer, self.size)
+        before, after = split_mean_factor(buffer, self.size)
         if before != 1.0:
             buffer.mul_(before)
         slices = self._slices(buffer)
@@ -64,7 +64,7 @@ class GlooCollectives(Collectives):
         self.count("all_reduce", tensor.nbytes, passes=2)
         # gloo has no average.
         op = REDUCE_OPS["sum" if kind == "mean" else kind]
-        before, after = halve_in_two(tensor, self.size)
+        before, after = split_mean_factor(tensor, self.size)
         if kind == "mean" and before != 1.0:
             tensor.mul_(before)
         work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
@@ -187,7 +187,7 @@ class NativeCollectives(Collectives):
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
-        before, after = halve_in_two(buffer, self.size)
+        before, after = split_mean_factor(buffer, self.size)
         if before == 1.0:
             _reduce_scatter(output, buffer, op=REDUCE_OPS["mean"], group=self._group)
         else:
@@ -197,7 +197,7 @@ class NativeCollectives(Collectives):
 
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
-        before, after = halve_in_two(tensor, self.size)
+        before, after = split_mean_factor(tensor, self.size)
         if kind != "mean" or before == 1.0:
             dist.all_reduce(tensor, op=REDUCE_OPS[kind], group=self._group)
         else:

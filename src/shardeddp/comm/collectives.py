@@ -53,7 +53,7 @@ REDUCE_OPS = {
 }
 
 
-def halve_in_two(tensor: torch.Tensor, size: int) -> tuple[float, float]:
+def split_mean_factor(tensor: torch.Tensor, size: int) -> tuple[float, float]:
     """Factors of an average over ``size`` ranks: before their sum, and after it.
 
     In float16 a product with 1/1024 loses what is below 6e-5, and a sum of 1,024 overflows at 64:

@@ -127,7 +127,7 @@ class LivenessProbe:
             found = self.answers(ranks, question)
         return found
 
-    def look_out(self) -> None:
+    def poll(self) -> None:
         """Answer, if somebody has asked since the last time."""
         watchers = [(look(), judge()) for look, judge in self._watchers]
         where = self._see([look for look, _ in watchers if look is not None])
@@ -228,7 +228,7 @@ def _answer_probes(alive: weakref.ref[LivenessProbe], over: SimpleQueue[None]) -
         if liveness_probe is None:
             return
         try:
-            liveness_probe.look_out()
+            liveness_probe.poll()
         except SilentStoreError:
             pass  # its host may go on
         except LostStoreError:

@@ -37,7 +37,7 @@ from shardeddp.comm.collectives import (
 from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.desync import STREAMS, CallFingerprints, DesyncCheck, Progress
 from shardeddp.comm.liveness import LivenessProbe, place_of
-from shardeddp.comm.propagation import ErrorPropagation, end_quietly
+from shardeddp.comm.propagation import ErrorPropagation, drain_threads_at_exit
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
@@ -206,7 +206,7 @@ class Mesh:
     ) -> None:
         if dist.group.WORLD is not None:
             refuse_inherited(dist.group.WORLD, "the setup of a run")
-        end_quietly()
+        drain_threads_at_exit()
         self.topology = topology
         self.device = device
         self.rank = dist.get_rank()

@@ -314,7 +314,7 @@ _LOOK_S = 0.005
 _TASKS = Path("/proc/self/task")
 
 
-def end_quietly() -> None:
+def drain_threads_at_exit() -> None:
     """Let the end of this process wait for its threads; to be called when there are groups."""
     atexit.unregister(wait_until_idle)
     atexit.register(wait_until_idle)

@@ -61,7 +61,7 @@ class StoreClient:
 
     def __init__(self, topic: str, rank: int, *, patient: bool = False) -> None:
         default = default_store()
-        self._desk = _DESKS.get(default) or _Desk(default)
+        self._desk = _DESKS.get(default) or _StoreWorker(default)
         _DESKS[default] = self._desk
         store = dist.PrefixStore(f"shardeddp/{topic}", self._desk.store)
         # Counted there: the store outlives who makes them.
@@ -122,7 +122,7 @@ class StoreClient:
         return self._desk.ask(question, patiently=self._patient)
 
 
-class _Desk:
+class _StoreWorker:
     """The process's own connection to the store, and the thread that calls it.
 
     A call cannot be interrupted, and never ends if the store's host is frozen.
@@ -193,7 +193,7 @@ def _serve(questions: SimpleQueue[Question | None]) -> None:
         del asked, question, answer  # and with them whose notes these are
 
 
-_DESKS: weakref.WeakKeyDictionary[dist.Store, _Desk] = weakref.WeakKeyDictionary()
+_DESKS: weakref.WeakKeyDictionary[dist.Store, _StoreWorker] = weakref.WeakKeyDictionary()
 """By the store of the process group: one connection and one thread for all notes of a process."""
 
 

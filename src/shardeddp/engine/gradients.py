@@ -177,7 +177,7 @@ class GradientMemory:
 # First in the shard group, then across replicas.
 
 
-class Arrival(Enum):
+class ReduceTarget(Enum):
     """Where the gradients of a reduction go."""
 
     IN_SHARD = "in_shard"
@@ -210,7 +210,7 @@ class Reduction:
         memory: GradientMemory,
         buffer: torch.Tensor,
         output: torch.Tensor,
-        arrival: Arrival,
+        arrival: ReduceTarget,
         kept: Sequence[bool],
         partial: torch.Tensor | None,
         kind: ReduceKind,
@@ -221,7 +221,7 @@ class Reduction:
         # A gradient that autograd leaves on a parameter used outside its unit may be added to the
         # shard at any time. On compute's stream that is in order with what is added here, on the
         # stream it would not be.
-        self._adds = arrival is not Arrival.IN_PARTIAL_SUMS and any(kept)
+        self._adds = arrival is not ReduceTarget.IN_PARTIAL_SUMS and any(kept)
         self._in_buffer = True
         # What follows in other streams once issued: across replicas, then to host memory.
         self._following: list[StreamHandle] = []
@@ -272,9 +272,9 @@ class Reduction:
 
     def _arrived(self) -> CollectiveHandle:
         memory = self._memory
-        if self._arrival is Arrival.IN_PARTIAL_SUMS:
+        if self._arrival is ReduceTarget.IN_PARTIAL_SUMS:
             memory.keep_partial(self._output)
-        elif self._arrival is Arrival.SHARED:
+        elif self._arrival is ReduceTarget.SHARED:
             if self._partial is not None:
                 self._output.add_(self._partial)
                 self._partial = None
@@ -543,19 +543,22 @@ class GroupGradients:
             direct = (
                 self._memory.packs_into_shard
                 and not any(kept)
-                and arrival is not Arrival.IN_PARTIAL_SUMS
+                and arrival is not ReduceTarget.IN_PARTIAL_SUMS
             )
             buffer, slots = (shard, shard_slots) if direct else self._memory.open_buffer()
             # A shard of one rank is shared as it was packed, so it can be packed as what the
             # replicas' sum is made of.
             replicate = self._mesh.replicate
             scales = (
-                direct and arrival is Arrival.SHARED and not replicate.averages and not self.partial
+                direct
+                and arrival is ReduceTarget.SHARED
+                and not replicate.averages
+                and not self.partial
             )
             # In a narrower dtype the product would be rounded to that, where a copy is exact.
             scaled = scales and self._param_dtype is self._reduce_dtype
             self._pack(slots, 1.0 / replicate.size if scaled else None)
-        if arrival is Arrival.IN_PARTIAL_SUMS:
+        if arrival is ReduceTarget.IN_PARTIAL_SUMS:
             self._partly_used = [
                 any(flags) for flags in zip(self._partly_used, self._packed, strict=True)
             ]
@@ -563,13 +566,13 @@ class GroupGradients:
         # buffer.
         waits = (
             any(kept)
-            or arrival is Arrival.IN_PARTIAL_SUMS
+            or arrival is ReduceTarget.IN_PARTIAL_SUMS
             or self._mesh.topology.split_replicas
             or shard.dtype is not buffer.dtype
             or shard.device != buffer.device
         )
         output = buffer.view(self._mesh.reduce.size, -1)[self._mesh.shard_rank] if waits else shard
-        partial = self._take_partial() if arrival is Arrival.SHARED else None
+        partial = self._take_partial() if arrival is ReduceTarget.SHARED else None
         return Reduction(
             self._memory, buffer, output, arrival, kept, partial, "sum" if scaled else "mean"
         )
@@ -610,10 +613,10 @@ class GroupGradients:
         self._forget_partial()
         return partial
 
-    def _arrival(self, across_replicas: bool) -> Arrival:
+    def _arrival(self, across_replicas: bool) -> ReduceTarget:
         if self._mesh.replicate.size == 1:
-            return Arrival.IN_SHARD
-        return Arrival.SHARED if across_replicas else Arrival.IN_PARTIAL_SUMS
+            return ReduceTarget.IN_SHARD
+        return ReduceTarget.SHARED if across_replicas else ReduceTarget.IN_PARTIAL_SUMS
 
     def install(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the parameters that any rank has used; the others keep what they had."""

@@ -165,7 +165,7 @@ class Reducer:
             self._settle()
         elif self.leaves_gradients:
             for progress in self._progresses:
-                progress.unit.tell_of_gradients(progress.arrived)
+                progress.unit.run_gradient_hooks(progress.arrived)
         self._running = False
 
     def abort(self) -> None:
@@ -253,7 +253,7 @@ class Reducer:
             used = [level > GradientLevel.NONE for level in each]
             if not self._keeps_partial():
                 progress.unit.install_gradients(used)
-            progress.unit.tell_of_gradients(
+            progress.unit.run_gradient_hooks(
                 [index for index, level in enumerate(each) if level == GradientLevel.NOW]
             )
             progress.learn(by_any, used)

@@ -225,10 +225,10 @@ class UnitHook:
         return self
 
     def __reduce__(self) -> Any:
-        return FormerUnitHook, ()
+        return NoopUnitHook, ()
 
 
-class FormerUnitHook:
+class NoopUnitHook:
     """Hook of an unpickled module, which does nothing: its parameters are whole."""
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -572,17 +572,17 @@ class Runtime:
         stands_for = {
             id(tensor): sharded
             for progress in self.progresses
-            for tensor, sharded in progress.unit.stand_ins()
+            for tensor, sharded in progress.unit.overrides()
         }
         return self._structure.is_like(_Structure(self.root_module), stands_for)
 
-    def let_go(self) -> None:
+    def dissolve(self) -> None:
         """Detach hooks and dissolve the units; parameters stay sharded.
 
         Raises:
             RuntimeError: It is at work.
         """
-        if self._root.active or any(each.unit.is_lent for each in self.progresses):
+        if self._root.active or any(each.unit.is_overridden for each in self.progresses):
             raise RuntimeError(
                 f"{type(self.root_module).__name__} is to be sharded anew inside of a step or of "
                 f"summon_full_params of an earlier run: it has been changed since that run has set "
@@ -594,7 +594,7 @@ class Runtime:
         for hook in self._hooks:
             hook.detach()
         for progress in self.progresses:
-            progress.unit.let_go()
+            progress.unit.dissolve()
         self._hooks, self.progresses = [], []
         self._progress_of.clear()
         _RUNTIMES.pop(id(self.root_module), None)
@@ -923,7 +923,7 @@ class Runtime:
             unit.unshard()
         if unit.state is UnitState.UNSHARDING:
             unit.wait()
-        if unit.untidy:
+        if unit.registration_pending:
             unit.tidy()
         if unit.stale:
             unit.refresh()
@@ -939,5 +939,5 @@ class Runtime:
             )
             if unit.state is UnitState.UNSHARDED and not busy:
                 unit.reshard()
-            if unit.untidy:
+            if unit.registration_pending:
                 unit.tidy()

@@ -54,7 +54,9 @@ def local_view(
 
 # -- GatheredBuffer: all-gather memory, with unsharded parameters as its views
 
-_set_attribute = object.__setattr__  # past that of OfSharded: twice for each parameter and gather
+_set_attribute = (
+    object.__setattr__
+)  # past that of UnshardedBase: twice for each parameter and gather
 
 
 class SavedView(NamedTuple):

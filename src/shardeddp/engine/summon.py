@@ -140,7 +140,7 @@ def _exchange(summoned: list[_Summoned], whole: bool) -> None:
             continue
         before, now = (each.sharded, each.whole) if whole else (each.whole, each.sharded)
         if each.unit is not None:
-            each.unit.rest_with(each.sharded, now)
+            each.unit.register_sharded(each.sharded, now)
             continue
         for owner, name in each.owners:
             if owner._parameters.get(name) is before:

@@ -67,7 +67,7 @@ class Takeover:
         }
         held = list(_held_shards(root))
         for runtime in runtimes:
-            runtime.let_go()
+            runtime.dissolve()
         for module in (each for it in self.roots for each in it.modules()):
             drop_forward_hooks(module, is_unit_hook)
         self._parameters = [it for it in root.parameters() if isinstance(it, ShardTensor)]
@@ -82,7 +82,7 @@ class Takeover:
             origin = id(parameter.origin)
             key = memory.get(origin, origin)
             meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            self._stand_in(parameter, places.setdefault(key, meta))
+            self._meta_placeholder(parameter, places.setdefault(key, meta))
         self._tell_scripted()
         for owner, name, value in held:
             # A view of a parameter follows it, as in a module that was not sharded before.
@@ -114,7 +114,7 @@ class Takeover:
         self._tell_scripted()
         self._parameters.clear()
 
-    def put_back(self) -> None:
+    def restore_values(self) -> None:
         """Make the parameters again what they were, of no unit: they could not be sharded anew."""
         for parameter in self._parameters:
             former = vars(parameter).pop(_FORMER, None)
@@ -126,7 +126,7 @@ class Takeover:
         self._tell_scripted()
         self._parameters.clear()
 
-    def _stand_in(self, parameter: ShardTensor, meta: torch.Tensor) -> None:
+    def _meta_placeholder(self, parameter: ShardTensor, meta: torch.Tensor) -> None:
         plain = parameter.parameter_over(meta)
         self._replace(parameter, plain)
         vars(parameter)[_FORMER] = plain  # which has the body of the sharded one now

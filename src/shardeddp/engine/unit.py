@@ -99,7 +99,7 @@ class Unit:
         # Whole parameters that modules hold during summon_full_params.
         self._lent: list[torch.Tensor] = []
         self._lent_version = 0
-        self.untidy = False
+        self.registration_pending = False
         """Whether other code had replaced parameters when the unit's state changed last."""
 
         members = by_buffer(spec.parameters)
@@ -186,7 +186,7 @@ class Unit:
             if found is slot.resting:
                 register(slot.owner, slot.attribute, slot.unsharded)
             elif _is_lent(found, slot.resting):
-                self.untidy = True
+                self.registration_pending = True
             else:
                 raise ConfigurationError(
                     f"parameter {slot.sharded.spec.fqn} "
@@ -265,7 +265,7 @@ class Unit:
         ``torch.func.functional_call`` puts back the parameters that it found, which may be those of
         a former state.
         """
-        self.untidy = False
+        self.registration_pending = False
         for slot in self._slots:
             wanted, other = slot.resting, slot.unsharded
             if other is not None and self.state is UnitState.UNSHARDED:
@@ -274,13 +274,13 @@ class Unit:
             if other is not None and found is other:
                 register(slot.owner, slot.attribute, wanted)
             elif found is not wanted:
-                self.untidy = True
+                self.registration_pending = True
 
     def resting(self) -> list[tuple[nn.Module, torch.Tensor]]:
         """Tensors of modules while the unit is sharded; one entry for each parameter of each."""
         return [(slot.owner, slot.resting) for slot in self._slots]
 
-    def rest_with(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
+    def register_sharded(self, sharded: ShardTensor, resting: torch.Tensor) -> None:
         """Let modules hold another tensor for a sharded parameter while the unit is sharded.
 
         To undo this, pass the sharded parameter itself.
@@ -295,7 +295,7 @@ class Unit:
         ]
         self._lent_version = self._version_of_lent()
 
-    def stand_ins(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
+    def overrides(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
         """Whole parameters that modules hold for a while, with their sharded ones."""
         for slot in self._slots:
             yield slot.resting, slot.sharded
@@ -303,11 +303,11 @@ class Unit:
                 yield slot.unsharded, slot.sharded
 
     @property
-    def is_lent(self) -> bool:
+    def is_overridden(self) -> bool:
         """Whether modules hold whole parameters meanwhile."""
         return bool(self._lent)
 
-    def let_go(self) -> None:
+    def dissolve(self) -> None:
         """Dissolve the unit: modules keep sharded parameters, each with a copy of its shard."""
         self.keep_writes()
         memory: dict[int, torch.Tensor] = {}  # what shares it goes on sharing it
@@ -344,7 +344,7 @@ class Unit:
         """By unsharded parameter, whether this rank has a gradient, of this backward or before."""
         return [flag for group in self.groups for flag in group.gradients.used()]
 
-    def tell_of_gradients(self, indices: Iterable[int]) -> None:
+    def run_gradient_hooks(self, indices: Iterable[int]) -> None:
         """Call users' gradient hooks for the parameters that the backward brought a gradient to."""
         sharded = self.sharded_parameters()
         for index in sorted(indices):

@@ -85,7 +85,7 @@ class Averages:
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._buffers: list[BufferSync] = []
 
-    def keep_in_place(self, trainer: Trainer, module: LightningModule) -> None:
+    def keep_on_host(self, trainer: Trainer, module: LightningModule) -> None:
         """Keep the copy that a callback is about to take where the module is.
 
         The callback would move the whole copy to the device.
@@ -99,7 +99,7 @@ class Averages:
         if runtime_of(module) is None and any(kind.__name__ == "WeightAveraging" for kind in kinds):
             self._replace(module, "to", MethodType(_stay, module))
 
-    def await_shards(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
+    def defer_loads(self, trainer: Trainer, module: LightningModule, cast: bool) -> None:
         """Postpone loads of callbacks, into the module and its averages, until there are shards.
 
         Args:
@@ -131,7 +131,7 @@ class Averages:
         self._replaced.append((module, name, vars(module).get(name)))
         vars(module)[name] = method
 
-    def meet_shards(self, module: LightningModule) -> None:
+    def end_deferral(self, module: LightningModule) -> None:
         """Let loads reach the module at once again.
 
         Callbacks have had their part, and the module is about to be sharded.
@@ -184,7 +184,7 @@ class Averages:
     def forget(self, module: LightningModule) -> None:
         """Let everything go that a run of a module has left; averages stay with their callbacks."""
         self._versions = []
-        self.meet_shards(module)
+        self.end_deferral(module)
         self._loads, self._buffers = [], []
 
 
@@ -289,7 +289,7 @@ class CallbackAdapters:
         """
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer)
-        self.averages.meet_shards(module)
+        self.averages.end_deferral(module)
 
     def join(
         self, trainer: Trainer, module: LightningModule, runtime: Runtime

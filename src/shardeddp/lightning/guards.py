@@ -26,7 +26,7 @@ class Guards:
         self._group = group
         self._preemption = Preemption()
         self._interruption: _Interruption | None = None  # kept over runs
-        self._foremost: _Foremost | None = None
+        self._foremost: _FirstCallback | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle: it guards no run yet."""
@@ -44,7 +44,7 @@ class Guards:
             )
         self._preemption.attach(trainer)
         self._remove_foremost(trainer)  # of a run whose setup has failed
-        self._foremost = _Foremost(on_train_start, self._group.explain_transfer)
+        self._foremost = _FirstCallback(on_train_start, self._group.explain_transfer)
         callbacks_of(trainer).insert(0, self._foremost)
 
     def begin_training(self, trainer: Trainer, node: int, local_rank: int) -> None:
@@ -118,7 +118,7 @@ class _Interruption:
         return self._alone
 
 
-class _Foremost(Callback):
+class _FirstCallback(Callback):
     """The first callback of a run."""
 
     def __init__(

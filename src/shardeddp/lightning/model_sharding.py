@@ -77,7 +77,7 @@ MARK = "_is_fsdp_managed_module"
 """
 
 
-def keep_generation_in_step(module: nn.Module, sharding: ShardingStrategy) -> None:
+def synchronize_generation(module: nn.Module, sharding: ShardingStrategy) -> None:
     """Mark every model in a module that generates by itself, if units are gathered per forward.
 
     Ranks that end their sequences at different lengths would run different numbers of forwards, and
@@ -96,7 +96,7 @@ def keep_generation_in_step(module: nn.Module, sharding: ShardingStrategy) -> No
 
 
 def forget_generation(module: nn.Module) -> None:
-    """Undo :func:`keep_generation_in_step`."""
+    """Undo :func:`synchronize_generation`."""
     for child in module.modules():
         if isinstance(vars(child).get(MARK), Managed):
             delattr(child, MARK)
@@ -211,7 +211,7 @@ class ModelSharding:
             )
             return self._shard(module, precision, takeover)
         except BaseException:
-            takeover.put_back()
+            takeover.restore_values()
             raise
 
     def _is_outdated(self, runtime: Runtime, precision: Precision) -> bool:
@@ -283,7 +283,7 @@ class ModelSharding:
         runtime.options = self._options(precision)
         place_module(module, mesh.device)
         private.tell_device(module, mesh.device)
-        keep_generation_in_step(module, self._sharding)
+        synchronize_generation(module, self._sharding)
         self._restore.load(None if is_deferred else load, module)
         if self._group.is_rank_zero:
             rank_zero_info(f"ShardedDP: {describe_units(self._sharding_strategy, runtime)}")

@@ -383,7 +383,7 @@ class RankLauncher(MultiProcessingLauncher):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reliance:
+class PrivateName:
     """One name of Lightning that has to be as it is expected."""
 
     owner: str  # a module, class or function below the namespace, as in "pytorch.loops:_FitLoop"
@@ -504,9 +504,9 @@ _REPLACED = (
 )
 
 RELIANCES = (
-    *(Reliance(owner=it, name=name) for it in _ATTRIBUTES for name in _ATTRIBUTES[it].split()),
-    *(Reliance(owner=it, name=name, parameters=names) for it, name, names in _CALLED),
-    *(Reliance(owner=it, name=n, parameters=p, replaced=True) for it, n, p in _REPLACED),
+    *(PrivateName(owner=it, name=name) for it in _ATTRIBUTES for name in _ATTRIBUTES[it].split()),
+    *(PrivateName(owner=it, name=name, parameters=names) for it, name, names in _CALLED),
+    *(PrivateName(owner=it, name=n, parameters=p, replaced=True) for it, n, p in _REPLACED),
 )
 """Every private name relied on, with the methods of private classes that are replaced."""
 

@@ -29,9 +29,9 @@ from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.restore import (
     Replaced,
-    give_memory,
     load_model,
     load_optimizer,
+    materialize_expanded_buffers,
     parameter_names,
     place_weights,
     stage,
@@ -176,7 +176,7 @@ class Restore:
 
         def load() -> None:
             stage(staged, module)
-            give_memory(module)
+            materialize_expanded_buffers(module)
             # The optimizers are made when the model is there; not before can they refuse what is
             # stored for them.
             self._replaced = Replaced(module) if fitting else None
@@ -284,7 +284,7 @@ class Restore:
     def roll_back(self) -> None:
         """Make a model whose checkpoint was refused what it was before."""
         if self._replaced is not None:
-            self._replaced.put_back()
+            self._replaced.restore_values()
             self._replaced = None
 
     def _with_advice(self, error: CheckpointError) -> CheckpointError:

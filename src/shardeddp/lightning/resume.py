@@ -185,7 +185,7 @@ class Resume:
             return isinstance(fetcher, PrefetchDataFetcher) and bool(fetcher.batches)
 
         mid_epoch = loop.restarting and not batches.is_last_batch
-        loader, device = self._streams.hold_back(loader), self._group.device
+        loader, device = self._streams.defer(loader), self._group.device
         return self._randomness.watch(loader, device, mid_epoch=mid_epoch, in_hand=in_hand)
 
     def ask_loaders_again(self, loop: FitLoop) -> None:
@@ -280,7 +280,7 @@ class _ResumedStreams:
         counts = {epoch.get(name) for name in ("ready", "started", "processed")}
         self.wait = bool(ended) and len(counts) == 1 and None not in counts
 
-    def hold_back(self, loader: object) -> object:
+    def defer(self, loader: object) -> object:
         """The loader to use instead of one of the training's while the run is set up.
 
         One that knows where it is loses nothing.

@@ -587,7 +587,7 @@ class ShardedDP(ParallelStrategy):
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
-            self._callbacks.averages.keep_in_place(self.trainer, self.trainer.lightning_module)
+            self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
 
     @contextmanager
     @override
@@ -835,7 +835,7 @@ class ShardedDP(ParallelStrategy):
         self._restore.load_model(
             trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting
         )
-        self._callbacks.averages.await_shards(
+        self._callbacks.averages.defer_loads(
             trainer, trainer.lightning_module, self.checkpoint_options.cast
         )
 

@@ -16,7 +16,7 @@ from torch import optim
 
 from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes
-from shardeddp.tensor.unsharded import OfSharded, outside_of
+from shardeddp.tensor.unsharded import UnshardedBase, outside_of
 
 State = dict[str, Any]
 Gradients = list[torch.Tensor | None]
@@ -204,7 +204,7 @@ def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
     Also a hook before steps.
     """
     for group in optimizer.param_groups:
-        if any(issubclass(kind, OfSharded) for kind in set(map(type, group["params"]))):
+        if any(issubclass(kind, UnshardedBase) for kind in set(map(type, group["params"]))):
             former = group["params"]
             group["params"] = [outside_of(each) for each in former]
             if isinstance(optimizer.state, OutsideStates):

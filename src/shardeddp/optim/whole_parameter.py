@@ -254,7 +254,7 @@ class WholeParameters:
 # -- State form: structure of a state without its elements and numbers, as JSON
 #
 # Numbers are left out because an optimizer that counts in Python has new ones in every step. Where
-# a number of another rank is not known, a :class:`NumberElsewhere` stands in its place.
+# a number of another rank is not known, a :class:`RemoteScalar` stands in its place.
 
 Number = bool | int | float
 
@@ -303,7 +303,7 @@ def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Number]]:
             yield from numbers_in(item, f"{path}.{key}")
 
 
-class NumberElsewhere:
+class RemoteScalar:
     """A number among the states of a parameter that another rank owns; unknown to this rank.
 
     Every use raises an error: no answer would be right.
@@ -487,7 +487,7 @@ class OwnedStates(OutsideStates):
         self._numbers = {parameters[number]: found for number, found in self._from_owners(answers)}
         for parameter, state in self._shown.items():
             number_at = partial(_number_at, self._numbers.get(parameter, {}))
-            state.update(pytree.tree_map_only(NumberElsewhere, number_at, dict(state)))
+            state.update(pytree.tree_map_only(RemoteScalar, number_at, dict(state)))
 
     # -- Shown states
 
@@ -514,7 +514,7 @@ class OwnedStates(OutsideStates):
         if kind == "number":
             known = (self._numbers or {}).get(whole.parameter, {})
             return (
-                _number_at(known, NumberElsewhere(whole.parameter.spec.fqn, path))
+                _number_at(known, RemoteScalar(whole.parameter.spec.fqn, path))
                 if held is None
                 else held
             )
@@ -572,9 +572,7 @@ def _whole_of(parameter: WholeParameter, value: torch.Tensor) -> torch.Tensor | 
     return gather(value)
 
 
-def _number_at(
-    numbers: Mapping[str, Number], elsewhere: NumberElsewhere
-) -> Number | NumberElsewhere:
+def _number_at(numbers: Mapping[str, Number], elsewhere: RemoteScalar) -> Number | RemoteScalar:
     return numbers.get(elsewhere.path, elsewhere)
 
 

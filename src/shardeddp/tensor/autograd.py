@@ -24,12 +24,12 @@ from shardeddp.tensor.shard_tensor import (
 )
 from shardeddp.tensor.unsharded import (
     OURS,
-    OfSharded,
     ParameterValues,
     ReleasedParameter,
+    UnshardedBase,
     outside_of,
+    replacement_of,
     sharded_of,
-    successor_of,
     with_gradient_of,
 )
 from shardeddp.tensor.views import Gathered, GatheredView
@@ -49,7 +49,7 @@ from shardeddp.torch_private import (
 # Gradients are this rank's own, whole, as under DistributedDataParallel.
 
 
-def asked_gradients(
+def autograd_grad(
     outputs: Any, inputs: Sequence[Any], **options: Any
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of ``torch.autograd.grad``, with sharded parameters among its arguments.
@@ -186,7 +186,7 @@ def extend_functions() -> None:
             "allow_unused": flags[0],
         }
         with without_torch_function():
-            return asked_gradients(outputs, asked, grad_outputs=grad_outputs, **graph)
+            return autograd_grad(outputs, asked, grad_outputs=grad_outputs, **graph)
 
     def node_of(tensor: Any) -> Node:
         sharded = outside_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
@@ -201,12 +201,12 @@ def extend_functions() -> None:
             return found_node(sharded.unsharded)
 
     def executes_node(node: Node) -> bool:
-        successor = successor_of(node)
+        successor = replacement_of(node)
         return executes(node if successor is None else node_of(successor))
 
     def safe_grad(t: torch.Tensor) -> torch.Tensor | None:
         # The node of the sharded parameter, of an earlier step, is no part of a unit's graph.
-        return stored_gradient(t) if isinstance(t, OfSharded) else gradient(t)
+        return stored_gradient(t) if isinstance(t, UnshardedBase) else gradient(t)
 
     described_gradient.replace(safe_grad)
     function_arguments.replace(unwrap_dead_wrappers)
@@ -223,9 +223,9 @@ def _origin(asked: Any, together: set[int]) -> ShardTensor | None:
     Args:
         asked: A full tensor that a function was given, or a parameter as it is met in a step:
             earlier uses of it may have been such of the sharded one.
-        together: The identities of all that are asked for; :func:`asked_gradients` asks for both.
+        together: The identities of all that are asked for; :func:`autograd_grad` asks for both.
     """
-    origin = outside_of(asked) if isinstance(asked, OfSharded) else origin_of(asked)
+    origin = outside_of(asked) if isinstance(asked, UnshardedBase) else origin_of(asked)
     return None if id(origin) in together else origin
 
 
@@ -242,7 +242,7 @@ def _name_written(error: RuntimeError, outputs: Iterable[torch.Tensor | Gradient
         names = sorted(
             vars(leaf)[OURS[0]]
             for leaf in _leaves(outputs)
-            if isinstance(leaf, OfSharded)
+            if isinstance(leaf, UnshardedBase)
             and (leaf.numel(), leaf._version) == (numel, int(version))
         )
     if names:
@@ -294,7 +294,7 @@ def _nothing() -> None:
 
 
 def _is_parameter(value: Any) -> bool:
-    return isinstance(value, (OfSharded, ShardTensor))
+    return isinstance(value, (UnshardedBase, ShardTensor))
 
 
 _ARGUMENT = "shardeddp.argument"  # a key in the metadata that torch keeps for users on a node
@@ -357,7 +357,7 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             found[id(sharded)] = (Gathered(sharded, full), full._version)
         return found[id(sharded)][0].full
 
-    def hand_out(tensor: torch.Tensor) -> torch.Tensor:
+    def wrap_results(tensor: torch.Tensor) -> torch.Tensor:
         gathered = next(
             (gathered for gathered, _ in found.values() if gathered.aliases(tensor)), None
         )
@@ -373,13 +373,13 @@ def _run_on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     for gathered, version in found.values():
         if gathered.full._version != version:
             refuse_recorded_write(gathered.sharded, func.__name__)
-    return pytree.tree_map_only(torch.Tensor, hand_out, result)
+    return pytree.tree_map_only(torch.Tensor, wrap_results, result)
 
 
 def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function of torch's Python API that meets sharded parameters."""
     if func is torch.autograd.grad:
-        return asked_gradients(*args, **kwargs)
+        return autograd_grad(*args, **kwargs)
     if func is torch.autograd.backward:
         return backward_to(*args, **kwargs)
     if torch.is_grad_enabled() and not asks_only_about(func) and _needs_gradient((args, kwargs)):

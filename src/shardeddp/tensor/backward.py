@@ -69,7 +69,7 @@ def retaining(graph: bool) -> Generator[None]:
         _RUNNING.pop()
 
 
-def are_asked() -> bool:
+def are_requested() -> bool:
     """Whether the backward that is running returns gradients, and so averages none."""
     return bool(_ASKED)
 

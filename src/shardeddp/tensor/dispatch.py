@@ -21,7 +21,13 @@ from shardeddp.comm.collectives import ReduceKind
 from shardeddp.tensor.backward import running_backward
 from shardeddp.tensor.operations import reshapes, written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, handlers, mark_written
-from shardeddp.tensor.views import Gathered, hand_out, refuse_overlapping, run_on_whole, views_among
+from shardeddp.tensor.views import (
+    Gathered,
+    refuse_overlapping,
+    run_on_whole,
+    views_among,
+    wrap_results,
+)
 from shardeddp.torch_private import pytree
 
 aten = torch.ops.aten
@@ -362,7 +368,7 @@ def _run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ]
     refuse_overlapping(func, [*views_among(known), *targets])
     result = run_on_whole(func, full_args, full_kwargs, [*found.values()], targets)
-    return hand_out(
+    return wrap_results(
         result, found.values(), {id(home.full): home.sharded for home in found.values()}
     )
 

@@ -39,13 +39,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
 from shardeddp.plan.layout import Box, Interval, boxes, whole_of
-from shardeddp.tensor.backward import are_asked, store_gradient, stored_gradient
+from shardeddp.tensor.backward import are_requested, store_gradient, stored_gradient
 from shardeddp.tensor.distributed import flatten_boxes
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
 from shardeddp.tensor.unsharded import (
-    OfSharded,
     ReleasedParameter,
     SameParameter,
+    UnshardedBase,
     part_from_aliases,
     sharded_of,
     without_released,
@@ -231,7 +231,7 @@ class KeepsWrites(Protocol):
         ...
 
 
-class Memoryless:
+class NoRawMemory:
     """Refuses raw memory access: writes through a pointer would not reach the shard."""
 
     def data_ptr(self) -> int:  # noqa: D102
@@ -261,7 +261,7 @@ class Memoryless:
         )
 
 
-class ShardTensor(Memoryless, torch.Tensor):
+class ShardTensor(NoRawMemory, torch.Tensor):
     """A tensor with its global shape; this rank holds one interval of its flattened elements.
 
     With gradients enabled, an operation on a ``ShardTensor`` that requires grad works on the
@@ -593,7 +593,7 @@ class ShardTensor(Memoryless, torch.Tensor):
         """Pass on this rank's sum of gradients from uses outside of a unit: whole, not averaged."""
         if self._hooks is not None:
             gradient = self._hooks.run(gradient)
-        if are_asked():
+        if are_requested():
             return gradient
         gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient
         if self._unit_gradients is None:
@@ -743,7 +743,7 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @outside_of_graphs
     def __eq__(self, other: object) -> Any:
-        if isinstance(other, OfSharded) and sharded_of(other) is self:
+        if isinstance(other, UnshardedBase) and sharded_of(other) is self:
             return SameParameter.like(self)
         return super().__eq__(other)
 

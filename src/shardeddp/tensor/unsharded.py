@@ -51,7 +51,7 @@ def swap_bodies(first: torch.Tensor, second: torch.Tensor) -> None:
     vars(second).update(first_attributes)
 
 
-def successor_of(node: Node) -> torch.Tensor | None:
+def replacement_of(node: Node) -> torch.Tensor | None:
     """The parameter that had this node before its body was swapped; None: no such node."""
     identity = _metadata_of(node).get(_IDENTITY)
     return None if identity is None else identity()
@@ -234,7 +234,9 @@ class ParameterValues(torch.Tensor):
         return self.__dict__[_PARAMETER].grad
 
     @grad.setter
-    def grad(self, gradient: torch.Tensor | None) -> None:
+    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, gradient: torch.Tensor | None
+    ) -> None:
         self.__dict__[_PARAMETER].grad = gradient
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
@@ -253,7 +255,7 @@ def with_gradient_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Ten
 _set_attribute = object.__setattr__
 
 
-class OfSharded(nn.Parameter):
+class UnshardedBase(nn.Parameter):
     """Attributes of the sharded parameter, which its unsharded one shares.
 
     That is the gradient, hooks, and attributes of their own.
@@ -308,7 +310,7 @@ class OfSharded(nn.Parameter):
     def __eq__(self, other: object) -> Any:
         """Element by element; true as a whole for the same parameter, met outside of its unit."""
         if (
-            not isinstance(other, OfSharded)
+            not isinstance(other, UnshardedBase)
             and isinstance(other, nn.Parameter)
             and sharded_of(self) is other
         ):
@@ -330,19 +332,19 @@ class OfSharded(nn.Parameter):
             delattr(sharded_of(self), name)
 
 
-class UnshardedParameter(OfSharded, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
+class UnshardedParameter(UnshardedBase, WholeParameter):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
     """The class of an unsharded parameter while it is usable: its memory is a gathered buffer's."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            kind = next(base for base in type(self).__mro__ if not issubclass(base, OfSharded))
+            kind = next(base for base in type(self).__mro__ if not issubclass(base, UnshardedBase))
             copied = make_subclass(kind, self.detach().clone(), self.requires_grad)
             vars(copied).update(copy.deepcopy(sharded_of(self).user_attributes(), memo))
             memo[id(self)] = copied
         return memo[id(self)]
 
 
-class ReleasedParameter(OfSharded):
+class ReleasedParameter(UnshardedBase):
     """An unsharded parameter whose memory is released: operations on it use the sharded one.
 
     A reference kept from inside of the unit's forward has the same values,
@@ -407,7 +409,7 @@ def sharded_of(unsharded: nn.Parameter) -> Any:
 
 def outside_of(parameter: Any) -> Any:
     """The sharded parameter of an unsharded one; any other value as it is."""
-    return sharded_of(parameter) if isinstance(parameter, OfSharded) else parameter
+    return sharded_of(parameter) if isinstance(parameter, UnshardedBase) else parameter
 
 
 @cache

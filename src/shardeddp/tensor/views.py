@@ -19,7 +19,7 @@ from shardeddp.tensor.operations import (
     written,
 )
 from shardeddp.tensor.shard_tensor import (
-    Memoryless,
+    NoRawMemory,
     ShardSpec,
     ShardTensor,
     gather,
@@ -126,7 +126,7 @@ def _version_of(local: torch.Tensor) -> int:
     return 0 if local.is_inference() else local._version
 
 
-class GatheredView(Memoryless, torch.Tensor):
+class GatheredView(NoRawMemory, torch.Tensor):
     """A view of a sharded tensor as of a plain one: it shows current elements and writes to them.
 
     It owns gathered memory for as long as it lives. Reading it gathers again if the shard has
@@ -210,7 +210,7 @@ class GatheredView(Memoryless, torch.Tensor):
         result = run_on_whole(
             func, plain_args, plain_kwargs, [*homes.values()], [*written_to.values()]
         )
-        return hand_out(
+        return wrap_results(
             result, [view._gathered for view in views], {id(view._plain): view for view in views}
         )
 
@@ -234,7 +234,7 @@ def _check_targets(
             refuse_recorded_write(sharded, str(func))
 
 
-def hand_out(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:
+def wrap_results(result: Any, gathered: Iterable[Gathered], known: dict[int, torch.Tensor]) -> Any:
     """Result of an operation on full elements, as callers see it.
 
     Results that alias these elements are views of the shard.
