@@ -183,6 +183,20 @@ def test_the_questions_of_the_map_are_answered_by_files_and_names_that_exist() -
         assert [name for name in names if not re.search(rf"\b{name}\b", text)] == [], answer
 
 
+def test_names_of_public_classes_are_made_of_words_of_the_vocabulary() -> None:
+    known = (ROOT / "docs/vocabulary.md").read_text().partition("## Words that are not used")[0]
+    words = set(re.findall(r"[a-z]+", known.lower()))
+    unknown = {
+        f"{word.lower()} in {name}"
+        for file in project()
+        if file.path.startswith(SRC) and file.path.endswith(".py")
+        for name in re.findall(r"^class ([A-Z]\w+)", file.text, flags=re.MULTILINE)
+        for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]+", name)
+        if not {word.lower(), word.lower() + "s", word.lower().removesuffix("s")} & words
+    }
+    assert sorted(unknown) == []
+
+
 def test_words_that_the_vocabulary_has_replaced_are_not_used() -> None:
     table = (ROOT / "docs/vocabulary.md").read_text().partition("## Words that are not used")[2]
     words = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][1:]

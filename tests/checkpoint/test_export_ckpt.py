@@ -98,6 +98,7 @@ def test_strange_hyper_parameters_are_left_out_and_said(tmp_path: Path) -> None:
     assert found["hyper_parameters"] == {"width": 10, "odd": [1]}
 
 
+@pytest.mark.filterwarnings("ignore:callbacks.mine in the checkpoint can be kept by pickle alone")
 def test_a_strange_callback_state_needs_trust(tmp_path: Path) -> None:
     path = put(tmp_path / "step=7.ckpt", checkpoint(callbacks={"mine": Strange()}))
     with pytest.raises(CheckpointError, match=r"callbacks\.mine.*--trust-pickle"):

@@ -71,7 +71,7 @@ def test_ranks_that_come_to_different_operations_are_told_of_both() -> None:
         match=rf"{mine} of weight at .*others do something else.* to {other} of weight at",
     ):
         mesh.fingerprints.call(f"{mine} of weight")
-    with pytest.raises(RuntimeError, match="not together before"):
+    with pytest.raises(RuntimeError, match="out of step since"):
         mesh.fingerprints.call("sum of weight")
 
 

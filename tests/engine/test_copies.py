@@ -124,7 +124,7 @@ def write_sharded() -> None:
         copy_=root + sum(inner) + sum(inner[:-1]),
         # Every gradient is packed once.
         _foreach_copy_=engine.numel,
-        zero_=engine.padding,
+        _foreach_zero_=engine.padding,
         # The mean over ranks of what has arrived: additions, and one multiplication.
         add=engine.shard,
         add_=(ranks - 2) * engine.shard,
@@ -153,7 +153,7 @@ def write_unsharded() -> None:
     engine, group = Engine("no_shard"), dist.get_world_size()
     # gloo has no average: with several ranks gradients are scaled while they are packed.
     name = "mul" if group > 1 else "_foreach_copy_"
-    packing = nonzero(**{name: engine.numel, "zero_": engine.padding})
+    packing = nonzero(**{name: engine.numel, "_foreach_zero_": engine.padding})
     check(engine.write(), packing)
     # Gradients accumulate where autograd leaves them, as in one process; they are packed once per step.
     check(engine.write(micro_batches=2), packing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from shardeddp.tensor.shard_tensor import (
 )
 from shardeddp.tensor.unsharded import (
     OURS,
-    ParameterValues,
     ReleasedParameter,
     UnshardedBase,
     outside_of,
@@ -284,20 +282,12 @@ def _saved_with_gradients(inherited: Any) -> property:
 def _with_its_gradient(tensor: Any) -> Any:
     if type(tensor) is not torch.Tensor or not tensor.requires_grad:
         return tensor
-    node: Any = get_gradient_edge(tensor).node
-    parameter = node.variable if tensor.is_leaf else node.metadata.get(_ARGUMENT, _nothing)()
-    return with_gradient_of(parameter, tensor) if _is_parameter(parameter) else tensor
-
-
-def _nothing() -> None:
-    """Nobody's."""
-
-
-def _is_parameter(value: Any) -> bool:
-    return isinstance(value, (UnshardedBase, ShardTensor))
-
-
-_ARGUMENT = "shardeddp.argument"  # a key in the metadata that torch keeps for users on a node
+    if tensor.is_leaf:
+        node: Any = get_gradient_edge(tensor).node
+        parameter = node.variable if isinstance(node.variable, UnshardedBase) else None
+    else:
+        parameter = origin_of(tensor)
+    return tensor if parameter is None else with_gradient_of(parameter, tensor)
 
 
 def _full(argument: Any) -> Any:
@@ -308,11 +298,7 @@ def _full(argument: Any) -> Any:
     operation = "an autograd.Function of"
     if argument.requires_grad and torch.is_grad_enabled():
         argument.warn_outside()
-        full = argument.full_for_autograd(operation)
-        values = full.as_subclass(ParameterValues)
-        # Weak: a node keeps its metadata where the garbage collector does not look.
-        get_gradient_edge(values).node.metadata[_ARGUMENT] = weakref.ref(argument)  # type: ignore[index]
-        return with_gradient_of(argument, values)
+        return with_gradient_of(argument, argument.full_for_autograd(operation))
     gathered = Gathered(argument, operation=operation)
     return GatheredView(gathered.full, gathered)  # writes of its forward reach the shard
 

@@ -850,12 +850,13 @@ def gather(sharded: ShardTensor, operation: str = "reading") -> torch.Tensor:
     spec, local = sharded.spec, sharded.to_local()
     spec.mesh.fingerprints.call(f"{operation} {spec.fqn}")
     with torch.no_grad():
-        numel = sum(box.numel for box in spec.shared)
-        full = torch.empty(numel, dtype=local.dtype, device=spec.mesh.device)
-        pieces = [full[interval.start : interval.stop] for interval in spec.intervals]
+        # No view, whose writes autograd would refuse in words of its own.
+        shape = [sum(box.numel for box in spec.shared)] if spec.boxes else spec.shape
+        full = torch.empty(shape, dtype=local.dtype, device=spec.mesh.device)
+        pieces = [full.view(-1)[interval.start : interval.stop] for interval in spec.intervals]
         pieces[spec.mesh.owners.rank].copy_(local)
         spec.mesh.gather_stream.issue(lambda: spec.mesh.owners.all_gather_uneven_(pieces)).wait()
-        return _from_boxes(full, spec) if spec.boxes else full.view(spec.shape)
+        return _from_boxes(full, spec) if spec.boxes else full
 
 
 def _from_boxes(own: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
