@@ -146,7 +146,7 @@ def train(name: str, uneven: bool, declared: bool) -> list[Issued]:
         return LOG.copy()
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("name", SHARDINGS)
 @pytest.mark.parametrize(
     ("uneven", "declared"),
@@ -174,7 +174,7 @@ def logs_of(scenario: Scenario) -> dict[int, list[Issued]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("scenario", covering(2)[:8], ids=str)
 def test_ranks_issue_in_one_order_under_the_trainer(
     world: Worlds, scenario: Scenario, ranks: int

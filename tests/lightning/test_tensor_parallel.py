@@ -316,7 +316,7 @@ def train_all(size: int, plan: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole sequences", "parts of them"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.torture)])
 def test_a_plan_trains_as_one_process_does_under_every_strategy(
     world: Worlds, size: int, plan: dict[str, Any]
 ) -> None:
