@@ -175,7 +175,10 @@ def logs_of(scenario: Scenario) -> dict[int, list[Issued]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.torture)])
-@pytest.mark.parametrize("scenario", covering(2)[:8], ids=str)
+# Ranks that do not exist cannot agree on an overflow of float16, and a rank that has one skips its step.
+@pytest.mark.parametrize(
+    "scenario", [it for it in covering(2)[:8] if it.precision != "16-mixed"], ids=str
+)
 def test_ranks_issue_in_one_order_under_the_trainer(
     world: Worlds, scenario: Scenario, ranks: int
 ) -> None:
