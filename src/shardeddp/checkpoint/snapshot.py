@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shardeddp.checkpoint.interop import lightning_meta
 from shardeddp.checkpoint.items import block_digests, digest
@@ -25,6 +24,7 @@ from shardeddp.checkpoint.manifest import (
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.state_codec import Codec, decode, encode, opaque_paths, sparse_parts
 from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.plan.topology import Topology
@@ -88,7 +88,7 @@ def compare_replicas(
     digests: Callable[[], Sequence[bytes]],
     part: int,
     names: Sequence[str],
-    group: dist.ProcessGroup,
+    group: HostGroup,
 ) -> None:
     """Compare what ranks that hold the same elements hold; a collective of all ranks.
 
