@@ -125,6 +125,12 @@ def _add_consolidate(commands: Any) -> None:
         "--strip-prefix", default="", metavar="PREFIX", help="drop this from names: 'net.'"
     )
     parser.add_argument(
+        "--adapter",
+        default="",
+        metavar="NAME",
+        help="safetensors: peft's adapter of this name alone ('default'), named as peft names it",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
         help="safetensors: of all floating-point tensors",

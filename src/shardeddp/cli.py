@@ -195,6 +195,7 @@ def consolidate(options: argparse.Namespace) -> int:
         trust_pickle=options.trust_pickle,
         ema=options.ema,
         strip_prefix=options.strip_prefix,
+        adapter=options.adapter,
         dtype=DTYPES[options.dtype] if options.dtype else None,
         weights_only=options.weights_only,
     )
@@ -375,6 +376,8 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
         raise _UsageError(
             "a .ckpt file keeps the dtypes of the training: --dtype is for safetensors files"
         )
+    if options.adapter:
+        raise _UsageError("peft reads adapters from a safetensors file: -o NAME.safetensors")
     if not options.weights_only and (options.ema or options.strip_prefix):
         raise _UsageError(
             "a whole .ckpt file is as the training saved it: --ema and --strip-prefix go with "

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from peft import PeftModel
 
 from shardeddp import ShardedDP, load_from_checkpoint
 from shardeddp.wrap import AutoPolicy
+from shardeddp_cli import main
 from support import real_models as models
 from support.trainers import assert_same_weights, full_weights, make_trainer
 from world import Worlds
@@ -64,3 +66,21 @@ def test_a_checkpoint_loads_into_the_plain_module_and_resumes(
     whole = world(2).run(train, name, {}, 2, None, None)[0]
     assert first["losses"] + resumed["losses"] == pytest.approx(whole["losses"], rel=1e-6)
     assert_same_weights(resumed["weights"], whole["weights"])
+
+
+def test_an_adapter_is_exported_as_peft_reads_it(world: Worlds, tmp_path: Path) -> None:
+    path, folder = tmp_path / "model.ckpt", tmp_path / "adapter"
+    folder.mkdir()
+    trained = world(2).run(train, "LoRA", {"state_dict_type": "sharded"}, 1, str(path), None)[0]
+    target = folder / "adapter_model.safetensors"
+    assert main(["consolidate", str(path), "-o", str(target), "--adapter", "default"]) == 0
+    models.LoraLlama().model.peft_config["default"].save_pretrained(folder)
+    base = models.LoraLlama().model.unload()
+    read = PeftModel.from_pretrained(base, folder).state_dict()
+    expected = {
+        name.removeprefix("model."): it
+        for name, it in trained["weights"].items()
+        if ".default." in name
+    }
+    assert expected and all(torch.equal(read[name], it) for name, it in expected.items())
+    assert main(["consolidate", str(path), "-o", str(target), "--force", "--adapter", "x"]) == 1

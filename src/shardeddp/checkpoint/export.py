@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -28,141 +26,18 @@ from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.full import TorchFile, plain
 from shardeddp.checkpoint.manifest import DCP_METADATA
-from shardeddp.checkpoint.read import Progress, chunks, silent
+from shardeddp.checkpoint.read import Progress, silent
+from shardeddp.checkpoint.safetensors import (
+    Entry,
+    file_paths,
+    index_bytes,
+    index_path,
+    split,
+    write_safetensors,
+)
 from shardeddp.checkpoint.snapshot import tensors_of
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
-
-# -- The safetensors file format
-#
-# https://github.com/huggingface/safetensors
-#
-# A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-# place of each tensor), and the elements of one tensor behind the other.
-
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-_ALIGNMENT = 8
-"""Bytes; where the elements start in the file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A tensor to be written."""
-
-    name: str
-    tensor: torch.Tensor
-    dtype: torch.dtype
-    """In the file."""
-
-    @property
-    def nbytes(self) -> int:
-        """In the file."""
-        return self.tensor.numel() * self.dtype.itemsize
-
-
-def write_safetensors(
-    file: BinaryIO,
-    entries: Sequence[Entry],
-    metadata: Mapping[str, str],
-    progress: Progress = silent,
-) -> None:
-    """Write one file.
-
-    Args:
-        file: Open for writing, empty.
-        entries: The tensors, in the order of the file.
-        metadata: About them.
-        progress: Told of each chunk.
-
-    Raises:
-        NotImplementedError: The format has no such dtype.
-    """
-    if sys.byteorder != "little":
-        raise NotImplementedError("safetensors files are written on little-endian machines only")
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for entry in entries:
-        if entry.dtype not in DTYPES:
-            raise NotImplementedError(
-                f"{entry.name} is {entry.dtype}, which safetensors files cannot hold: use --dtype"
-            )
-        start, end = end, end + entry.nbytes
-        offsets = {"data_offsets": [start, end]}
-        header[entry.name] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": list(entry.tensor.shape),
-            **offsets,
-        }
-    content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % _ALIGNMENT)
-    file.write(struct.pack("<Q", len(content)) + content)
-    for entry in entries:
-        for chunk in chunks(
-            entry.tensor, None if entry.dtype == entry.tensor.dtype else entry.dtype
-        ):
-            file.write(chunk)
-            progress(len(chunk))
-
-
-def split(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
-    """Spread tensors over files in order; a tensor larger than the limit gets its own file."""
-    files: list[list[Entry]] = [[]]
-    filled = 0
-    for entry in entries:
-        if files[-1] and filled + entry.nbytes > max_nbytes:
-            files.append([])
-            filled = 0
-        files[-1].append(entry)
-        filled += entry.nbytes
-    return files
-
-
-def file_paths(path: Path, count: int) -> list[Path]:
-    """Paths of that many files, like ``model-00001-of-00003.safetensors``; one keeps its name."""
-    if count == 1:
-        return [path]
-    return [
-        path.with_name(f"{path.stem}-{number:05}-of-{count:05}{path.suffix}")
-        for number in range(1, count + 1)
-    ]
-
-
-def index_path(path: Path) -> Path:
-    """Where the index over several files goes: ``model.safetensors.index.json``."""
-    return path.with_name(f"{path.name}.index.json")
-
-
-def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str]) -> bytes:
-    """The index over several files.
-
-    Args:
-        files: The tensors of each, by its name.
-        metadata: About them.
-    """
-    total = sum(entry.nbytes for entries in files.values() for entry in entries)
-    places = {entry.name: name for name, entries in files.items() for entry in entries}
-    return (
-        json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": places}, indent=2)
-        + "\n"
-    ).encode()
-
 
 # -- Export to safetensors or to one plain ``.ckpt`` file
 #
@@ -198,6 +73,9 @@ class Selection:
 
     strip_prefix: str = ""
     """Dropped from the names of tensors that begin so."""
+
+    adapter: str = ""
+    """Name of an adapter of peft's, of which alone the weights are; empty: all weights."""
 
     dtype: torch.dtype | None = None
     """Of all floating-point tensors; None: as they are."""
@@ -251,6 +129,12 @@ def to_safetensors(
     contents = _open(source, selection, (WEIGHTS, TRAINED))
     notes = list(contents.notes)
     weights = _names(_weights(contents.checkpoint, selection, notes), selection.strip_prefix)
+    if selection.adapter:
+        weights = _of_adapter(weights, selection.adapter)
+        notes.append(
+            "peft reads it as adapter_model.safetensors beside an adapter_config.json, which "
+            f"model.peft_config[{selection.adapter!r}].save_pretrained(folder) writes"
+        )
     entries, aliases = _once(weights, contents.memory, selection.dtype)
     skipped = [name for name, value in weights.items() if not _is_dense(value)]
     if skipped:
@@ -401,6 +285,25 @@ def _names(weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
             f"without {prefix!r} some names are the same: leave --strip-prefix out"
         )
     return renamed
+
+
+def _of_adapter(weights: Mapping[str, Any], adapter: str) -> dict[str, Any]:
+    """The weights of an adapter, under the names that peft's own files have for them."""
+    found: dict[str, Any] = {}
+    for name, value in weights.items():
+        _, base, inside = name.rpartition("base_model.")
+        parts = inside.split(".")
+        if not base or adapter not in parts[1:]:
+            continue
+        place = parts.index(adapter, 1)
+        start = place - (parts[place - 1] == "modules_to_save")
+        found[".".join(("base_model", *parts[:start], *parts[place + 1 :]))] = value
+    if not found:
+        raise CheckpointError(
+            f"there is no adapter {adapter!r}: no weight has it behind base_model in its name; the "
+            f"last is {list(weights)[-1]!r}"
+        )
+    return found
 
 
 def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn, optim
 
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.safetensors import names_in_model
 from shardeddp.errors import CheckpointError, printable
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.tensor.operations import overlaps_itself
@@ -121,6 +122,31 @@ def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: 
     module.load_state_dict(
         {name: _shard_like(value, own.get(name)) for name, value in state.items()}, strict=strict
     )
+
+
+def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The weights of a file under the names that a model has for them.
+
+    The file may be of a submodule, and tensors that the model has twice are once in it.
+
+    Args:
+        module: The model.
+        weights: By their names in the file.
+
+    Returns:
+        By fqn; those that have no place in the model keep their names.
+
+    Raises:
+        CheckpointError: None of them has a place, or it is not clear which.
+    """
+    own = module.state_dict(keep_vars=True)
+    places = names_in_model(weights, own)
+    placed = {places.get(name, name): weight for name, weight in weights.items()}
+    tied = {id(own[name]): weight for name, weight in placed.items() if name in own}
+    for name, value in own.items():
+        if name not in placed and id(value) in tied:
+            placed[name] = tied[id(value)]
+    return placed
 
 
 def load_staged(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:

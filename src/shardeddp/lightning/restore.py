@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from shardeddp.checkpoint import clean
 from shardeddp.checkpoint.contents import (
     ATTRIBUTES,
+    OPTIMIZERS,
+    WEIGHTS,
     open_checkpoint,
     open_file,
     read_foreign_contents,
@@ -31,8 +33,10 @@ from shardeddp.checkpoint.restore import (
     load_model,
     load_optimizer,
     parameter_names,
+    place_weights,
     stage,
 )
+from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import check_fields, check_like
 from shardeddp.checkpoint.state_codec import dict_codec
 from shardeddp.checkpoint.verify import newest_verified
@@ -42,11 +46,13 @@ from shardeddp.engine.runtime import runtime_of
 from shardeddp.engine.shard_model import place_module
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.lightning.api import (
+    LIGHTNING_VERSION,
     AttributeDict,
     CheckpointIO,
     LightningModule,
     LightningOptimizer,
     TorchCheckpointIO,
+    rank_zero_info,
     rank_zero_warn,
 )
 from shardeddp.lightning.process_group import ProcessGroup
@@ -72,6 +78,7 @@ class Restore:
         self._options = options
         self._path = Path()  # of the checkpoint that was read last
         self._saved_names: Sequence[Sequence[str]] = ()  # of each optimizer's parameters in it
+        self._is_start = False  # what was read last are the weights of a model, and no run
         # Set from the reading of a checkpoint until the model is sharded.
         self._pending: Callable[[], None] | None = None
         # Set from the loading of a model until the optimizers have their states.
@@ -102,6 +109,7 @@ class Restore:
     ) -> dict[str, Any]:
         path = os.path.expanduser(local_path(path))
         self._path = Path(path)
+        self._is_start = False
         kind = self._kind_of(path)
         if kind == "missing":
             if self._group.is_rank_zero:
@@ -111,7 +119,10 @@ class Restore:
             kind = self._kind_of(path)
         mesh = self._group.current
         part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
-        if kind == "directory":
+        if kind == "safetensors":
+            self._is_start = True
+            reading = partial(_start_from, path)
+        elif kind == "directory":
             foreign, trust = self._options.foreign, self._options.trust_pickle
             reading = partial(
                 open_any, self._path, weights_only, foreign=foreign, trust_pickle=trust, part=part
@@ -135,10 +146,12 @@ class Restore:
             raise self._with_advice(error) from error
 
     def _kind_of(self, path: str) -> str:
-        """Kind of what every rank sees at a path: directory, missing, archive or file."""
+        """Kind of what every rank sees there: directory, missing, safetensors, archive or file."""
         mesh = self._group.current
 
         def look() -> bytes:
+            if safetensors_in(path) and not _is_checkpoint(Path(path)):
+                return b"safetensors"
             if os.path.isdir(path):
                 return b"directory"
             if not os.path.lexists(path):
@@ -172,12 +185,29 @@ class Restore:
             # The optimizers are made when the model is there; not before can they refuse what is
             # stored for them.
             self._replaced = Replaced(module) if fitting else None
-            load_model(module, state, strict, self._options.cast)
+            if self._is_start:
+                self._load_start(module, state, strict)
+            else:
+                load_model(module, state, strict, self._options.cast)
 
         if runtime_of(module) is None:
             self._pending = load
         else:
             self.load(load, module)
+
+    def _load_start(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+        placed = place_weights(module, weights)
+        load_model(module, placed, strict, cast=True)
+        own = module.state_dict(keep_vars=True)
+        if missing := [name for name in own if name not in placed]:
+            rank_zero_warn(f"{self._path} has nothing for {first_three(missing)}: as initialized")
+        if left := [name for name in placed if name not in own]:
+            rank_zero_warn(f"{self._path} has more than the model: {first_three(left)} left out")
+        dtypes = sorted({str(it.dtype).removeprefix("torch.") for it in weights.values()})
+        rank_zero_info(
+            f"ShardedDP: {len(placed) - len(left)} tensors ({', '.join(dtypes)}) loaded from "
+            f"{self._path}; it has weights alone"
+        )
 
     def take_pending(self) -> Callable[[], None] | None:
         """Load of a model that waits for its shards; None: nothing was read."""
@@ -208,7 +238,7 @@ class Restore:
         Those of schedulers, which Lightning loads next, are looked at before.
         """
         states: Sequence[Any] = checkpoint["optimizer_states"]
-        if not states and optimizers:
+        if not states and optimizers and not self._is_start:
             rank_zero_warn(
                 "the checkpoint has no optimizer states: weights are loaded, and optimizers begin "
                 "as in a new training"
@@ -298,7 +328,7 @@ def open_any(
     Raises:
         CheckpointError: It is damaged, or not to be read without saying so.
     """
-    if carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
+    if carries_manifest(path) or not _is_checkpoint(path):
         return open_checkpoint(path, weights_only, CODECS, part)
     if not foreign:
         raise CheckpointError(
@@ -309,6 +339,23 @@ def open_any(
             f"'shardeddp consolidate --foreign'"
         )
     return check_fields(read_foreign_contents(path, trust_pickle).checkpoint, path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return carries_manifest(path) or os.path.lexists(path / DCP_METADATA)
+
+
+def _start_from(path: str) -> dict[str, Any]:
+    """Weights of a model as a checkpoint of a run that has not begun."""
+    found = safetensors_in(path)
+    if found is None:
+        raise CheckpointError(f"{path} has gone since it was found")
+    return {
+        WEIGHTS: read_safetensors(found),
+        "pytorch-lightning_version": LIGHTNING_VERSION,
+        OPTIMIZERS: [],
+        "lr_schedulers": [],
+    }
 
 
 def clear_away(folders: Iterable[str | Path]) -> None:

@@ -1,0 +1,281 @@
+"""Safetensors files: the format, its writer and its reader, and which weights of a model they are.
+
+https://github.com/huggingface/safetensors
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
+place of each tensor), and the elements of one tensor behind the other. Several files have an index
+(JSON: the file of each tensor).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from shardeddp.checkpoint.read import Progress, chunks, silent
+from shardeddp.errors import CheckpointError, printable
+from shardeddp.wrap.tree import first_three
+
+# -- Writing
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_ALIGNMENT = 8
+"""Bytes; where the elements start in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor to be written."""
+
+    name: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    """In the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+
+def write_safetensors(
+    file: BinaryIO,
+    entries: Sequence[Entry],
+    metadata: Mapping[str, str],
+    progress: Progress = silent,
+) -> None:
+    """Write one file.
+
+    Args:
+        file: Open for writing, empty.
+        entries: The tensors, in the order of the file.
+        metadata: About them.
+        progress: Told of each chunk.
+
+    Raises:
+        NotImplementedError: The format has no such dtype.
+    """
+    if sys.byteorder != "little":
+        raise NotImplementedError("safetensors files are written on little-endian machines only")
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for entry in entries:
+        if entry.dtype not in DTYPES:
+            raise NotImplementedError(
+                f"{entry.name} is {entry.dtype}, which safetensors files cannot hold: use --dtype"
+            )
+        start, end = end, end + entry.nbytes
+        offsets = {"data_offsets": [start, end]}
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": list(entry.tensor.shape),
+            **offsets,
+        }
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % _ALIGNMENT)
+    file.write(struct.pack("<Q", len(content)) + content)
+    for entry in entries:
+        for chunk in chunks(
+            entry.tensor, None if entry.dtype == entry.tensor.dtype else entry.dtype
+        ):
+            file.write(chunk)
+            progress(len(chunk))
+
+
+def split(entries: Sequence[Entry], max_nbytes: int) -> list[list[Entry]]:
+    """Spread tensors over files in order; a tensor larger than the limit gets its own file."""
+    files: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if files[-1] and filled + entry.nbytes > max_nbytes:
+            files.append([])
+            filled = 0
+        files[-1].append(entry)
+        filled += entry.nbytes
+    return files
+
+
+def file_paths(path: Path, count: int) -> list[Path]:
+    """Paths of that many files, like ``model-00001-of-00003.safetensors``; one keeps its name."""
+    if count == 1:
+        return [path]
+    return [
+        path.with_name(f"{path.stem}-{number:05}-of-{count:05}{path.suffix}")
+        for number in range(1, count + 1)
+    ]
+
+
+def index_path(path: Path) -> Path:
+    """Where the index over several files goes: ``model.safetensors.index.json``."""
+    return path.with_name(f"{path.name}.index.json")
+
+
+def index_bytes(files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, str]) -> bytes:
+    """The index over several files.
+
+    Args:
+        files: The tensors of each, by its name.
+        metadata: About them.
+    """
+    total = sum(entry.nbytes for entries in files.values() for entry in entries)
+    places = {entry.name: name for name, entries in files.items() for entry in entries}
+    return (
+        json.dumps({"metadata": {**metadata, "total_size": total}, "weight_map": places}, indent=2)
+        + "\n"
+    ).encode()
+
+
+# -- Reading
+
+_NAME = "model.safetensors"
+"""Of the one file of a folder; an index over several has ``.index.json`` behind it."""
+
+
+def safetensors_in(path: str | os.PathLike[str]) -> Path | None:
+    """The file or index of safetensors that a path stands for; None: it stands for none.
+
+    Args:
+        path: A file, an index, or a folder with ``model.safetensors`` or the index of several.
+    """
+    path = Path(path)
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return path if path.is_file() else None
+    found = (path / _NAME, index_path(path / _NAME))
+    return next((each for each in found if each.is_file()), None)
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a file, or of all files of an index, by name; mapped, not read into memory.
+
+    Args:
+        path: As :func:`safetensors_in` finds it.
+
+    Raises:
+        CheckpointError: It is none, was cut off, or lacks a tensor that the index names.
+    """
+    try:
+        if path.suffix != ".json":
+            return _read_file(path)
+        places = cast("dict[str, Any]", json.loads(path.read_bytes())["weight_map"])
+        tensors: dict[str, torch.Tensor] = {}
+        for name in sorted({Path(str(place)).name for place in places.values()}):
+            tensors |= _read_file(path.with_name(name))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is not to be read as safetensors, or was cut off: "
+            f"{type(error).__name__}: {printable(str(error))}"
+        ) from error
+    if missing := sorted(places.keys() - tensors.keys()):
+        raise CheckpointError(f"{path} names tensors that its files lack: {first_three(missing)}")
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        if length > size - 8:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header: dict[str, Any] = json.loads(file.read(length))
+        # Private and copied on write: whatever is written to a tensor stays in this process.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    header.pop("__metadata__", None)
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in header.items():
+        dtype, shape = dtypes[entry["dtype"]], [int(size) for size in entry["shape"]]
+        start, stop = (8 + length + int(offset) for offset in entry["data_offsets"])
+        numel = math.prod(shape)
+        in_file = 8 + length <= start <= stop <= size and min(shape, default=0) >= 0
+        if not in_file or stop - start != numel * dtype.itemsize:
+            raise ValueError(f"{name} of {shape} and {dtype} in bytes {start} to {stop} of {size}")
+        tensors[name] = (
+            torch.frombuffer(mapped, dtype=dtype, count=numel, offset=start).view(shape)
+            if numel
+            else torch.empty(shape, dtype=dtype)
+        )
+    return tensors
+
+
+# -- Which weights of a model they are
+
+
+def names_in_model(stored: Collection[str], own: Collection[str]) -> dict[str, str]:
+    """Names in a model of the tensors of a file, which may be of a submodule of it.
+
+    A file has the names of the model that was saved, as ``layers.0.weight``. In a LightningModule
+    they have the place of that model in front, as ``model.layers.0.weight``; and where the file is
+    of a model with a head and the module holds the body alone, the file's names have a part in
+    front that those of the module lack.
+
+    Args:
+        stored: Names in the file.
+        own: Names in the model's state dict.
+
+    Returns:
+        By stored name; tensors that the model has no place for are left out.
+
+    Raises:
+        CheckpointError: None has a place, or two submodules have places for the same ones.
+    """
+    ends: dict[str, list[str]] = defaultdict(list)
+    for name in own:
+        parts = name.split(".")
+        for start in range(len(parts)):
+            ends[".".join(parts[start:])].append("".join(f"{part}." for part in parts[:start]))
+    fits: Counter[tuple[str, str]] = Counter()  # of (part that is dropped, part in front)
+    for dropped in {"", *(f"{name.partition('.')[0]}." for name in stored if "." in name)}:
+        for name in stored:
+            if name.startswith(dropped):
+                rest = name[len(dropped) :]
+                # A place that ends with the dropped part is the one of the whole name.
+                fits.update(
+                    (dropped, front)
+                    for front in ends.get(rest, ())
+                    if not dropped or not front.endswith(dropped)
+                )
+    if not fits:
+        raise CheckpointError(
+            f"none of {first_three(sorted(stored))} is in the model, nor in a submodule of it, "
+            f"which has {first_three(sorted(own))}"
+        )
+    # Whole names come first: one name without its first part is found in many places.
+    rank = {pair: (count, not pair[0]) for pair, count in fits.items()}
+    best = sorted(pair for pair in fits if rank[pair] == max(rank.values()))
+    if len(best) > 1:
+        places = [front.rstrip(".") or "the model itself" for _, front in best]
+        raise CheckpointError(
+            f"the file fits {first_three(places)} alike: load it in configure_model, where it goes"
+        )
+    dropped, front = best[0]
+    named = {name: front + name[len(dropped) :] for name in stored if name.startswith(dropped)}
+    known = set(own)
+    return {name: place for name, place in named.items() if place in known}
