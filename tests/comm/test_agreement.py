@@ -1,7 +1,7 @@
 """Ranks that decide together: bytes are exchanged, failures of one become failures of all, differences are named."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any

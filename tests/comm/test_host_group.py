@@ -186,7 +186,14 @@ def test_in_a_grid_over_gloo_a_rank_holds_few_descriptors() -> None:
 
 @pytest.mark.parametrize(
     ("size", "grid"),
-    [(1, (1, 1)), (64, (1, 64)), (72, (8, 9)), (1024, (32, 32)), (4096, (64, 64)), (1016, (8, 127))],
+    [
+        (1, (1, 1)),
+        (64, (1, 64)),
+        (72, (8, 9)),
+        (1024, (32, 32)),
+        (4096, (64, 64)),
+        (1016, (8, 127)),
+    ],
 )
 def test_ranks_are_laid_into_a_grid_as_square_as_their_number_allows(
     size: int, grid: tuple[int, int]

@@ -111,9 +111,7 @@ def refuse_inherited(group: Ranks, operation: str) -> None:
         operation: What is about to be done in it.
     """
     if _record_of(group).is_inherited:
-        ranks = (
-            group.ranks if isinstance(group, HostGroup) else dist.get_process_group_ranks(group)
-        )
+        ranks = group.ranks if isinstance(group, HostGroup) else dist.get_process_group_ranks(group)
         raise in_forked_process(operation, ranks)
 
 
@@ -310,9 +308,7 @@ def gather_results(step: str, action: Callable[[], bytes], group: HostGroup) -> 
     return [text[1:] for text in sent]
 
 
-def gather_to_first(
-    step: str, action: Callable[[], bytes], group: HostGroup
-) -> list[bytes]:
+def gather_to_first(step: str, action: Callable[[], bytes], group: HostGroup) -> list[bytes]:
     """The same for the first rank alone, through a tree of ranks: log2 N hops on it.
 
     Returns:
@@ -436,17 +432,34 @@ def agree_on_highest_alike(
 
     Digests have one length on all ranks.
     """
+    return _highest_alike(levels, digest, group, operation, ahead=False)()
+
+
+def ask_for_highest_alike(
+    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str
+) -> Callable[[], tuple[list[int], bool]]:
+    """The same behind the back of this thread: what is returned waits for the answer."""
+    return _highest_alike(levels, digest, group, operation, ahead=True)
+
+
+def _highest_alike(
+    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str, *, ahead: bool
+) -> Callable[[], tuple[list[int], bool]]:
     if group.size == 1:
-        return list(levels), True
+        return lambda: (list(levels), True)
     # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte
     # are equal.
     message = torch.tensor(
         [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8
     )
-    agree_on_highest(message, group, operation)
-    numbers, size = message.tolist(), len(digest)
-    pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
-    return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
+    reduction, size = reduce_highest(message, operation, group, ahead=ahead), len(digest)
+
+    def result() -> tuple[list[int], bool]:
+        numbers = reduction.wait().tolist()
+        pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
+        return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
+
+    return result
 
 
 def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:

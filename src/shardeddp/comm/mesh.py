@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -211,6 +211,18 @@ _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
 
 
+class Unsettled(Protocol):
+    """What has asked other ranks something, and gone on without their answer."""
+
+    def settle(self, *, stepping: bool = False) -> None:
+        """Wait for the answer, and correct what it contradicts; a collective if it does.
+
+        Args:
+            stepping: Whether all ranks come here, as before a step, so that it may ask now.
+        """
+        ...
+
+
 class Mesh:
     """Everything through which the engine of this rank talks to other ranks.
 
@@ -301,6 +313,8 @@ class Mesh:
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = WriteDigest()
         """User writes to sharded parameters; compared when ranks agree at a backward's end."""
+        self.unsettled: list[Unsettled] = []
+        """What has gone on with what it expects of other ranks; see :meth:`settle`."""
         self.liveness_probe = LivenessProbe(self.rank)
         """Says where ranks are that others wait for."""
         self.error_propagation = ErrorPropagation(
@@ -363,6 +377,15 @@ class Mesh:
         """The same of each rank among the owners."""
         return tuple(map(self.topology.slice_rank, self.owners.ranks))
 
+    def settle(self, *, stepping: bool = False) -> None:
+        """Look at answers of other ranks that nobody has waited for yet.
+
+        Args:
+            stepping: See :class:`Unsettled`.
+        """
+        for each in list(self.unsettled):
+            each.settle(stepping=stepping)
+
     def drain(self) -> None:
         """Block the host until both streams are done, for data that they copied to host memory."""
         self.gather_stream.drain()
@@ -382,6 +405,7 @@ class Mesh:
 
     def end_run(self) -> None:
         """It has ended; other threads may read parameters, too."""
+        self.settle()
         self._let_read(None)
 
     def _let_read(self, thread: int | None) -> None:

@@ -599,6 +599,14 @@ class GroupGradients:
                 gradients[i] = view
         store_gradients(self._sharded, gradients)
 
+    def adds(self, used: Sequence[bool]) -> bool:
+        """Whether :meth:`install` would add to a gradient that is not the shard's own."""
+        found = stored_gradients(self._sharded)
+        return bool(self._views) and any(
+            use and gradient is not None and gradient is not view
+            for use, gradient, view in zip(used, found, self._views, strict=True)
+        )
+
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain, takewhile
 
 import torch
 
 from shardeddp.comm import Mesh, agree_on_highest_alike, all_gather_bytes
-from shardeddp.comm.agreement import ABOUT_TRAINED
+from shardeddp.comm.agreement import ABOUT_TRAINED, ask_for_highest_alike
 from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.unit import GradientLevel, UnitProgress
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.tensor.backward import store_gradients, stored_gradients
+from shardeddp.tensor.shard_tensor import ShardTensor
 
 
 class Reduced(IntEnum):
@@ -29,6 +32,14 @@ class Reduced(IntEnum):
 
     OPEN = 2
     """It is not, or may come to the unit yet."""
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a backward finds if nothing changes: on this rank, and the highest of all."""
+
+    found: tuple[int, ...]
+    agreed: tuple[int, ...]
 
 
 class Reducer:
@@ -77,16 +88,36 @@ class Reducer:
         # Trainable parameters by unit; None: no backward yet.
         self._trained: list[frozenset[int]] | None = None
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
+        self._sharded = [
+            sharded for progress in progresses for sharded in progress.unit.sharded_parameters()
+        ]
+        # Of backwards by their kind and whether they synchronise: what this rank has found in the
+        # last that was agreed on, and what is expected since ranks have found the same twice.
+        self._kind = ""
+        self._last: dict[tuple[str, bool], tuple[int, ...]] = {}
+        self._expected: dict[tuple[str, bool], _Expected] = {}
+        # The backward whose gradients are as expected so far, and what this rank has found in it.
+        self._open: tuple[tuple[str, bool], tuple[int, ...]] | None = None
+        self._question: Callable[[], tuple[list[int], bool]] | None = None
+        self._told: dict[str, int] = {}  # what the question tells of writes
+        # Since ranks were last asked: whether this one has found something else, parameters that it
+        # has used before the last backward, and those that have got a gradient since.
+        self._differs = False
+        self._earlier: set[int] = set()
+        self._installed: list[ShardTensor] = []
 
-    def begin(self, sync_gradients: bool) -> None:
+    def begin(self, kind: str, sync_gradients: bool) -> None:
         """A backward begins.
 
         Args:
+            kind: Which of a step; backwards of one kind are expected to be alike.
             sync_gradients: False if a later micro-batch is to complete the gradients. Until then
                 they are reduced in the shard group, or stay on their ranks.
         """
+        self._mesh.settle()
         self._reached = []
         self._running = True
+        self._kind = kind
         self._agree_on_trained()
         self._across_replicas = sync_gradients
         self._sync = sync_gradients or self._accumulates_sharded
@@ -107,6 +138,7 @@ class Reducer:
             for progress, before, now in zip(self._progresses, former, self._trained, strict=True)
             for index in sorted(before ^ now)
         ]
+        self._expected.clear()
         operation = f"the first backward since requires_grad of {changed[0]} and {len(changed) - 1} more has changed"
         self._mesh.data_fingerprints.call(operation, ABOUT_TRAINED)
 
@@ -176,6 +208,8 @@ class Reducer:
     def abort(self) -> None:
         """Finish what a backward that has failed has issued."""
         self._running = False
+        self._close()
+        self._differs, self._earlier, self._installed = False, set(), []
         self._finish()
 
     def _keeps_partial(self) -> bool:
@@ -207,63 +241,176 @@ class Reducer:
             reduction.finish()
         self._in_flight = []
 
-    def _settle(self) -> None:
-        """Agree on what any rank has used or still holds, and reduce the latter.
+    # -- Agreement at the end of a backward
+    #
+    # Ranks may use different parameters, so they agree on what a backward has brought. What has
+    # come twice is expected to come again: each rank goes on with that at once, and asks behind its
+    # own back whether all ranks have found what they expect. The answer is looked at when somebody
+    # looks at gradients, or before the optimizer steps. If a rank has found something else, they
+    # agree as the first time, and what was expected in vain is corrected. A micro-batch that does
+    # not synchronise asks nothing: what it finds is told with the one that does.
 
-        Units learn from it for the next backward.
+    def settle(self, *, stepping: bool = False) -> None:
+        """Let gradients be what ranks agree on, where this rank has gone on with what it expects.
+
+        Args:
+            stepping: All ranks come here, to step; those that have not asked do so.
         """
+        if self._open is None or (self._question is None and not stepping):
+            return
+        key, found = self._open
+        if self._question is None:
+            self._ask()
+        if self._is_contradicted():
+            self._agree(key, found, within_backward=False)
+
+    def _settle(self) -> None:
+        """The gradients of a backward are there, or on their way: agree on what it has found."""
+        for progress in self._progresses:
+            progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
+        key, found = (self._kind, self._across_replicas), self._findings()
+        expected = self._expected.get(key)
+        if expected is None:
+            self._agree(key, found)
+            return
+        agreed = expected.agreed
+        self._differs |= found != expected.found
+        self._open = key, found
+        if self._across_replicas:
+            self._ask()
+            # What cannot be taken back waits for the answer.
+            if (
+                self._differs or self._has_hooks() or self._adds(agreed)
+            ) and self._is_contradicted():
+                self._agree(key, found)
+                return
+        else:
+            self._earlier.update(place for place, level in enumerate(self._levels(found)) if level)
+        if self._open is not None:
+            gradients = stored_gradients(self._sharded)
+            self._installed += [
+                sharded
+                for sharded, level, gradient in zip(
+                    self._sharded, self._levels(agreed), gradients, strict=True
+                )
+                if level and gradient is None
+            ]
+            if self not in self._mesh.unsettled:
+                self._mesh.unsettled.append(self)
+        self._apply(agreed)
+
+    def _ask(self) -> None:
+        """Ask whether all ranks have found what they expect and written the same."""
+        self._told, digest = self._take_written()
+        self._question = ask_for_highest_alike(
+            [self._differs], digest, self._mesh.control, "agreement on a backward"
+        )
+
+    def _is_contradicted(self) -> bool:
+        """The answer: whether some rank has found something else."""
+        question = self._question
+        self._close()
+        (differs,), same = question() if question is not None else ([0], True)
+        if not same:
+            self._tell_of_differences(self._told)
+        self._differs = False
+        if not differs:
+            self._installed, self._earlier = [], set()
+        return bool(differs)
+
+    def _close(self) -> None:
+        self._open = self._question = None
+        if self in self._mesh.unsettled:
+            self._mesh.unsettled.remove(self)
+
+    def _take_written(self) -> tuple[dict[str, int], bytes]:
+        written, options = self._mesh.written.take(), self._mesh.written.take_changed_options()
+        said = json.dumps([written, options], sort_keys=True).encode()
+        return written, (zlib.crc32(said) if written or options else 0).to_bytes(4, "big")
+
+    def _findings(self) -> tuple[int, ...]:
+        """What this rank has used or still holds: three flags by unit, two numbers by parameter."""
         progresses = self._progresses
         # What earlier micro-batches have summed up in the shard group waits for the replicas, used
         # this time or not.
-        partial = [
-            self._across_replicas and progress.unit.has_partial_gradient()
-            for progress in progresses
-        ]
         left = [
-            progress.unit.has_unsharded_gradient() or waits
-            for progress, waits in zip(progresses, partial, strict=True)
+            progress.unit.has_unsharded_gradient()
+            or (self._across_replicas and progress.unit.has_partial_gradient())
+            for progress in progresses
         ]
         entered = [progress.entered for progress in progresses]
         viewed = [progress.unit.is_viewed for progress in progresses]
-        gradients = [progress.gradients() for progress in progresses]
-        flags = [*left, *entered, *viewed, *chain.from_iterable(gradients)]
-        for progress in progresses:
-            progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
-        written, options = self._mesh.written.take(), self._mesh.written.take_changed_options()
-        checksum = (
-            zlib.crc32(json.dumps([written, options], sort_keys=True).encode())
-            if written or options
-            else 0
+        told = self._earlier if self._across_replicas else ()
+        earlier = [place in told for place in range(len(self._sharded))]
+        levels = chain.from_iterable(progress.gradients() for progress in progresses)
+        return (*left, *entered, *viewed, *earlier, *levels)
+
+    def _levels(self, found: Sequence[int]) -> Sequence[int]:
+        return found[-len(self._sharded) :] if self._sharded else ()
+
+    def _agree(
+        self, key: tuple[str, bool], found: tuple[int, ...], *, within_backward: bool = True
+    ) -> None:
+        """Agree on what any rank has found, and reduce what any still holds."""
+        written, digest = self._take_written()
+        changed, hooks = found != self._last.get(key), self._has_hooks()
+        flags = [changed, hooks, *found]
+        (any_changed, any_hooks, *agreed), same = agree_on_highest_alike(
+            flags, digest, self._mesh.control, f"agreement on {len(flags)} flags"
         )
-        operation = f"agreement on {len(flags)} flags"
-        highest, same = agree_on_highest_alike(
-            flags, checksum.to_bytes(4, "big"), self._mesh.control, operation
-        )
+        self._last[key] = found
+        if any_changed or (any_hooks and not self._across_replicas):
+            self._expected.pop(key, None)
+        else:
+            self._expected[key] = _Expected(found, tuple(agreed))
         if not same:
             self._tell_of_differences(written)
-        agreed = iter(highest)
-        any_left, any_entered, any_viewed = (
-            [bool(next(agreed)) for _ in progresses] for _ in range(3)
+        earlier = agreed[3 * len(self._progresses) :][: len(self._sharded)]
+        unused = {
+            id(sharded)
+            for sharded, *uses in zip(self._sharded, earlier, self._levels(agreed), strict=True)
+            if not any(uses)
+        }
+        in_vain = [sharded for sharded in self._installed if id(sharded) in unused]
+        store_gradients(in_vain, [None] * len(in_vain))
+        self._installed, self._earlier, self._differs = [], set(), False
+        self._apply(agreed, within_backward=within_backward)
+        if not self._order_is_agreed:
+            self._agree_on_order()
+
+    def _has_hooks(self) -> bool:
+        return any(sharded.has_completion_hooks for sharded in self._sharded)
+
+    def _adds(self, agreed: Sequence[int]) -> bool:
+        """Whether averages would be added to gradients that users have assigned."""
+        used = iter(self._levels(agreed))
+        return any(
+            group.gradients.adds([next(used) > 0 for _ in group.sharded])
+            for progress in self._progresses
+            for group in progress.unit.groups
         )
-        levels = [[next(agreed) for _ in each] for each in gradients]
-        for progress, again in zip(progresses, any_left, strict=True):
+
+    def _apply(self, agreed: Sequence[int], *, within_backward: bool = True) -> None:
+        """Reduce what is left, and give parameters their gradients; units learn from it."""
+        progresses, units = self._progresses, len(self._progresses)
+        for progress, again in zip(progresses, agreed, strict=False):
             if again:
                 self._issue(progress)
         self._finish()
         if self._to_host:
             self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
-        for progress, is_viewed in zip(progresses, any_viewed, strict=True):
-            progress.is_viewed = is_viewed
-        for progress, by_any, each in zip(progresses, any_entered, levels, strict=True):
+        levels = iter(self._levels(agreed))
+        for place, progress in enumerate(progresses):
+            progress.is_viewed = bool(agreed[2 * units + place])
+            each = [next(levels) for _ in progress.unit.sharded_parameters()]
             used = [level > GradientLevel.NONE for level in each]
             if not self._keeps_partial():
                 progress.unit.install_gradients(used)
-            progress.unit.tell_of_gradients(
-                [index for index, level in enumerate(each) if level == GradientLevel.NOW]
-            )
-            progress.learn(by_any, used)
-        if not self._order_is_agreed:
-            self._agree_on_order()
+            if within_backward:
+                progress.unit.tell_of_gradients(
+                    [index for index, level in enumerate(each) if level == GradientLevel.NOW]
+                )
+            progress.learn(bool(agreed[units + place]), used)
 
     def _tell_of_differences(self, written: dict[str, int]) -> None:
         """Name what differs between ranks: written values or step options; all ranks come here."""

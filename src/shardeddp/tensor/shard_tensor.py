@@ -382,6 +382,8 @@ class ShardTensor(Memoryless, torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The averaged gradient, sharded; between micro-batches the part of it so far."""
+        if self._unit_gradients is not None and self._spec.mesh.unsettled:
+            self._spec.mesh.settle()
         gradient = stored_gradient(self)
         if gradient is None and self._unit_gradients is not None:
             unit_gradients, index = self._unit_gradients
@@ -390,6 +392,8 @@ class ShardTensor(Memoryless, torch.Tensor):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
+        if self._unit_gradients is not None and self._spec.mesh.unsettled:
+            self._spec.mesh.settle()
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
         store_gradient(self, gradient)
@@ -439,6 +443,11 @@ class ShardTensor(Memoryless, torch.Tensor):
             with without_torch_function():
                 return super().register_post_accumulate_grad_hook(hook)
         return self._made_hooks().add_completion(hook)
+
+    @property
+    def has_completion_hooks(self) -> bool:
+        """Whether users are to hear when a gradient is complete."""
+        return self._hooks is not None and bool(self._hooks.of_users()[1])
 
     def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
         """Become a parameter of a unit, which reduces its gradients with those of the others."""
