@@ -335,6 +335,8 @@ class GroupGradients:
         # By parameter: its gradient went into a reduction since the backward began.
         self._packed = [False] * len(unsharded)
         self._reduced = False  # whether there was a reduction since the backward began
+        # Whose sums in the shard count although no `.grad` says so, until ranks agree on it.
+        self._summed = [False] * len(unsharded)
         self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
 
     @property
@@ -449,6 +451,7 @@ class GroupGradients:
             successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
+        self._summed[index] = False
         if self._partly_used[index]:
             self._memory.drop_partial_of(index)
             self._partly_used[index] = False
@@ -479,6 +482,17 @@ class GroupGradients:
         for index in self._outside:
             left[index] = True
         return left
+
+    def sums(self) -> list[bool]:
+        """By parameter, whether gradients of earlier micro-batches wait for the last one."""
+        return [
+            summed or partly for summed, partly in zip(self._summed, self._partly_used, strict=True)
+        ]
+
+    def keep_sums(self, keep: bool) -> None:
+        """Let the next reduction add to what this backward has reduced, or to gradients alone."""
+        if not keep or (self._reduced and self._mesh.replicate.size == 1):
+            self._summed = [keep] * len(self._summed)
 
     def drop_waiting(self) -> None:
         """Forget gradients that have not been reduced."""
@@ -541,8 +555,8 @@ class GroupGradients:
         """By parameter, whether its former gradient is added to."""
         if not self._views:
             return [False] * len(self._sharded)
-        pairs = zip(stored_gradients(self._sharded), self._views, strict=True)
-        return [self._reduced or gradient is mine for gradient, mine in pairs]
+        found = zip(stored_gradients(self._sharded), self._views, self._summed, strict=True)
+        return [self._reduced or summed or gradient is mine for gradient, mine, summed in found]
 
     def _are_held(self, kept: Sequence[bool]) -> bool:
         """Whether somebody holds a former gradient that is about to be overwritten."""

@@ -210,6 +210,7 @@ class Reducer:
         self._running = False
         self._close()
         self._differs, self._earlier, self._installed = False, set(), []
+        self._keep_sums(False)
         self._finish()
 
     def _keeps_partial(self) -> bool:
@@ -262,7 +263,7 @@ class Reducer:
         if self._question is None:
             self._ask()
         if self._is_contradicted():
-            self._agree(key, found, within_backward=False)
+            self._agree_anew(key, found, within_backward=False)
 
     def _settle(self) -> None:
         """The gradients of a backward are there, or on their way: agree on what it has found."""
@@ -276,16 +277,18 @@ class Reducer:
         agreed = expected.agreed
         self._differs |= found != expected.found
         self._open = key, found
+        self._reduce_left(agreed)
         if self._across_replicas:
             self._ask()
             # What cannot be taken back waits for the answer.
             if (
                 self._differs or self._has_hooks() or self._adds(agreed)
             ) and self._is_contradicted():
-                self._agree(key, found)
+                self._agree_anew(key, found)
                 return
         else:
             self._earlier.update(place for place, level in enumerate(self._levels(found)) if level)
+            self._keep_sums(True)
         if self._open is not None:
             gradients = stored_gradients(self._sharded)
             self._installed += [
@@ -316,6 +319,7 @@ class Reducer:
         self._differs = False
         if not differs:
             self._installed, self._earlier = [], set()
+            self._keep_sums(False)
         return bool(differs)
 
     def _close(self) -> None:
@@ -331,25 +335,40 @@ class Reducer:
     def _findings(self) -> tuple[int, ...]:
         """What this rank has used or still holds: three flags by unit, two numbers by parameter."""
         progresses = self._progresses
-        # What earlier micro-batches have summed up in the shard group waits for the replicas, used
-        # this time or not.
-        left = [
-            progress.unit.has_unsharded_gradient()
-            or (self._across_replicas and progress.unit.has_partial_gradient())
-            for progress in progresses
-        ]
         entered = [progress.entered for progress in progresses]
         viewed = [progress.unit.is_viewed for progress in progresses]
         told = self._earlier if self._across_replicas else ()
-        earlier = [place in told for place in range(len(self._sharded))]
+        sums = chain.from_iterable(
+            group.gradients.sums() for progress in progresses for group in progress.unit.groups
+        )
+        earlier = [there and place in told for place, there in enumerate(sums)]
         levels = chain.from_iterable(progress.gradients() for progress in progresses)
-        return (*left, *entered, *viewed, *earlier, *levels)
+        return (*self._left(), *entered, *viewed, *earlier, *levels)
+
+    def _left(self) -> list[bool]:
+        # What earlier micro-batches have summed up in the shard group waits for the replicas, used
+        # this time or not.
+        return [
+            progress.unit.has_unsharded_gradient()
+            or (self._across_replicas and progress.unit.has_partial_gradient())
+            for progress in self._progresses
+        ]
 
     def _levels(self, found: Sequence[int]) -> Sequence[int]:
         return found[-len(self._sharded) :] if self._sharded else ()
 
-    def _agree(
+    def _agree_anew(
         self, key: tuple[str, bool], found: tuple[int, ...], *, within_backward: bool = True
+    ) -> None:
+        """The same where some rank has found what others did not expect."""
+        # Others, who have gone on, wait for what was issued and was expected to be left.
+        self._finish()
+        self._last.pop(key, None)
+        self._agree(key, (*self._left(), *found[len(self._progresses) :]), within_backward)
+        self._last[key] = found
+
+    def _agree(
+        self, key: tuple[str, bool], found: tuple[int, ...], within_backward: bool = True
     ) -> None:
         """Agree on what any rank has found, and reduce what any still holds."""
         written, digest = self._take_written()
@@ -374,9 +393,16 @@ class Reducer:
         in_vain = [sharded for sharded in self._installed if id(sharded) in unused]
         store_gradients(in_vain, [None] * len(in_vain))
         self._installed, self._earlier, self._differs = [], set(), False
+        self._keep_sums(False)
+        self._reduce_left(agreed)
         self._apply(agreed, within_backward=within_backward)
         if not self._order_is_agreed:
             self._agree_on_order()
+
+    def _keep_sums(self, keep: bool) -> None:
+        for progress in self._progresses:
+            for group in progress.unit.groups:
+                group.gradients.keep_sums(keep)
 
     def _has_hooks(self) -> bool:
         return any(sharded.has_completion_hooks for sharded in self._sharded)
@@ -390,22 +416,24 @@ class Reducer:
             for group in progress.unit.groups
         )
 
-    def _apply(self, agreed: Sequence[int], *, within_backward: bool = True) -> None:
-        """Reduce what is left, and give parameters their gradients; units learn from it."""
-        progresses, units = self._progresses, len(self._progresses)
-        for progress, again in zip(progresses, agreed, strict=False):
-            if again:
+    def _reduce_left(self, agreed: Sequence[int]) -> None:
+        for progress, is_left in zip(self._progresses, agreed, strict=False):
+            if is_left:
                 self._issue(progress)
+
+    def _apply(self, agreed: Sequence[int], *, within_backward: bool = True) -> None:
+        """Give parameters their gradients; units learn from it."""
+        progresses, units = self._progresses, len(self._progresses)
         self._finish()
         if self._to_host:
             self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
-        levels = iter(self._levels(agreed))
+        levels, earlier = iter(self._levels(agreed)), iter(agreed[3 * units :])
         for place, progress in enumerate(progresses):
             progress.is_viewed = bool(agreed[2 * units + place])
             each = [next(levels) for _ in progress.unit.sharded_parameters()]
             used = [level > GradientLevel.NONE for level in each]
             if not self._keeps_partial():
-                progress.unit.install_gradients(used)
+                progress.unit.install_gradients([bool(next(earlier)) or now for now in used])
             if within_backward:
                 progress.unit.tell_of_gradients(
                     [index for index, level in enumerate(each) if level == GradientLevel.NOW]
