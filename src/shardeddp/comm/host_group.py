@@ -89,6 +89,7 @@ class HostGroup:
         channel: Number from 0 to 3, which no other group with these axes has.
         patience: After how long an operation gives up and leaves the connections to other channels;
             None: with the timeout alone.
+        mirrors: The others do not exist (torch's fake process group), and say what this rank says.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class HostGroup:
         timeout: timedelta,
         channel: int = 0,
         patience: timedelta | None = None,
+        mirrors: bool = False,
     ) -> None:
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self._row, self._column = (*axes, None, None)[:2]
@@ -109,6 +111,7 @@ class HostGroup:
         if self._row is not None and self._column is not None:
             self.rank += self._column.rank() * self._row.size()
         self._axes = [axis for axis in (self._row, self._column) if axis is not None]
+        self._mirrors = mirrors
         self._taken = 0
         self._questions: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] | None = None
         self._thread: threading.Thread | None = None
@@ -223,6 +226,8 @@ class HostGroup:
                     more = min(distance, size - rank - distance)
                     arrived = torch.zeros(more, block.numel(), dtype=torch.uint8)
                     self._wait(axis.recv([arrived], rank + distance, tag))
+                    if self._mirrors:
+                        arrived.copy_(block.view(1, -1))
                     blocks.append(arrived)
                 distance *= 2
             block = torch.cat(blocks)
@@ -260,6 +265,8 @@ class HostGroup:
         receiving = axis.recv([arrived], source % size, tag)
         self._wait(axis.send([sent], target % size, tag))
         self._wait(receiving)
+        if self._mirrors:
+            arrived.copy_(sent)
 
     def _wait(self, transfer: Transfer | None) -> None:
         if transfer is not None:
