@@ -278,18 +278,19 @@ class Reducer:
         self._differs |= found != expected.found
         self._open = key, found
         self._reduce_left(agreed)
+        is_answered = False
         if self._across_replicas:
             self._ask()
             # What cannot be taken back waits for the answer.
-            if (
-                self._differs or self._has_hooks() or self._adds(agreed)
-            ) and self._is_contradicted():
-                self._agree_anew(key, found)
-                return
+            if self._differs or self._has_hooks() or self._adds(agreed):
+                if self._is_contradicted():
+                    self._agree_anew(key, found)
+                    return
+                is_answered = True
         else:
             self._earlier.update(place for place, level in enumerate(self._levels(found)) if level)
             self._keep_sums(True)
-        if self._open is not None:
+        if not is_answered:
             gradients = stored_gradients(self._sharded)
             self._installed += [
                 sharded
