@@ -200,6 +200,7 @@ class _Boundary(Checkpoint):
         super().__init__()
         self.launcher: int | None = None
         self._signals, self._answer, self._seen = signals, answer, seen
+        self._agreed = _NOTHING
 
     def __reduce__(self) -> Any:
         """In the copy of a Trainer it does nothing: it belongs to a run."""
@@ -210,25 +211,32 @@ class _Boundary(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Answer, where a run can resume from; micro-batches before that ask nothing."""
+        # By number: ranks may have different numbers of batches, and so different last ones.
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
         loop = trainer.fit_loop
-        if not private.accumulates(loop) and not loop.epoch_loop.batch_progress.is_last_batch:
-            self._ask(trainer)
+        self._ask(
+            trainer,
+            ready=not private.accumulates(loop)
+            and not loop.epoch_loop.batch_progress.is_last_batch,
+        )
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer."""
-        self._ask(trainer)
+        self._ask(trainer, ready=True)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Answer for the last time: nothing is on its way after that."""
-        self._ask(trainer)
-        self._ask(trainer)
+        self._ask(trainer, ready=True)
+        self._ask(trainer, ready=True)
         self._signals.result()
 
-    def _ask(self, trainer: Trainer) -> None:
-        agreed = self._signals.result()
-        if agreed:
+    def _ask(self, trainer: Trainer, *, ready: bool) -> None:
+        self._agreed = max(self._agreed, self._signals.result())
+        if self._agreed and ready:
+            agreed, self._agreed = self._agreed, _NOTHING
             self._answer(trainer, agreed)
         self._signals.contribute(self._seen())
 
