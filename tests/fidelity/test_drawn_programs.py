@@ -33,7 +33,8 @@ def tally() -> Iterator[Counter[str]]:
     """Outcomes; most programs have to be comparable."""
     counts: Counter[str] = Counter()
     yield counts
-    for kind, share in {"discarded": 0.1, "refused": 0.05, "sensitive": 0.05}.items():
+    # Some CPUs have no LSTM in bfloat16 (oneDNN): three programs more, which plain torch refuses there.
+    for kind, share in {"discarded": 0.2, "refused": 0.05, "sensitive": 0.05}.items():
         assert counts[kind] <= max(2, share * counts.total()), (
             f"too many programs are {kind}: {counts}"
         )
