@@ -395,7 +395,12 @@ def _facts(path: Path, manifest: Manifest, width: int) -> list[str]:
 
 
 def tensor_table(rows: Sequence[Row], width: int) -> list[str]:
-    """Lines of a table with a row for each tensor or module."""
+    """Lines of a table with a row for each tensor or module.
+
+    Args:
+        rows: At least one.
+        width: Of the terminal, in columns.
+    """
     together = total(rows)
     names = [
         Column(heading="tensor", cells=[_name(r) for r in rows], footer="total", is_number=False),

@@ -47,6 +47,10 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def parse_json(data: bytes | bytearray, name: str) -> Any:
     """Parse strict JSON: ASCII, no duplicate keys, finite numbers, integers below 2**53.
 
+    Args:
+        data: The whole document.
+        name: Of the file, for errors.
+
     Raises:
         CheckpointError: It is not such a document; nothing else is raised.
     """

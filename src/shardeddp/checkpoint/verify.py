@@ -302,6 +302,10 @@ def examine(
 def newest_verified(directory: StrPath, within_s: float | None = None) -> Path | None:
     """The newest checkpoint of a directory all of whose bytes are as they were written.
 
+    Args:
+        directory: It need not exist.
+        within_s: Give up after so many seconds.
+
     Returns:
         None if there is none.
 

@@ -445,7 +445,11 @@ class AsyncMaximum:
         self._under_way: Callable[[], int] | None = None
 
     def contribute(self, number: int) -> None:
-        """Send this rank's number on its way; what was under way is dropped."""
+        """Send this rank's number on its way; what was under way is dropped.
+
+        Args:
+            number: From 0 to 255.
+        """
         self.result()
         if self._alone:
             self._under_way = lambda: number

@@ -29,7 +29,13 @@ _NEVER_SENT = 0x7FFFFFFF
 
 
 class GlooCollectives(Collectives):
-    """Collectives among the ranks of a gloo group, on CPU tensors."""
+    """Collectives among the ranks of a gloo group, on CPU tensors.
+
+    Args:
+        group: The process group.
+        ranks: Its global ranks, ascending.
+        traffic: Where bytes are counted.
+    """
 
     averages = False
 
@@ -167,6 +173,11 @@ class NativeCollectives(Collectives):
 
     They are issued on the current stream and complete in its order, so nothing is left to wait for
     on the host.
+
+    Args:
+        group: The process group.
+        ranks: Its global ranks, ascending.
+        traffic: Where bytes are counted.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:

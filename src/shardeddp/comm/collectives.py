@@ -136,6 +136,11 @@ class Collectives(ABC):
     """Collectives among the ranks of one group.
 
     Every rank of the group makes the same calls in the same order.
+
+    Args:
+        ranks: Global ranks of the group, ascending.
+        rank: Place of this process in ``ranks``.
+        traffic: Where bytes are counted.
     """
 
     averages: bool = True

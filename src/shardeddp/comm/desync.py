@@ -237,7 +237,11 @@ class DesyncCheck:
         return self._report
 
     def look(self, frame: FrameType | None) -> None:
-        """See whether the thread that trains has gone on since the last time."""
+        """See whether the thread that trains has gone on since the last time.
+
+        Args:
+            frame: Its innermost.
+        """
         progress = self._progress() | _counted_by_torch(self._own)
         seen = (id(frame), 0 if frame is None else frame.f_lasti, progress)
         if seen != self._seen:

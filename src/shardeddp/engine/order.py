@@ -152,6 +152,13 @@ class OrderAgreement:
     A rank that finds, in a pass that has been alike so far, that it uses other units than before,
     asks whether all do. They may change together, alone it is an error: what the others have issued
     cannot be taken back.
+
+    Args:
+        progresses: All units, the root first.
+        mesh: Through which ranks agree.
+        sharding: Whether anything is gathered, in forward and in backward.
+        reducer: Of the gradients.
+        apart: Whether ranks are known to use different units.
     """
 
     def __init__(

@@ -49,6 +49,11 @@ class Reducer:
     Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even
     reach different units. Then all units are reduced in one order, that of rank 0's first backward,
     also those that this rank does not reach.
+
+    Args:
+        progresses: All units, the root first.
+        mesh: Through which ranks agree.
+        sharding: Whether anything is gathered in a backward.
     """
 
     def __init__(

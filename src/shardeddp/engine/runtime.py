@@ -504,6 +504,13 @@ class Runtime:
     The :class:`Reducer` decides when they are reduced. The root unit is entered by :meth:`step`,
     around everything that the user's step does. Recomputation by activation checkpointing is a
     forward that is entered during a backward: it neither prefetches nor reshards.
+
+    Args:
+        units: The root unit first.
+        mesh: Through which ranks agree.
+        sharding: When to reshard and to reduce.
+        prefetch: How far ahead to gather.
+        uneven: Whether ranks may use different units in a step.
     """
 
     def __init__(

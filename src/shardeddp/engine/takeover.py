@@ -43,6 +43,9 @@ def is_taken_over(tensor: torch.Tensor) -> bool:
 class Takeover:
     """Makes plain parameters of a module's sharded ones, from now until they are sharded again.
 
+    Args:
+        root: The module; alike on all ranks.
+
     Raises:
         ConfigurationError: An earlier setup has failed before some of it had values.
         RuntimeError: A runtime that drives some of it is at work.
