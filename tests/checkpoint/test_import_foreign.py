@@ -361,6 +361,6 @@ def test_every_hostile_checkpoint_is_refused_at_little_cost_and_runs_nothing(
     ]
     assert read == []
     assert [
-        folders[it["name"]] for it in reports if it["seconds"] > 2 or it["nbytes"] > 100e6
+        folders[it["name"]] for it in reports if it["seconds"] > 1 or it["nbytes"] > 100e6
     ] == []
     assert list((tmp_path / "markers").iterdir()) == []

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.timeout(150)
 QUICK = range(30)
 LONG = range(1000, 1500)
 
+NO_LSTM = "could not create a primitive descriptor for the LSTM"
+"""Of oneDNN, under plain torch, where the CPU has no instructions for bfloat16."""
+
 REFUSED: dict[str, str] = {}
 """What ShardedDP may refuse by the name of a parameter: the error's text, and where that is documented."""
 
@@ -33,8 +36,7 @@ def tally() -> Iterator[Counter[str]]:
     """Outcomes; most programs have to be comparable."""
     counts: Counter[str] = Counter()
     yield counts
-    # Some CPUs have no LSTM in bfloat16 (oneDNN): three programs more, which plain torch refuses there.
-    for kind, share in {"discarded": 0.2, "refused": 0.05, "sensitive": 0.05}.items():
+    for kind, share in {"discarded": 0.1, "refused": 0.05, "sensitive": 0.05}.items():
         assert counts[kind] <= max(2, share * counts.total()), (
             f"too many programs are {kind}: {counts}"
         )
@@ -49,6 +51,8 @@ def test_a_drawn_program_trains_as_under_ddp(world: Worlds, tally: Counter[str],
     program = draw(seed)
     outcome = run(world, program)
     kind = "refused" if outcome.kind == "raises" and is_refusal(program, outcome) else outcome.kind
+    if kind == "discarded" and NO_LSTM in outcome.text:
+        pytest.skip("torch has no LSTM in bfloat16 on this CPU")
     tally[kind] += 1
     if kind == "refused" or not outcome.failed:
         return

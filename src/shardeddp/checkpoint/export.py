@@ -23,9 +23,8 @@ from shardeddp.checkpoint.contents import (
     read_foreign_contents,
 )
 from shardeddp.checkpoint.directory import new_files
-from shardeddp.checkpoint.find import carries_manifest
+from shardeddp.checkpoint.find import is_checkpoint
 from shardeddp.checkpoint.full import TorchFile, plain
-from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.checkpoint.safetensors import (
     Entry,
@@ -219,7 +218,7 @@ def to_ckpt(
 
 def _require_outside(target: Path) -> None:
     """Refuse to write into a checkpoint, whose files are counted."""
-    if carries_manifest(target.parent) or os.path.lexists(target.parent / DCP_METADATA):
+    if is_checkpoint(target.parent):
         raise CheckpointError(
             f"{target.parent} is a checkpoint: expected {target.name} to go elsewhere, where it "
             f"damages none"

@@ -25,6 +25,7 @@ from shardeddp.checkpoint.durable import (
 )
 from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
 from shardeddp.checkpoint.manifest import (
+    DCP_METADATA,
     FORMAT,
     INDEX,
     MANIFEST,
@@ -193,6 +194,11 @@ _BEGINNING = re.compile(
     rb'\{"sha256":"[0-9a-f]{64}",\n"manifest":\{"format":"%s",' % FORMAT.encode()
 )
 _VERSION = re.compile(r"-v(\d{1,9})(?=\.|$)")
+
+
+def is_checkpoint(directory: StrPath) -> bool:
+    """Whether a directory is a checkpoint of this package, or of another tool."""
+    return carries_manifest(directory) or os.path.lexists(os.path.join(directory, DCP_METADATA))
 
 
 def carries_manifest(path: StrPath) -> bool:

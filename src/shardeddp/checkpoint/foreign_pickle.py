@@ -15,6 +15,7 @@ import torch
 
 from shardeddp.checkpoint.items import Record, check_record, read_bytes, records_of
 from shardeddp.checkpoint.manifest import Item
+from shardeddp.checkpoint.state_codec import collector_paused
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 
@@ -167,7 +168,8 @@ def unpickle(
     """
     stream = io.BytesIO(data)
     try:
-        return _evaluate(stream, len(data), known, persistent)
+        with collector_paused():
+            return _evaluate(stream, len(data), known, persistent)
     except UnsafeGlobalError as error:
         raise CheckpointError(
             f"{where} asks for the global {str(error)[:300]!r}, which may run code: expected "

@@ -55,7 +55,7 @@ def parse_json(data: bytes | bytearray, name: str) -> Any:
         CheckpointError: It is not such a document; nothing else is raised.
     """
     try:
-        with _collector_paused():
+        with collector_paused():
             value = json.loads(
                 data.decode("ascii"),
                 parse_int=_integer,
@@ -84,8 +84,8 @@ def parse_json(data: bytes | bytearray, name: str) -> Any:
 
 
 @contextmanager
-def _collector_paused() -> Generator[None]:
-    """Pause garbage collection: JSON has no cycles.
+def collector_paused() -> Generator[None]:
+    """Pause garbage collection while a document is read; what it makes is bounded by its size.
 
     Each collection would visit all objects of the process, which takes 10 times the time.
     """

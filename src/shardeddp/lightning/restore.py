@@ -24,7 +24,7 @@ from shardeddp.checkpoint.contents import (
     read_foreign_contents,
 )
 from shardeddp.checkpoint.durable import local_path
-from shardeddp.checkpoint.find import carries_manifest
+from shardeddp.checkpoint.find import carries_manifest, is_checkpoint
 from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.manifest import DCP_METADATA
 from shardeddp.checkpoint.restore import (
@@ -145,7 +145,7 @@ class Restore:
         mesh = self._group.current
 
         def look() -> bytes:
-            if safetensors_in(path) and not _is_checkpoint(Path(path)):
+            if safetensors_in(path) and not is_checkpoint(path):
                 return b"safetensors"
             if os.path.isdir(path):
                 return b"directory"
@@ -323,7 +323,7 @@ def open_any(
     Raises:
         CheckpointError: It is damaged, or not to be read without saying so.
     """
-    if carries_manifest(path) or not _is_checkpoint(path):
+    if carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
         return open_checkpoint(path, weights_only, CODECS, part)
     if not foreign:
         raise CheckpointError(
@@ -334,10 +334,6 @@ def open_any(
             f"'shardeddp consolidate --foreign'"
         )
     return check_fields(read_foreign_contents(path, trust_pickle).checkpoint, path)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return carries_manifest(path) or os.path.lexists(path / DCP_METADATA)
 
 
 def _start_from(path: str) -> dict[str, Any]:
