@@ -38,6 +38,9 @@ def assert_equals_ddp(
 
 # -- collectives
 
+# torch 2.13 renamed it, and warns about the name that 2.11 knows.
+reduce_scatter = vars(dist).get("reduce_scatter_single") or vars(dist)["reduce_scatter_tensor"]
+
 
 class ReducesByHand(TinyGpt):
     """Sums gradients over ranks and averages weights itself, in all the forms that torch has for it."""
@@ -101,7 +104,7 @@ class Gossips(TinyGpt):
             nn.utils.vector_to_parameters(0.9 * vector / ranks, [self.head.weight])
             other = self.blocks[1].up.weight
             part = torch.empty(other.shape[0] // ranks, other.shape[1])
-            dist.reduce_scatter_tensor(part, other.detach())
+            reduce_scatter(part, other.detach())
             dist.broadcast(part, 0)
             other.mul_(1 + 0.01 * part.tanh().mean())
 
