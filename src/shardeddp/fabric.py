@@ -27,6 +27,7 @@ from shardeddp.lightning.restore import open_any
 from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
+from shardeddp.plan.sharding_strategy import AUTO
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -77,6 +78,11 @@ class ShardedDP(DDPStrategy):
         start_method: StartMethod = "popen",
         **options: Any,
     ) -> None:
+        if sharding_strategy.lower() == AUTO or "plan_only" in options:
+            raise ConfigurationError(
+                "sharding_strategy='auto' and plan_only go with the Trainer, which knows the model when "
+                "a run is set up; ShardedDP.plan(model) says which strategy to write here"
+            )
         lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
         lightning["precision"] = options.pop("precision", None)
         parts = TrainerStrategy(

@@ -68,6 +68,10 @@ class Checkpoints:
         self._told = False  # that checkpoints are directories
         self._written: set[str] = set()
 
+    def adopt(self, sharding_strategy: str) -> None:
+        """Record a strategy that was chosen later."""
+        self._sharding_strategy = sharding_strategy
+
     def check_io(self, io: CheckpointIO) -> None:
         """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
         if type(io) is TorchCheckpointIO or self._kind == "full":

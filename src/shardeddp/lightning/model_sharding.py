@@ -153,6 +153,10 @@ class ModelSharding:
         # Recording of every module that is built; several may be before one is sharded.
         self._recording = Recording()
 
+    def adopt(self, sharding_strategy: str, sharding: ShardingStrategy) -> None:
+        """Shard by a strategy that was chosen later."""
+        self._sharding_strategy, self._sharding = sharding_strategy, sharding
+
     @contextmanager
     def building(self, precision: Precision, empty_init: bool | None) -> Generator[None]:
         """Record the construction of a module inside: its operations on meta tensors.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import time
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +26,7 @@ from shardeddp.comm.liveness import lightning_calls
 from shardeddp.comm.mesh import count_connections
 from shardeddp.comm.propagation import has_broken_transfers, is_transfer_error
 from shardeddp.comm.rendezvous import meet, reserve_open_files, stay_on_loopback
+from shardeddp.comm.store import StoreClient
 from shardeddp.config import check_backend
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.errors import ConfigurationError
@@ -170,6 +173,7 @@ class ProcessGroup:
         num_nodes: int,
         ranks_per_node: int,
         module: nn.Module | None,
+        choose: Callable[[Callable[[Callable[[], str]], str]], ShardingStrategy] | None = None,
     ) -> None:
         """Make missing process group and mesh, and begin a run; a collective of all ranks.
 
@@ -180,6 +184,8 @@ class ProcessGroup:
             ranks_per_node: Number of ranks on each.
             module: Module of the run; one that another Trainer has sharded in the same way brings
                 its communicators along.
+            choose: Chooses the sharding strategy, where options leave it open and there is no mesh
+                yet; is given a function that makes a text on rank 0 for all ranks.
 
         Raises:
             ConfigurationError: Ranks run different code or options, or one may not open as many
@@ -199,6 +205,11 @@ class ProcessGroup:
                 "torch.distributed itself is asked for is not, as the process group was made "
                 "before, without that. Start a new process for it"
             )
+        if choose is not None and self.current is None:
+            self._sharding = choose(partial(self._on_rank_zero, "choice"))
+            problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
+            if problem:
+                raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
         runtime = None if module is None else runtime_of(module)
         if (
             self.current is None
@@ -230,6 +241,29 @@ class ProcessGroup:
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
+
+    def _on_rank_zero(self, topic: str, make: Callable[[], str]) -> str:
+        """The text that rank 0 makes, on all ranks; or the error that it ran into."""
+        rank = torch.distributed.get_rank()
+        notes = StoreClient(topic, rank, patient=True)
+        if rank == 0:
+            try:
+                text = make()
+            except Exception as error:
+                notes.write("error", f"{type(error).__name__}: {error}")
+                raise
+            notes.write("made", text)
+            return text
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while time.monotonic() < deadline:
+            if (text := notes.read("made")) is not None:
+                return text
+            if (error := notes.read("error")) is not None:
+                raise ConfigurationError(f"rank 0 could not make the {topic}: {error}")
+            time.sleep(0.02)
+        raise ConfigurationError(
+            f"rank 0 has not made the {topic} within {self._timeout.total_seconds():.0f} s"
+        )
 
     def _reserve_connections(
         self,

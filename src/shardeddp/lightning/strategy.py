@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import json
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.checkpoint.full import gather_full
+from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.restore import parameter_names
 from shardeddp.comm import Mesh, Traffic
 from shardeddp.comm.rendezvous import leave_loopback
@@ -56,6 +58,7 @@ from shardeddp.lightning.api import (
     Trainer,
     TrainerFn,
     introduction,
+    rank_zero_info,
     rank_zero_only,
     register_names,
     reset_seed,
@@ -65,6 +68,7 @@ from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
+from shardeddp.lightning.planning import Chosen, PlanLauncher, Setting, choose
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
@@ -73,7 +77,17 @@ from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import check_options, refuse_optimizer, refuse_untried_in
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyName, choose_sharding
+from shardeddp.plan.sharding_strategy import (
+    AUTO,
+    OptimizerShard,
+    ShardingStrategy,
+    ShardingStrategyName,
+    candidates,
+    choose_sharding,
+)
+from shardeddp.planner.hardware import find_gpu
+from shardeddp.planner.plan import Plan, make_plan
+from shardeddp.planner.trace import PRECISIONS
 from shardeddp.report import print_units
 from shardeddp.translate import explain_unknown, prefetch_of, sharding_of
 from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
@@ -113,7 +127,8 @@ class ShardedDP(ParallelStrategy):
         sharding_strategy: The state split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP),
             ``hybrid_shard`` (all inside a node, replicas across nodes: HSDP), ``shard_grad_op``
             (gradients and optimizer states: ZeRO-2), ``shard_optimizer`` (optimizer states: ZeRO-1)
-            or ``no_shard`` (nothing: DDP). Upper or lower case.
+            or ``no_shard`` (nothing: DDP). Upper or lower case. ``auto`` chooses one of them by its
+            plan when the first run is set up, on rank 0 for all ranks, and says which and why.
         shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of
             ranks. None: the ranks of one node.
         auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of
@@ -173,6 +188,9 @@ class ShardedDP(ParallelStrategy):
         debug: True compares what your code communicates over ranks before it happens: an error
             names both lines where ranks do different things, instead of a hang. Each such call then
             waits for a message on the host.
+        plan_only: True plans a ``fit`` instead of training: it shows what fits on this machine's
+            GPUs, how fast it is and why, without starting ranks. A name plans for that GPU
+            (``A100-80``).
         start_method: How this strategy starts ranks where the cluster environment does not:
             ``popen`` runs the script again, ``spawn`` and ``fork`` start functions (notebooks,
             tests).
@@ -207,6 +225,7 @@ class ShardedDP(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: float | timedelta = 600.0,
         debug: bool = False,
+        plan_only: bool | str = False,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -235,14 +254,28 @@ class ShardedDP(ParallelStrategy):
         check_flags(uneven_units=uneven_units, debug=debug)
         checkpoint_options = resolve_checkpoint_options(checkpoint_options)
         offload = self.offload = resolve_offload(cpu_offload)
-        self.sharding = choose_sharding(
-            sharding_strategy,
-            shard_size,
-            reduce_every_backward,
-            reshard_after_forward,
-            offload.params,
-            optimizer_shard,
-        )
+        chosen_with: dict[str, Any] = {
+            "shard_size": shard_size,
+            "reduce_every_backward": reduce_every_backward,
+            "reshard_after_forward": reshard_after_forward,
+            "offload_params": offload.params,
+            "optimizer_shard": optimizer_shard,
+        }
+        self._candidates: dict[str, ShardingStrategy] = {}
+        if str(sharding_strategy).lower() == AUTO:
+            self._candidates = candidates(**chosen_with)
+            sharding_strategy = next(iter(self._candidates))
+        self.sharding = choose_sharding(sharding_strategy, **chosen_with)
+        self.chosen: Chosen | None = None
+        """What ``auto`` has chosen, and why; exists from ``setup_environment`` on."""
+        if not isinstance(plan_only, (bool, str)):
+            raise ConfigurationError(
+                f"plan_only={plan_only!r}: expected True, False, or the name of a GPU such as "
+                f"'A100-80'"
+            )
+        self.plan_only = plan_only if isinstance(plan_only, bool) else find_gpu(plan_only).name
+        self.planned: Plan | None = None
+        """Plan that ``plan_only`` has made."""
         check_options(
             tensor_parallel_size,
             **{
@@ -303,6 +336,9 @@ class ShardedDP(ParallelStrategy):
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(uneven_batches)
         self._runtime: Runtime | None = None
+
+    plan = staticmethod(make_plan)
+    """Plans a model that is not training: see :func:`shardeddp.planner.plan.make_plan`."""
 
     @property
     def parts(self) -> Parts:
@@ -556,7 +592,15 @@ class ShardedDP(ParallelStrategy):
         self.sharding.topology(
             self.num_nodes, self.num_processes, tensor_size=self.tensor_parallel_size
         )
-        if self._start_method == "popen":
+        if self.plan_only:
+            size = self.sharding.topology(self.num_nodes, self.num_processes).shard_size
+            self._launcher = PlanLauncher(
+                self,
+                self.plan_only if isinstance(self.plan_only, str) else None,
+                self._setting,
+                None if self._candidates else (self._sharding_strategy, size),
+            )
+        elif self._start_method == "popen":
             self._launcher = ShardedScriptLauncher(
                 self._environment, self.num_processes, self.num_nodes
             )
@@ -582,12 +626,57 @@ class ShardedDP(ParallelStrategy):
         self.set_world_ranks()
         environment, ranks_per_node = self._environment, self.num_processes
         self._group.set_up(
-            environment, self.root_device, self.num_nodes, ranks_per_node, self.lightning_module
+            environment,
+            self.root_device,
+            self.num_nodes,
+            ranks_per_node,
+            self.lightning_module,
+            self._choose if self._candidates else None,
         )
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
             self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
+
+    def _setting(self, trainer: Trainer | None) -> Setting:
+        """All that a plan of this run depends on."""
+        precision = str(self.precision_plugin.precision).replace("16-true", "bf16-true")
+        if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
+            precision = "bf16"
+        elif precision not in PRECISIONS:
+            precision = "bf16-mixed" if "16-mixed" in precision else "32-true"
+        recomputes = self.activation_checkpointing
+        selective = recomputes is not None and bool(recomputes.save_ops)
+        return Setting(
+            policy=self.policy,
+            precision=precision,
+            recompute="none" if recomputes is None else "selective" if selective else "full",
+            offload="params"
+            if self.offload.params
+            else "optimizer"
+            if self.offload.optimizer
+            else "none",
+            prefetch=self.prefetch.backward,
+            device=self.root_device,
+            num_nodes=self.num_nodes,
+            ranks_per_node=self.num_processes,
+            accumulates=1 if trainer is None else trainer.accumulate_grad_batches,
+        )
+
+    def _choose(self, agree: Callable[[Callable[[], str]], str]) -> ShardingStrategy:
+        """Choose a sharding strategy for ``auto``, as rank 0 does."""
+
+        def choice() -> str:
+            chosen = choose(self.lightning_module, self._candidates, self._setting(self.trainer))
+            return json.dumps(vars(chosen))
+
+        self.chosen = chosen = Chosen(**json.loads(agree(choice)))
+        self._sharding_strategy = chosen.sharding_strategy
+        self.sharding = self._candidates[chosen.sharding_strategy]
+        self._model_sharding.adopt(self._sharding_strategy, self.sharding)
+        self._checkpoints.adopt(self._sharding_strategy)
+        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}, {chosen.reason}")
+        return self.sharding
 
     @contextmanager
     @override
@@ -786,6 +875,8 @@ class ShardedDP(ParallelStrategy):
         names = partial(parameter_names, self.lightning_module, self.optimizers)
         with self._group.explaining():
             extended = self._resume.extended(checkpoint, self.lightning_module, names)
+            if self.chosen is not None and KEY in extended:
+                extended[KEY]["chosen"] = dict(vars(self.chosen))
             self._checkpoints.save(extended, filepath, storage_options, self.checkpoint_io, names)
             if self._guards.may_end(self.trainer):
                 self.wait_for_checkpoint()  # nobody else is going to

@@ -44,6 +44,9 @@ RECOMPUTES = {
 }
 
 
+OFFLOADS = ("none", "optimizer", "params")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One way to run."""
@@ -210,6 +213,17 @@ class Planner:
             offloads: ``none``, ``optimizer`` or ``params``.
             micro_batches: Samples of a rank's forward.
         """
+        for option, values, known in (
+            ("recomputes", recomputes, tuple(RECOMPUTES)),
+            ("offloads", offloads, OFFLOADS),
+        ):
+            for value in set(values) - set(known):
+                raise ConfigurationError(
+                    f"{option}: {value!r} is not known; expected some of {', '.join(known)}"
+                )
+        for size in micro_batches:
+            if size < 1:
+                raise ConfigurationError(f"micro_batches: {size} is no number of samples")
         found: list[Planned] = []
         for precision in precisions:
             for strategy, size in _shard_sizes(strategies, cluster):
