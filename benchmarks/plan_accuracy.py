@@ -483,7 +483,7 @@ def main() -> None:
             [run for run in timed if run.cluster.count > 8], fit(rest), options.verbose
         )
     else:
-        shipped = with_constants(FITTED, {"compiled_moved": 0.321, "compiled_launch": 0.489})
+        shipped = with_constants(FITTED, {"compiled_moved": 0.317, "compiled_launch": 0.485})
         constants = fit(timed) if timed else shipped
         if options.print_constants:
             print(constants)

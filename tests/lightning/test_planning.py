@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import nn
 
-from shardeddp import ShardedDP
+from shardeddp import MixedPrecision, ShardedDP
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
-from shardeddp.lightning.planning import Setting, by_states, choose, resized
+from shardeddp.lightning import strategy as module
+from shardeddp.lightning.planning import Setting, by_states, choose, planned_precision, resized
 from shardeddp.plan.sharding_strategy import candidates
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
@@ -180,7 +181,7 @@ def test_a_dry_run_without_a_batch_or_of_something_else_says_so() -> None:
     trainer = dry_trainer(ShardedDP(plan_only=True))
     with pytest.raises(ConfigurationError, match="what a batch looks like is not known"):
         trainer.fit(TinyGpt())
-    with pytest.raises(ConfigurationError, match="call trainer.fit"):
+    with pytest.raises(ConfigurationError, match="plans a training"):
         trainer.predict(TinyGpt(), token_loader(16))
     with pytest.raises(ConfigurationError, match="GPU 'H1000'"):
         ShardedDP(plan_only="H1000")
@@ -237,57 +238,59 @@ def test_without_known_hardware_the_first_in_a_fixed_order_is_taken() -> None:
     assert "memory of cpu is not known" in chosen.reason
 
 
+def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
+    names = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
+    assert [planned_precision(name, None) for name in names] == [
+        "32-true",
+        "bf16-mixed",
+        "bf16-mixed",
+        "bf16-true",
+        "bf16-true",
+        "32-true",
+    ]
+    assert planned_precision("32-true", MixedPrecision(param_dtype="bf16")) == "bf16"
+
+
+@pytest.mark.parametrize("option", [{"sharding_strategy": "auto"}, {"plan_only": True}])
+def test_tensor_parallel_runs_are_not_planned(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="does not work together"):
+        ShardedDP(**option, tensor_parallel_size=2)
+
+
 def test_fabric_says_what_to_write_instead() -> None:
     with pytest.raises(ConfigurationError, match=r"ShardedDP.plan\(model\)"):
         FabricStrategy("auto")
 
 
-def train(folder: str, strategy: ShardedDP, **options: Any) -> list[float]:
-    torch.manual_seed(0)
-    model = TinyGpt()
-    trainer = make_trainer(strategy, max_steps=2, default_root_dir=folder)
-    trainer.fit(model, token_loader(16), **options)
-    trainer.save_checkpoint(f"{folder}/{strategy.sharding.shard_size}.ckpt")
-    return model.losses
-
-
-def choose_and_resume(folder: str, monkeypatched: str) -> dict[str, Any]:
-    """Rank 0 alone decides: the ranks would choose differently."""
-    from shardeddp.lightning import strategy as module  # noqa: PLC0415 - changed on this rank
-
+def choose_and_resume(folder: str) -> dict[str, Any]:
+    """A run whose ranks would choose differently, as rank 0 alone is told to, and one that goes on from it."""
     original = module.choose
-    if monkeypatched and torch.distributed.get_rank() == 0:
-        module.choose = lambda *_: module.Chosen(  # type: ignore[assignment]
-            sharding_strategy=monkeypatched, reason="said so"
-        )
+    if torch.distributed.get_rank() == 0:
+        module.choose = lambda *_: module.Chosen(sharding_strategy="no_shard", reason="said so")
+    strategy = ShardedDP("Auto", auto_wrap_policy={"Block"})
+    trainer = make_trainer(strategy, max_steps=2, default_root_dir=folder)
     try:
-        strategy = ShardedDP("Auto", auto_wrap_policy={"Block"})
-        losses = train(folder, strategy)
+        trainer.fit(TinyGpt(), token_loader(16))
     finally:
         module.choose = original
-    assert strategy.chosen is not None
-    path = f"{folder}/{strategy.sharding.shard_size}.ckpt"
-    kept = torch.load(path, weights_only=True)["shardeddp"]["chosen"]
-    later = make_trainer(ShardedDP("auto"), max_steps=3, default_root_dir=folder)
+    path = f"{folder}/chosen.ckpt"
+    trainer.save_checkpoint(path)
+    other = ShardedDP("auto", auto_wrap_policy={"Block"})
+    later = make_trainer(other, max_steps=3, default_root_dir=folder)
     later.fit(TinyGpt(), token_loader(16), ckpt_path=path)
     return {
-        "chosen": strategy.chosen.sharding_strategy,
-        "kept": kept,
-        "size": strategy.mesh.topology.shard_size,
-        "losses": losses,
+        "kept": torch.load(path, weights_only=True)["shardeddp"]["chosen"],
+        "sizes": [it.mesh.topology.shard_size for it in (strategy, other)],
+        "chosen": [vars(it.chosen)["sharding_strategy"] for it in (strategy, other)],
         "steps": later.global_step,
     }
 
 
-@pytest.mark.parametrize(("forced", "size"), [("", 2), ("no_shard", 1)])
 def test_all_ranks_train_as_rank_zero_has_chosen_and_the_checkpoint_says_why(
-    world: Worlds, tmp_path: Path, forced: str, size: int
+    world: Worlds, tmp_path: Path
 ) -> None:
-    found = world(2).run(choose_and_resume, str(tmp_path), forced)
-    expected = world(2).run(train, str(tmp_path / "given"), ShardedDP(forced or "full_shard"))
-    for rank, it in enumerate(found):
-        assert it["chosen"] == it["kept"]["sharding_strategy"] == (forced or "full_shard")
-        assert it["kept"]["reason"] == "said so" or "first of full_shard" in it["kept"]["reason"]
-        assert it["size"] == size
-        assert it["losses"] == pytest.approx(expected[rank], rel=1e-6)
+    for it in world(2).run(choose_and_resume, str(tmp_path)):
+        assert it["chosen"] == ["no_shard", "full_shard"]
+        assert it["sizes"] == [1, 2]
+        assert it["kept"] == {"sharding_strategy": "no_shard", "reason": "said so"}
         assert it["steps"] == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import nn
 
+from shardeddp.config import MixedPrecision
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -27,7 +28,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.planner.hardware import GIB, GPUS, gpu_of_device
+from shardeddp.planner.hardware import GIB, GPUS, find_gpu, gpu_of_device
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.search import Choice
 from shardeddp.wrap import Policy, build_units
@@ -53,6 +54,20 @@ class Setting:
     """Micro-batches of an optimizer step."""
 
 
+def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
+    """The planner's name of a precision; half precision counts as bfloat16, double as single.
+
+    Args:
+        precision: Of the Trainer.
+        mixed_precision: Of the strategy.
+    """
+    if mixed_precision is not None and mixed_precision.param_dtype is not None:
+        return "bf16"
+    return {"16-true": "bf16-true", "16-mixed": "bf16-mixed"}.get(
+        str(precision).removeprefix("bf"), "32-true"
+    )
+
+
 @contextmanager
 def detached(module: LightningModule) -> Generator[None]:
     """Surround copies of a module, which are to have no Trainer."""
@@ -72,27 +87,27 @@ def detached(module: LightningModule) -> Generator[None]:
 
 def resized(batch: Any, samples: int) -> Any:
     """A batch of as many samples, without values; tensors of another first size are kept."""
-    sizes: list[int] = []
-    apply_to_collection(batch, torch.Tensor, lambda it: sizes.append(_samples(it)))
-    size = next(filter(None, sizes), None)
+    size = samples_of(batch)
 
     def fitted(tensor: torch.Tensor) -> torch.Tensor:
-        own = _samples(tensor)
-        shape = (samples, *tensor.shape[1:]) if own and own == size else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype)
+        scales = tensor.ndim and tensor.shape[0] == size
+        return torch.empty(
+            (samples, *tensor.shape[1:]) if scales else tensor.shape, dtype=tensor.dtype
+        )
 
     return apply_to_collection(batch, torch.Tensor, fitted)
 
 
 def samples_of(batch: Any) -> int:
     """Samples of a batch: the first size of its first tensor."""
-    sizes: list[int] = []
-    apply_to_collection(batch, torch.Tensor, lambda it: sizes.append(_samples(it)))
-    return next(filter(None, sizes), 1)
+    found: list[int] = []
 
+    def look(tensor: torch.Tensor) -> None:
+        if tensor.ndim and tensor.shape[0]:
+            found.append(tensor.shape[0])
 
-def _samples(tensor: torch.Tensor) -> int:
-    return tensor.shape[0] if tensor.ndim else 0
+    apply_to_collection(batch, torch.Tensor, look)
+    return found[0] if found else 1
 
 
 def _tokens_of(batch: Any) -> int:
@@ -108,6 +123,21 @@ def _tokens_of(batch: Any) -> int:
 
 
 # -- dry run
+
+
+def check_plan_only(value: object) -> bool | str:
+    """The value of ``plan_only``, GPUs by their name in the table.
+
+    Raises:
+        ConfigurationError: It is none, or the GPU is not known.
+    """
+    if isinstance(value, str):
+        return find_gpu(value).name
+    if not isinstance(value, bool):
+        raise ConfigurationError(
+            f"plan_only={value!r}: expected True, False, or the name of a GPU such as 'A100-80'"
+        )
+    return value
 
 
 class PlanLauncher:
@@ -283,6 +313,12 @@ def choose(
             that is not known: by memory, the least first.
         setting: What is set.
     """
+    possible: dict[str, ShardingStrategy] = {}
+    for name, sharding in candidates.items():
+        with suppress(ConfigurationError):  # a size that does not divide the ranks
+            sharding.topology(setting.num_nodes, setting.ranks_per_node)
+            possible[name] = sharding
+    candidates = possible or candidates
     names = ", ".join(candidates)
     first = Chosen(
         sharding_strategy=next(iter(candidates)),

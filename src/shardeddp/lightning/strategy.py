@@ -68,7 +68,14 @@ from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
-from shardeddp.lightning.planning import Chosen, PlanLauncher, Setting, choose
+from shardeddp.lightning.planning import (
+    Chosen,
+    PlanLauncher,
+    Setting,
+    check_plan_only,
+    choose,
+    planned_precision,
+)
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
@@ -85,9 +92,7 @@ from shardeddp.plan.sharding_strategy import (
     candidates,
     choose_sharding,
 )
-from shardeddp.planner.hardware import find_gpu
 from shardeddp.planner.plan import Plan, make_plan
-from shardeddp.planner.trace import PRECISIONS
 from shardeddp.report import print_units
 from shardeddp.translate import explain_unknown, prefetch_of, sharding_of
 from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
@@ -268,12 +273,7 @@ class ShardedDP(ParallelStrategy):
         self.sharding = choose_sharding(sharding_strategy, **chosen_with)
         self.chosen: Chosen | None = None
         """What ``auto`` has chosen, and why; exists from ``setup_environment`` on."""
-        if not isinstance(plan_only, (bool, str)):
-            raise ConfigurationError(
-                f"plan_only={plan_only!r}: expected True, False, or the name of a GPU such as "
-                f"'A100-80'"
-            )
-        self.plan_only = plan_only if isinstance(plan_only, bool) else find_gpu(plan_only).name
+        self.plan_only = check_plan_only(plan_only)
         self.planned: Plan | None = None
         """Plan that ``plan_only`` has made."""
         check_options(
@@ -284,6 +284,8 @@ class ShardedDP(ParallelStrategy):
                 "reshard_after_forward=<number>": self.sharding.regather_size is not None,
                 "uneven_batches": uneven_batches != "error",
                 "uneven_units": uneven_units,
+                "sharding_strategy='auto'": bool(self._candidates),
+                "plan_only": bool(self.plan_only),
             },
         )
         self.tensor_parallel_size = tensor_parallel_size
@@ -594,12 +596,13 @@ class ShardedDP(ParallelStrategy):
         )
         if self.plan_only:
             size = self.sharding.topology(self.num_nodes, self.num_processes).shard_size
-            self._launcher = PlanLauncher(
+            launcher: Any = PlanLauncher(
                 self,
                 self.plan_only if isinstance(self.plan_only, str) else None,
                 self._setting,
                 None if self._candidates else (self._sharding_strategy, size),
             )
+            self._launcher = launcher
         elif self._start_method == "popen":
             self._launcher = ShardedScriptLauncher(
                 self._environment, self.num_processes, self.num_nodes
@@ -640,22 +643,14 @@ class ShardedDP(ParallelStrategy):
 
     def _setting(self, trainer: Trainer | None) -> Setting:
         """All that a plan of this run depends on."""
-        precision = str(self.precision_plugin.precision).replace("16-true", "bf16-true")
-        if self.mixed_precision is not None and self.mixed_precision.param_dtype is not None:
-            precision = "bf16"
-        elif precision not in PRECISIONS:
-            precision = "bf16-mixed" if "16-mixed" in precision else "32-true"
-        recomputes = self.activation_checkpointing
+        recomputes, offload = self.activation_checkpointing, self.offload
         selective = recomputes is not None and bool(recomputes.save_ops)
+        on_host = "params" if offload.params else "optimizer" if offload.optimizer else "none"
         return Setting(
             policy=self.policy,
-            precision=precision,
+            precision=planned_precision(self.precision_plugin.precision, self.mixed_precision),
             recompute="none" if recomputes is None else "selective" if selective else "full",
-            offload="params"
-            if self.offload.params
-            else "optimizer"
-            if self.offload.optimizer
-            else "none",
+            offload=on_host,
             prefetch=self.prefetch.backward,
             device=self.root_device,
             num_nodes=self.num_nodes,
