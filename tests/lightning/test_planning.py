@@ -232,6 +232,46 @@ def test_less_memory_makes_for_more_sharding() -> None:
     assert found[2] == "full_shard"
 
 
+class Device:
+    """A device of CUDA as the driver describes it."""
+
+    def __init__(self, name: str, total_memory: int) -> None:
+        self.name, self.total_memory = name, total_memory
+
+
+@pytest.mark.parametrize(
+    ("device", "module", "name", "reason"),
+    [
+        (Device("NVIDIA H100 80GB HBM3", 85 * 10**9), TinyGpt(), "no_shard", "no example_input"),
+        (Device("RTX 9999", 8_000), Deferred(), "full_shard", "RTX 9999 is not in the table"),
+        (Device("RTX 9999", 8_000), HoldsGenerator(), "full_shard", "cannot be copied"),
+    ],
+)
+def test_on_a_gpu_memory_decides_and_the_reason_says_what_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, device: Device, module: Any, name: str, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    chosen = choose(module, candidates(), setting())
+    assert chosen.sharding_strategy == name
+    assert reason in chosen.reason
+    assert len(module.blocks) == 3
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_on_a_gpu_with_an_example_the_predicted_time_decides(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    module = TinyGpt() if known else Reads()
+    module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
+    chosen = choose(module, candidates(), setting())
+    if known:
+        assert "the fastest that fits 8 x A100-80 by the plan" in chosen.reason
+    else:
+        assert "its step could not be planned: Reads does not run without values" in chosen.reason
+
+
 def test_without_known_hardware_the_first_in_a_fixed_order_is_taken() -> None:
     chosen = choose(TinyGpt(), candidates(), setting("cpu"))
     assert chosen.sharding_strategy == "full_shard"

@@ -31,6 +31,7 @@ from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.planner.hardware import GIB, GPUS, find_gpu, gpu_of_device
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.search import Choice
+from shardeddp.planner.source import configured, without_weights
 from shardeddp.wrap import Policy, build_units
 
 ASSUMED_GPU = "H100-80"
@@ -336,7 +337,9 @@ def choose(
     else:
         note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
     try:
-        return by_states(module, candidates, setting, found.total_memory, note)
+        with torch.device("meta"), detached(module):
+            bare = configured(without_weights(module))
+        return by_states(bare, candidates, setting, found.total_memory, note)
     except ConfigurationError as error:
         return Chosen(
             sharding_strategy=first.sharding_strategy,
