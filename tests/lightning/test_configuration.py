@@ -17,7 +17,7 @@ from shardeddp import (
     MixedPrecision,
     ShardedDP,
 )
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.plan.sharding_strategy import AUTO, SHARDING_STRATEGIES
 from support.command_line import STRATEGY, printed, refusal, strategy_of, write
 from support.tasks import TinyGpt
 
@@ -165,6 +165,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     },
     {"tensor_parallel_size": 2, "tensor_parallel_plan": {"blocks.*.up": "colwise"}},
     {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"},
+    {"sharding_strategy": "auto", "plan_only": "A100-80"},
 ]
 
 
@@ -321,7 +322,7 @@ def choices(annotation: Any) -> set[str]:
 def test_the_document_lists_the_choices_of_every_option() -> None:
     table, hints = rows("All options"), get_type_hints(ShardedDP.__init__)
     expected = {name: choices(hints[name]) for name in table}
-    assert expected["sharding_strategy"] == set(SHARDING_STRATEGIES)
+    assert expected["sharding_strategy"] == {*SHARDING_STRATEGIES, AUTO}
     assert sum(map(len, expected.values())) > 10
     for name, wanted in expected.items():
         assert wanted <= set(re.findall(r"`(\w+)`", table[name][0])), name
