@@ -223,9 +223,9 @@ class Watch(L.Callback):
 
 def connections(strategy: ShardedDP, size: int, device: str) -> int:
     """Descriptors that a rank in the middle holds for groups on the host."""
-    topology = strategy.sharding.topology(size // NODE, NODE)
+    topology = strategy.options.sharding.topology(size // NODE, NODE)
     return mesh.count_connections(
-        topology, 1, torch.device(device), strategy.sharding.regather_size
+        topology, 1, torch.device(device), strategy.options.sharding.regather_size
     )
 
 

@@ -82,7 +82,7 @@ class ShardedDP(DDPStrategy):
         parts = TrainerStrategy(
             sharding_strategy, state_dict_type="sharded", start_method=start_method, **options
         ).parts
-        if parts.options.asynchronous or "uneven_batches" in options:
+        if parts.options.checkpoint_options.asynchronous or "uneven_batches" in options:
             raise ConfigurationError(
                 "asynchronous=True and uneven_batches go with the Trainer: a loop of one's own ends "
                 "epochs by itself, and nobody would wait for the last checkpoint. Leave them out"
@@ -161,8 +161,9 @@ class ShardedDP(DDPStrategy):
                 f"{type(optimizer).__name__} holds no parameter of a module that is set up: call "
                 f"fabric.setup_module(module) first, or fabric.setup(module, optimizer)"
             )
-        offloads = self._parts.offloads_optimizer and self.root_device.type != "cpu"
-        attach_optimizer(optimizer, parameters_changed, offloads, self._parts.optimizer_scope)
+        offloads = self._parts.options.offload.optimizer_alone and self.root_device.type != "cpu"
+        scopes = self._parts.options.optimizer_scope
+        attach_optimizer(optimizer, parameters_changed, offloads, scopes)
         return optimizer
 
     @override
@@ -229,7 +230,7 @@ class ShardedDP(DDPStrategy):
     def _read(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
-        mesh, options = self._group.current, self._parts.options
+        mesh, options = self._group.current, self._parts.options.checkpoint_options
         part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
         if path.is_dir():
             own = {"foreign": options.foreign, "trust_pickle": options.trust_pickle}
@@ -246,7 +247,7 @@ class ShardedDP(DDPStrategy):
             if value is None:
                 continue
             if isinstance(it, nn.Module):
-                load_staged(it, value, strict, self._parts.options.cast)
+                load_staged(it, value, strict, self._parts.options.checkpoint_options.cast)
             elif isinstance(it, Optimizer):
                 stage([value], root)
                 load_optimizer(it, value, saved.get(key), parameter_names(root, [it])[0])

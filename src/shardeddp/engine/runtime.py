@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -21,13 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.propagation import is_transfer_error
+from shardeddp.config import Options
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
 from shardeddp.engine.storage import SavedView
 from shardeddp.engine.unit import Unit, UnitProgress, UnitState
-from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained
 from shardeddp.tensor.operations import overlaps_itself
@@ -480,22 +480,6 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prefetch:
-    """How many units ahead of the one at work are gathered."""
-
-    forward: int = 1
-    backward: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            depth = getattr(self, name)
-            if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-                raise ValueError(
-                    f"{name}_prefetch={depth!r}: expected 0 (none) or a number of units"
-                )
-
-
 class Runtime:
     """Drives the units of one model through forwards and backwards.
 
@@ -508,19 +492,11 @@ class Runtime:
     Args:
         units: The root unit first.
         mesh: Through which ranks agree.
-        sharding: When to reshard and to reduce.
-        prefetch: How far ahead to gather.
-        uneven: Whether ranks may use different units in a step.
+        options: When to reshard and to reduce, how far ahead to gather, and whether ranks may use
+            different units in a step.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        mesh: Mesh,
-        sharding: ShardingStrategy,
-        prefetch: Prefetch,
-        uneven: bool = False,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, options: Options) -> None:
         self.progresses = [UnitProgress(unit=unit, index=index) for index, unit in enumerate(units)]
         self.phase = Phase.IDLE
         self.sync_gradients = True
@@ -531,11 +507,12 @@ class Runtime:
 
         self._root = self.progresses[0]
         self.mesh = mesh
-        self.sharding = sharding
-        self._prefetch = prefetch
+        self.options = options
+        self.sharding = sharding = options.sharding
+        self._prefetch = options.prefetch
         self._reducer = Reducer(self.progresses, mesh, sharding)
         self.agreement = OrderAgreement(
-            self.progresses, mesh, sharding, self._reducer, apart=uneven
+            self.progresses, mesh, sharding, self._reducer, apart=options.uneven_units
         )
         self._keeps_graph = False  # the backward that is running records a graph of itself
         self._step_name = "forward"
@@ -569,8 +546,8 @@ class Runtime:
             else [attach_hooks(self, progress) for progress in self.progresses]
         )
 
-        self.options: object = None
-        """Settings that decided on the units, compared when the model is set up again."""
+        self.precision: object = None
+        """Trainer's precision that decided on dtypes, compared when the model is set up again."""
         self._structure = _Structure(self.root_module)
 
     @property

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from shardeddp.checkpoint.restore import load_model
 from shardeddp.comm import Mesh
-from shardeddp.config import UnevenBatches, check_uneven_batches
+from shardeddp.config import UnevenBatches
 from shardeddp.engine.runtime import BufferSync, Runtime, runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -273,7 +273,7 @@ class CallbackAdapters:
 
     def __init__(self, uneven_batches: UnevenBatches) -> None:
         self.averages = Averages()
-        self.uneven_batches: UnevenBatches = check_uneven_batches(uneven_batches)
+        self.uneven_batches: UnevenBatches = uneven_batches
         self._training: EvenTraining | None = None  # both: in a run of several ranks
         self._evaluation: UnevenEvaluation | None = None
 

@@ -25,7 +25,7 @@ from shardeddp.checkpoint.manifest import Run
 from shardeddp.checkpoint.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.checkpoint.write import Saver
 from shardeddp.comm import Mesh, agree_on_any, run_on_all_ranks
-from shardeddp.config import CheckpointOptions, StateDictType, check_state_dict_type
+from shardeddp.config import Options
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
@@ -48,23 +48,15 @@ class Checkpoints:
 
     Args:
         group: Ranks of the run.
-        sharding_strategy: Name for the record in each checkpoint.
-        state_dict_type: Kind of checkpoint.
-        options: Everything else about it.
+        options: Kind of checkpoint, everything else about it, and the sharding strategy's name for
+            the record in each.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        sharding_strategy: str,
-        state_dict_type: StateDictType,
-        options: CheckpointOptions,
-    ) -> None:
+    def __init__(self, group: ProcessGroup, options: Options) -> None:
         self._group = group
-        self._sharding_strategy = sharding_strategy
-        self._kind = check_state_dict_type(state_dict_type)
-        self._options = options
-        self._saver = Saver(options)
+        self._sharding_strategy, self._kind = options.sharding_strategy, options.state_dict_type
+        self._options = options.checkpoint_options
+        self._saver = Saver(self._options)
         self._told = False  # that checkpoints are directories
         self._written: set[str] = set()
 

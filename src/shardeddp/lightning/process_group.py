@@ -24,7 +24,7 @@ from shardeddp.comm.liveness import lightning_calls
 from shardeddp.comm.mesh import count_connections
 from shardeddp.comm.propagation import has_broken_transfers, is_transfer_error
 from shardeddp.comm.rendezvous import meet, reserve_open_files, stay_on_loopback
-from shardeddp.config import check_backend
+from shardeddp.config import Options
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -37,7 +37,6 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.lightning.tensor_parallel import make_device_mesh
-from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.plan.topology import RankInfo
 
 # -- Build id: the version and a digest of the files
@@ -97,35 +96,14 @@ class ProcessGroup:
     """Ranks of a run and their communication.
 
     Args:
-        sharding: Sharding strategy; decides which ranks share a model.
-        backend: Backend of the default process group; None: the device's own.
-        timeout: Limit of a collective.
-        saving_timeout_s: Limit of a collective while checkpoints are saved; None: ``timeout``.
-        debug: Whether communication of users is compared over ranks before it happens.
-        tensor_size: Ranks that split layers among them.
+        options: Which ranks share a model and which split layers, by which backend they
+            communicate, for how long they wait, and whether calls of users are compared.
     """
 
-    def __init__(
-        self,
-        sharding: ShardingStrategy,
-        backend: str | None,
-        timeout: timedelta,
-        saving_timeout_s: float | None,
-        *,
-        debug: bool,
-        tensor_size: int = 1,
-    ) -> None:
-        self._sharding = sharding
-        self._tensor_size = tensor_size
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self.device_mesh: DeviceMesh | None = None
         """Axes of ranks as torch has them; None: there is no tensor axis."""
-        self._backend = check_backend(backend)
-        self._timeout = timeout
-        self._saving_timeout = (
-            timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
-        )
-        self.debug = debug
-        """Whether communication of users is compared over ranks before it happens."""
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
         self.current: Mesh | None = None
         """The communicators of this rank.
@@ -186,6 +164,7 @@ class ProcessGroup:
                 files as it has connections.
         """
         _note_functions_of_one_rank()
+        options, tensor_size = self._options, self._options.tensor_parallel_size
         problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
         if num_nodes == 1:
             stay_on_loopback()
@@ -193,7 +172,7 @@ class ProcessGroup:
             self._connect(environment, device, num_nodes, ranks_per_node, problem)
         elif problem:
             raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
-        elif self.debug:
+        elif options.debug:
             rank_zero_warn(
                 "debug=True: calls through Lightning are compared over ranks; what "
                 "torch.distributed itself is asked for is not, as the process group was made "
@@ -203,24 +182,22 @@ class ProcessGroup:
         if (
             self.current is None
             and runtime is not None
-            and runtime.sharding == self._sharding
-            and runtime.mesh.compares == self.debug
-            and runtime.mesh.topology.tensor_size == self._tensor_size
+            and runtime.sharding == options.sharding
+            and runtime.mesh.compares == options.debug
+            and runtime.mesh.topology.tensor_size == tensor_size
         ):
             self.current = runtime.mesh
         elif self.current is None:
-            topology = self._sharding.topology(
-                num_nodes, ranks_per_node, self._order, self._tensor_size
-            )
+            saving_s = options.checkpoint_options.timeout
             self.current = Mesh(
-                topology,
+                options.sharding.topology(num_nodes, ranks_per_node, self._order, tensor_size),
                 device,
-                self._timeout,
-                self._sharding.regather_size,
-                saving_timeout=self._saving_timeout,
-                debug=self.debug,
+                options.timeout,
+                options.sharding.regather_size,
+                saving_timeout=options.timeout if saving_s is None else timedelta(seconds=saving_s),
+                debug=options.debug,
             )
-        if self._tensor_size > 1 and self.device_mesh is None:
+        if tensor_size > 1 and self.device_mesh is None:
             self.device_mesh = make_device_mesh(self.current)
         self.current.begin_run()
         self._broken = False
@@ -240,13 +217,13 @@ class ProcessGroup:
     ) -> str:
         """Let this process open as many files as it needs; why it cannot, or empty."""
         made = torch.distributed.is_initialized()
-        backend = torch.distributed.get_backend() if made else self._backend
+        backend = torch.distributed.get_backend() if made else self._options.process_group_backend
         if backend == "fake":  # which connects to nobody
             return ""
-        topology = self._sharding.topology(num_nodes, ranks_per_node, None, self._tensor_size)
-        regather_size = self._sharding.regather_size
+        sharding, tensor_size = self._options.sharding, self._options.tensor_parallel_size
+        topology = sharding.topology(num_nodes, ranks_per_node, None, tensor_size)
         rank = environment.global_rank()
-        return reserve_open_files(count_connections(topology, rank, device, regather_size))
+        return reserve_open_files(count_connections(topology, rank, device, sharding.regather_size))
 
     def _connect(
         self,
@@ -256,6 +233,7 @@ class ProcessGroup:
         ranks_per_node: int,
         problem: str,
     ) -> None:
+        options = self._options
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
         info = RankInfo(
             rank=environment.global_rank(),
@@ -265,18 +243,20 @@ class ProcessGroup:
             world_size=environment.world_size(),
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
-            run=f"{versions}, {self._sharding}, "
-            f"tensor_parallel_size={self._tensor_size}, debug={self.debug}",  # the same on all ranks that may meet
+            # The same on all ranks that may meet.
+            run=f"{versions}, {options.sharding}, "
+            f"tensor_parallel_size={options.tensor_parallel_size}, debug={options.debug}",
             problem=problem,
         )
         store, self._order = meet(
-            environment.main_address, environment.main_port, info, self._timeout
+            environment.main_address, environment.main_port, info, options.timeout
         )
-        with torch_compares() if self.debug else nullcontext():
+        with torch_compares() if options.debug else nullcontext():
             init_dist_connection(
                 environment,
-                self._backend or torch.distributed.get_default_backend_for_device(device),
-                timeout=self._timeout,
+                options.process_group_backend
+                or torch.distributed.get_default_backend_for_device(device),
+                timeout=options.timeout,
                 device_id=None if device.type == "cpu" else device,
                 store=store,
             )
@@ -289,7 +269,7 @@ class ProcessGroup:
             # Users may give one barrier several names. Lightning does not, and never means one of
             # theirs.
             of_lightning = lightning_calls()
-            named = f"{name or ''}" if self.debug or of_lightning else ""
+            named = f"{name or ''}" if self._options.debug or of_lightning else ""
             barrier(self.current, f"barrier({named}){' of Lightning' if of_lightning else ''}")
 
     def broadcast(self, obj: T, src: int = 0) -> T:

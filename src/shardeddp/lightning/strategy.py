@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,29 +23,20 @@ from shardeddp.checkpoint.restore import parameter_names
 from shardeddp.comm import Mesh, Traffic
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
+    ActivationCheckpointingLike,
     CheckpointOptions,
     CPUOffload,
     MixedPrecision,
+    Options,
     Scope,
     StartMethod,
     StateDictType,
     UnevenBatches,
-    check_flags,
-    check_start_method,
-    resolve_checkpoint_options,
-    resolve_mixed_precision,
-    resolve_offload,
-    resolve_optimizer_scope,
-    resolve_timeout,
 )
-from shardeddp.engine.runtime import Prefetch, Runtime, parameters_changed, runtime_of
+from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
-from shardeddp.lightning.activation_checkpointing import (
-    ActivationCheckpointingLike,
-    resolve_activation_checkpointing,
-)
 from shardeddp.lightning.api import (
     Accelerator,
     CheckpointIO,
@@ -70,14 +61,14 @@ from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
-from shardeddp.lightning.tensor_parallel import check_options, refuse_optimizer, refuse_untried_in
+from shardeddp.lightning.tensor_parallel import refuse_optimizer, refuse_untried_in
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyName, choose_sharding
+from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyName
 from shardeddp.report import print_units
-from shardeddp.translate import explain_unknown, prefetch_of, sharding_of
-from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
-from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
+from shardeddp.translate import explain_unknown
+from shardeddp.wrap import PolicyLike, require_parameters
+from shardeddp.wrap.tensor_plan import TensorPlan
 
 # An instance as default gives the command line a flag for each field.
 _DEFAULTS = CheckpointOptions()
@@ -94,10 +85,7 @@ class Parts:
     group: ProcessGroup
     model_sharding: ModelSharding
     checkpoints: Checkpoints
-    options: CheckpointOptions
-    optimizer_scope: Mapping[str, Scope]
-    offloads_optimizer: bool
-    """Whether optimizer states alone live in host memory."""
+    options: Options
 
 
 class ShardedDP(ParallelStrategy):
@@ -215,93 +203,31 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
         **others: Any,
     ) -> None:
+        arguments = locals()
         if others:
             known = {**signature(ShardedDP).parameters}
             given = {
                 name: value
-                for name, value in locals().items()
+                for name, value in arguments.items()
                 if name in known and name != "others" and _differs(value, known[name].default)
             }
             raise TypeError(explain_unknown(others, {**given, **others}, known.keys() - {"others"}))
-        if (other := sharding_of(sharding_strategy)) is not None:
-            sharding_strategy = other["sharding_strategy"]
-            if reshard_after_forward is None:
-                reshard_after_forward = other.get("reshard_after_forward")
-        depth = prefetch_of(backward_prefetch)
         check_lightning()
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
-        check_flags(uneven_units=uneven_units, debug=debug)
-        checkpoint_options = resolve_checkpoint_options(checkpoint_options)
-        offload = self.offload = resolve_offload(cpu_offload)
-        self.sharding = choose_sharding(
-            sharding_strategy,
-            shard_size,
-            reduce_every_backward,
-            reshard_after_forward,
-            offload.params,
-            optimizer_shard,
+        self.options = options = Options(
+            **{it.name: arguments[it.name] for it in fields(Options) if it.init}
         )
-        check_options(
-            tensor_parallel_size,
-            **{
-                "cpu_offload": offload.params or offload.optimizer,
-                "optimizer_shard='world'": self.sharding.split_replicas,
-                "reshard_after_forward=<number>": self.sharding.regather_size is not None,
-                "uneven_batches": uneven_batches != "error",
-                "uneven_units": uneven_units,
-            },
-        )
-        self.tensor_parallel_size = tensor_parallel_size
-        self.tensor_parallel_plan: TensorPlan | None = check_plan(
-            tensor_parallel_plan, tensor_parallel_size
-        )
-        self.policy = resolve_policy(auto_wrap_policy)
-        self.mixed_precision = resolve_mixed_precision(mixed_precision)
-        self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
-        self.optimizer_scope = resolve_optimizer_scope(optimizer_scope)
-        self.prefetch = Prefetch(
-            forward=int(forward_prefetch) if forward_prefetch is True else forward_prefetch,
-            backward=cast(int, backward_prefetch) if depth is None else depth,
-        )
-        self.uneven_units = uneven_units
-        self.checkpoint_options = checkpoint_options
-        self.timeout = resolve_timeout(timeout)
-        self.debug = debug
         self.num_nodes = 1  # set by the Trainer
         self._alone: ClusterEnvironment | None = None  # of one rank that the cluster's cannot tell
-        self._sharding_strategy = sharding_strategy.lower()
-        self._start_method: StartMethod = check_start_method(start_method)
-        self._group = ProcessGroup(
-            self.sharding,
-            process_group_backend,
-            self.timeout,
-            checkpoint_options.timeout,
-            debug=debug,
-            tensor_size=tensor_parallel_size,
-        )
-        self._checkpoints = Checkpoints(
-            self._group, self._sharding_strategy, state_dict_type, checkpoint_options
-        )
-        self._restore = Restore(self._group, checkpoint_options)
-        self._model_sharding = ModelSharding(
-            self._group,
-            self._restore,
-            sharding_strategy=self._sharding_strategy,
-            sharding=self.sharding,
-            policy=self.policy,
-            mixed_precision=self.mixed_precision,
-            activation_checkpointing=self.activation_checkpointing,
-            offload=self.offload,
-            prefetch=self.prefetch,
-            uneven_units=uneven_units,
-            tensor_size=tensor_parallel_size,
-            tensor_plan=self.tensor_parallel_plan,
-        )
+        self._group = ProcessGroup(options)
+        self._checkpoints = Checkpoints(self._group, options)
+        self._restore = Restore(self._group, options.checkpoint_options)
+        self._model_sharding = ModelSharding(self._group, self._restore, options)
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
-        self._callbacks = CallbackAdapters(uneven_batches)
+        self._callbacks = CallbackAdapters(options.uneven_batches)
         self._runtime: Runtime | None = None
 
     @property
@@ -311,14 +237,12 @@ class ShardedDP(ParallelStrategy):
             group=self._group,
             model_sharding=self._model_sharding,
             checkpoints=self._checkpoints,
-            options=self.checkpoint_options,
-            optimizer_scope=self.optimizer_scope,
-            offloads_optimizer=self.offload.optimizer and not self.offload.params,
+            options=self.options,
         )
 
     @override
     def __repr__(self) -> str:
-        return introduction(self._sharding_strategy)
+        return introduction(self.options.sharding_strategy)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -412,8 +336,7 @@ class ShardedDP(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        size = self.tensor_parallel_size
-        if size == 1:
+        if self.options.tensor_parallel_size == 1:
             ranks = self.num_nodes * self.num_processes
             return {"num_replicas": ranks, "rank": self.global_rank}
         topology = self.mesh.topology
@@ -478,8 +401,8 @@ class ShardedDP(ParallelStrategy):
         """Predicted bytes of this rank without activations, at two optimizer states per element."""
         return plan_memory(
             [progress.unit.costs() for progress in self.runtime.progresses],
-            self.sharding,
-            prefetch=self.prefetch.backward,
+            self.options.sharding,
+            prefetch=self.options.prefetch.backward,
             staged=self.root_device.type == "cpu",
             accumulates=self.trainer is not None and self.trainer.accumulate_grad_batches > 1,
             offload_optimizer=self._offloads_optimizer,
@@ -488,7 +411,7 @@ class ShardedDP(ParallelStrategy):
     @property
     def _offloads_optimizer(self) -> bool:
         # Where the host is the device, its states are there already.
-        return self.offload.optimizer and not self.offload.params and self.root_device.type != "cpu"
+        return self.options.offload.optimizer_alone and self.root_device.type != "cpu"
 
     def print_units(self) -> None:
         """Print the units, and the bytes that each rank stores of them.
@@ -500,7 +423,7 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP has no units yet: the Trainer shards the model when it starts to run"
             )
-        print_units(self._sharding_strategy, runtime)
+        print_units(self.options.sharding_strategy, runtime)
 
     @contextmanager
     def summon_full_params(
@@ -553,10 +476,11 @@ class ShardedDP(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         # A shard_size that does not fit fails here, before any process is started.
-        self.sharding.topology(
-            self.num_nodes, self.num_processes, tensor_size=self.tensor_parallel_size
+        options = self.options
+        options.sharding.topology(
+            self.num_nodes, self.num_processes, tensor_size=options.tensor_parallel_size
         )
-        if self._start_method == "popen":
+        if options.start_method == "popen":
             self._launcher = ShardedScriptLauncher(
                 self._environment, self.num_processes, self.num_nodes
             )
@@ -564,7 +488,7 @@ class ShardedDP(ParallelStrategy):
             leave = self._group.explain_and_leave
             materialize = self._model_sharding.materialize
             self._launcher = ShardedMultiProcessingLauncher(
-                self, self._start_method, gather_full, materialize, leave
+                self, options.start_method, gather_full, materialize, leave
             )
 
     def set_world_ranks(self) -> None:
@@ -636,8 +560,8 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
             )
-        if self.tensor_parallel_size > 1:
-            refuse_untried_in(trainer, module, self.tensor_parallel_plan)
+        if self.options.tensor_parallel_size > 1:
+            refuse_untried_in(trainer, module, self.options.tensor_parallel_plan)
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
         if self.is_global_zero:
@@ -655,15 +579,16 @@ class ShardedDP(ParallelStrategy):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
                 self._resume.ask_loaders_again(trainer.fit_loop)
-        for optimizer in self.optimizers if self.tensor_parallel_size > 1 else ():
-            refuse_optimizer(optimizer, self.optimizer_scope)
+        scopes = self.options.optimizer_scope
+        for optimizer in self.optimizers if self.options.tensor_parallel_size > 1 else ():
+            refuse_optimizer(optimizer, scopes)
         follow_optimizers(parameters_changed)
         for optimizer in () if self.runtime.passthrough else self.optimizers:
             attach_optimizer(
                 optimizer,
                 self.runtime.parameters_changed,
                 self._offloads_optimizer,
-                self.optimizer_scope,
+                scopes,
             )
 
     @override
@@ -806,7 +731,7 @@ class ShardedDP(ParallelStrategy):
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
         """Checkpoint that ``ckpt_path="last"`` means: the one of the highest step."""
         # In a spawned or forked rank it is not known yet which one it is.
-        clears = self._start_method == "popen" and self.is_global_zero
+        clears = self.options.start_method == "popen" and self.is_global_zero
         return self._checkpoints.find_last(candidates, folders, clears=clears)
 
     @override
@@ -836,7 +761,7 @@ class ShardedDP(ParallelStrategy):
             trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting
         )
         self._callbacks.averages.defer_loads(
-            trainer, trainer.lightning_module, self.checkpoint_options.cast
+            trainer, trainer.lightning_module, self.options.checkpoint_options.cast
         )
 
     @override
