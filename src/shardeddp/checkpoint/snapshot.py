@@ -71,7 +71,9 @@ class HostMemory:
             nbytes <= chunk.numel() for nbytes, chunk in zip(chunks, self._chunks, strict=False)
         )
         if not fits or (devices and not self._is_pinned):
-            self._chunks = []  # freed before new ones are allocated
+            # Freed before new ones are allocated; no copy into them is under way (each call waits
+            # for its own), and no save reads them (one is begun when the one before has ended).
+            self._chunks = []
             self._is_pinned = bool(devices)
             self._chunks = [
                 torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)

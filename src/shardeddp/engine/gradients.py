@@ -87,6 +87,8 @@ class GradientMemory:
     def close_buffer(self) -> None:
         """Give the gradient buffer's memory back."""
         if self._buffer is not None:
+            # Allocated by compute, whose stream is behind the collective that read it by now
+            # (`Reduction._advance`): what gets the memory next is written after that.
             release(self._buffer)
 
     @property

@@ -480,6 +480,17 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
+# event -> (phases in which it may happen, phase it leads to)
+PHASES = {
+    "the root's forward": ({Phase.IDLE, Phase.FORWARD}, Phase.FORWARD),
+    "the end of the root's forward": (set(Phase), Phase.IDLE),
+    "a backward": ({Phase.IDLE, Phase.FORWARD}, Phase.BACKWARD),
+    "the end of a backward inside of a step": ({Phase.BACKWARD}, Phase.FORWARD),
+    "the end of a backward": ({Phase.BACKWARD}, Phase.IDLE),
+    "a failure": (set(Phase), Phase.IDLE),
+}
+
+
 class Runtime:
     """Drives the units of one model through forwards and backwards.
 
@@ -651,7 +662,7 @@ class Runtime:
             progress.forget_forwards()
             for group in progress.unit.groups:
                 group.gradients.drop_waiting()
-        self.phase = Phase.IDLE
+        self._enter_phase("a failure")
         self._step_name = "forward"
         self._reshard_idle()
 
@@ -739,7 +750,7 @@ class Runtime:
         if progress is self._root:
             if progress.active == 0:
                 self.agreement.end(self._step_name)
-                self.phase = Phase.IDLE
+                self._enter_phase("the end of the root's forward")
                 self._reshard_idle()
         elif progress.active == 0 and self._reshards_after_forward(progress):
             progress.unit.reshard(before_backward=progress.awaiting_backward)
@@ -767,7 +778,7 @@ class Runtime:
             self.mesh.data_fingerprints.call(
                 f"the first step since {', '.join(self.mesh.written.pending)} was written to"
             )
-        self.phase = Phase.FORWARD
+        self._enter_phase("the root's forward")
         self._saved.clear()
         self._backwards = 0
         for progress in self.progresses:
@@ -855,7 +866,7 @@ class Runtime:
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
             return
-        self.phase = Phase.BACKWARD
+        self._enter_phase("a backward")
         engine.queue_callback(self._end_backward)
         self._backward_kind = backward_kind(self._backwards)
         self._backwards += 1
@@ -889,7 +900,8 @@ class Runtime:
     def _end_backward(self) -> None:
         self.agreement.end(self._backward_kind)
         self._reducer.end()
-        self.phase = Phase.FORWARD if self._root.active else Phase.IDLE
+        inside = " inside of a step" if self._root.active else ""
+        self._enter_phase(f"the end of a backward{inside}")
         if self._keeps_graph and not self._reducer.leaves_gradients:
             return  # `autograd.grad` for another backward: the parameters are part of its graph
         for progress in self.progresses:
@@ -897,6 +909,16 @@ class Runtime:
         self._reshard_idle(also_root=True)
 
     # -- Shared by forward and backward
+
+    def _enter_phase(self, event: str) -> None:
+        sources, target = PHASES[event]
+        if self.phase not in sources:
+            raise RuntimeError(
+                f"{event} of {type(self.root_module).__name__}: expected phase "
+                f"{' or '.join(sorted(it.value for it in sources))}, found {self.phase.value} (a "
+                f"bug of shardeddp; please report it)"
+            )
+        self.phase = target
 
     def _in_backward(self) -> bool:
         return current_backward() != -1
@@ -908,7 +930,7 @@ class Runtime:
         if unit.state is UnitState.UNSHARDING:
             unit.wait()
         if unit.registration_pending:
-            unit.tidy()
+            unit.restore_registration()
         if unit.stale:
             unit.refresh()
 
@@ -924,4 +946,4 @@ class Runtime:
             if unit.state is UnitState.UNSHARDED and not busy:
                 unit.reshard()
             if unit.registration_pending:
-                unit.tidy()
+                unit.restore_registration()

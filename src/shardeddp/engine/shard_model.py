@@ -85,13 +85,13 @@ def shard_model(
         mesh.world_control,
     )
     follow_rank_zero(specs, mesh)
-    _let_go_of_parameters(specs[0].module)
+    _detach_computed(specs[0].module)
     former = _former_memory(specs, mesh.device)
     strided = {
         it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()
     }
     if mesh.data.size == mesh.tensor.size == 1 and not (offload.params or offload.optimizer):
-        specs = [_set_idle(spec, mesh.device) for spec in specs]
+        specs = [_pass_through(spec, mesh.device) for spec in specs]
     units = run_on_all_ranks(
         "sharding the model",
         lambda: [Unit(spec, mesh, sharding) for spec in specs],
@@ -148,7 +148,7 @@ def _held_views(
     return found
 
 
-def _let_go_of_parameters(root: nn.Module) -> None:
+def _detach_computed(root: nn.Module) -> None:
     """Detach what modules computed from parameters, and give it memory of its own."""
     for module in root.modules():
         for attribute, value in vars(module).items():
@@ -203,7 +203,7 @@ def _place(tensor: torch.Tensor) -> object:
     return (storage_of(tensor), tensor.storage_offset()) if tensor.is_meta else tensor.data_ptr()
 
 
-def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
+def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:
     """Keep the parameters of a single rank out of a unit that has nothing to do with them.
 
     Training with them costs what it costs without a strategy.

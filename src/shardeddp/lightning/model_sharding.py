@@ -37,7 +37,7 @@ from shardeddp.lightning.tensor_parallel import (
     refuse_untried,
     tensor_axis,
 )
-from shardeddp.optim.attach import set_down
+from shardeddp.optim.attach import suspend
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.report import describe_units
 from shardeddp.tensor.distributed import Distribution, take_apart
@@ -193,7 +193,7 @@ class ModelSharding:
     def _take_over(self, module: nn.Module) -> Takeover:
         """Parameters that are sharded already, of this module or of others, as plain ones."""
         sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
-        set_down(sharded, parameters_changed)
+        suspend(sharded, parameters_changed)
         takeover = Takeover(module)
         for root in takeover.roots:
             keep_activations(root)
@@ -229,7 +229,7 @@ class ModelSharding:
         )
         runtime.precision = _compared(precision)
         place_module(module, mesh.device)
-        private.tell_device(module, mesh.device)
+        private.set_device(module, mesh.device)
         synchronize_generation(module, self._options.sharding)
         self._restore.load(None if is_deferred else load, module)
         if self._group.is_rank_zero:

@@ -545,7 +545,7 @@ class ShardedDP(ParallelStrategy):
         if self._fitting and self.is_distributed:
             # Only training needs parameters, as under DistributedDataParallel.
             require_parameters(module)
-        self._restore.load(self._callbacks.join(trainer, module, self._runtime), module)
+        self._restore.load(self._callbacks.after_sharding(trainer, module, self._runtime), module)
         self._restore.load(self._resume.take_kept(module), module)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Tensors of inference mode could not be used in a later training.
@@ -567,7 +567,7 @@ class ShardedDP(ParallelStrategy):
         if self.is_global_zero:
             clear_away([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
-        self._callbacks.meet(trainer, module)
+        self._callbacks.before_sharding(trainer, module)
         return module
 
     @override
@@ -575,7 +575,7 @@ class ShardedDP(ParallelStrategy):
         super().setup_optimizers(trainer)
         # `trainer.estimated_stepping_batches` has set the loaders up.
         if private.combined_loader(trainer.fit_loop) is not None:
-            if self._callbacks.meet_loaders(trainer):
+            if self._callbacks.align_loaders(trainer):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
                 self._resume.ask_loaders_again(trainer.fit_loop)
@@ -644,7 +644,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
-        self._callbacks.weigh(closure_loss)
+        self._callbacks.zero_repeated_loss(closure_loss)
 
     @contextmanager
     @override
@@ -789,7 +789,7 @@ class ShardedDP(ParallelStrategy):
         self._guards.end_run(self.trainer)
         self._resume.end_run()
         if self.trainer is not None:
-            self._callbacks.leave(self.trainer, self.trainer.lightning_module)
+            self._callbacks.end_run(self.trainer, self.trainer.lightning_module)
         self._environment.teardown()
         leave_loopback()
         self.precision_plugin.teardown()

@@ -133,7 +133,7 @@ def attach_optimizer(
     GlobalStep(optimizer, on_step)
 
 
-def set_down(parameters: Iterable[torch.Tensor], on_step: OnStep) -> None:
+def suspend(parameters: Iterable[torch.Tensor], on_step: OnStep) -> None:
     """Parameters are about to be sharded anew: optimizers that were attached keep their states.
 
     Args:
@@ -149,7 +149,7 @@ def set_down(parameters: Iterable[torch.Tensor], on_step: OnStep) -> None:
             continue
         step.on_step = on_step
         if isinstance(step, SwappedStep):
-            step.set_down()
+            step.suspend()
 
 
 def _step_of(optimizer: optim.Optimizer) -> SwappedStep | GlobalStep | None:

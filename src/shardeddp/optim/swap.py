@@ -65,7 +65,7 @@ class SwappedStep(ABC):
         optimizer.register_load_state_dict_post_hook(self._adopt_state)
         self._surround_step(optimizer)
 
-    def set_down(self) -> None:
+    def suspend(self) -> None:
         """The parameters are about to be sharded anew: keep states as they are seen outside.
 
         The next step takes them over.
