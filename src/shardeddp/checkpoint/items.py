@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-from shardeddp.checkpoint.durable import read_text
+from shardeddp.checkpoint.durable import read_into, read_text
 from shardeddp.checkpoint.manifest import BLOCK_NBYTES, PIECE, Item, StoredFile
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
@@ -559,13 +559,10 @@ class _Window:
 
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fill a buffer with bytes of the item, all of which lie inside of it."""
-        while len(view):
-            count = os.preadv(self._fd, [view], self._item.offset + offset)
-            if count == 0:
-                raise _damaged(
-                    self._item, f"the file ends after {self._item.offset + offset:,} bytes"
-                )
-            view, offset = view[count:], offset + count
+        start = self._item.offset + offset
+        done = read_into(self._fd, view, start)
+        if done < len(view):
+            raise _damaged(self._item, f"the file ends after {start + done:,} bytes")
 
 
 def _check_ends(window: _Window, entries: Sequence[zipfile.ZipInfo]) -> None:

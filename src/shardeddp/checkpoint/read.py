@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.durable import disk_errors, open_regular, read_text
+from shardeddp.checkpoint.durable import disk_errors, open_regular, read_into, read_text
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
 from shardeddp.checkpoint.manifest import (
@@ -180,26 +180,19 @@ class CheckpointReader:
 
     @contextmanager
     def _opened(self, file: str) -> Generator[int]:
-        with disk_errors("reading", self.path / file):
-            descriptor, _ = open_regular(self.path / file)
-        try:
+        path = self.path / file
+        with disk_errors("reading", path), open_regular(path) as (descriptor, _):
             yield descriptor
-        finally:
-            os.close(descriptor)
 
     def _read_checked(
         self, descriptor: int, file: str, name: str, where: Interval, out: memoryview, expected: str
     ) -> None:
         """Fill ``out`` with some bytes of a file and compare their checksum."""
-        done = 0
-        while done < len(out):
-            count = os.preadv(descriptor, [out[done:]], where.start + done)
-            if count == 0:
-                raise DamagedCheckpointError(
-                    f"{self.path / file} ends at byte {where.start + done:,}, expected "
-                    f"{where.stop:,}"
-                )
-            done += count
+        done = read_into(descriptor, out, where.start)
+        if done < len(out):
+            raise DamagedCheckpointError(
+                f"{self.path / file} ends at byte {where.start + done:,}, expected {where.stop:,}"
+            )
         self._compare(file, name, where, out, expected)
 
     def _compare(
@@ -412,7 +405,7 @@ CHUNK_NBYTES = 32 * 2**20
 """Of a tensor in memory at a time; several blocks, for a block that a chunk cuts is read twice."""
 
 Progress = Callable[[int], None]
-"""Told how many more bytes have been written."""
+"""Told how many more bytes have been read, checked or written."""
 
 
 def silent(nbytes: int) -> None:
