@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 
@@ -308,19 +308,3 @@ class _Pickler(pickle.Pickler):
         hooks: OrderedDict[int, Any] = OrderedDict()
         # torch.save takes this function for its newer dtypes; it serves all of them.
         return rebuild_tensor, (storage, 0, shape, strides, False, hooks, obj.dtype)
-
-
-def plain(value: Any) -> Any:
-    """A tree in containers that ``weights_only=True`` reads; other values are as they were."""
-    if isinstance(value, dict):
-        pairs = ((plain(key), plain(item)) for key, item in cast("dict[Any, Any]", value).items())
-        return OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
-    if isinstance(value, list):
-        return [plain(item) for item in cast("list[Any]", value)]
-    if isinstance(value, tuple):
-        return (
-            value
-            if type(value) is torch.Size
-            else tuple(map(plain, cast("tuple[Any, ...]", value)))
-        )
-    return value
