@@ -229,14 +229,13 @@ class DesyncCheck:
         self._report: dict[str, Any] = {}
         self._asked = 0  # the question that answers are expected to; 0: none
         self._over = False
-        liveness_probe.add_report("desync", self.report)
-        liveness_probe.watch(self.look, self.judge)
+        liveness_probe.attach(self)
 
     def report(self) -> dict[str, Any]:
         """What this rank was doing when it was looked at last."""
         return self._report
 
-    def look(self, frame: FrameType | None) -> None:
+    def on_sample(self, frame: FrameType | None) -> None:
         """See whether the thread that trains has gone on since the last time.
 
         Args:
@@ -258,7 +257,7 @@ class DesyncCheck:
             "advice": advice,
         }
 
-    def judge(self) -> None:
+    def on_tick(self) -> None:
         """End the wait of this rank if it has failed already, or can never be over."""
         if self._over or not self._report["waits"] or self._report["still_s"] < ALARM_S:
             self._asked = 0
