@@ -17,7 +17,12 @@ from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.full import save_full
 from shardeddp.checkpoint.kept_shards import KEY, NAMES
-from shardeddp.checkpoint.restore import load_optimizer, load_staged, parameter_names, stage
+from shardeddp.checkpoint.restore import (
+    load_module,
+    load_optimizer,
+    parameter_names,
+    read_shards_ahead,
+)
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import CheckpointError, ConfigurationError
@@ -35,12 +40,7 @@ _FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all 
 
 
 class ShardedForward(nn.Module):
-    """A sharded module whose call is a step of the engine.
-
-    Args:
-        module: The sharded module.
-        runtime: Its engine.
-    """
+    """A sharded module whose call is a step of the engine."""
 
     def __init__(self, module: nn.Module, runtime: Runtime) -> None:
         super().__init__()
@@ -247,9 +247,9 @@ class ShardedDP(DDPStrategy):
             if value is None:
                 continue
             if isinstance(it, nn.Module):
-                load_staged(it, value, strict, self._parts.options.checkpoint_options.cast)
+                load_module(it, value, strict, self._parts.options.checkpoint_options.cast)
             elif isinstance(it, Optimizer):
-                stage([value], root)
+                read_shards_ahead([value], root)
                 load_optimizer(it, value, saved.get(key), parameter_names(root, [it])[0])
             elif isinstance(it, Stateful):
                 it.load_state_dict(value)

@@ -18,7 +18,7 @@ import torch
 
 from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.durable import make_directories, preflight
-from shardeddp.checkpoint.manifest import INDEX, Run, index_to_bytes
+from shardeddp.checkpoint.manifest import INDEX, TrainingRun, index_to_bytes
 from shardeddp.checkpoint.read import LazyTensor, Progress, chunks, silent
 from shardeddp.checkpoint.snapshot import (
     ParameterNames,
@@ -96,7 +96,7 @@ def stream_full(
     path: Path,
     mesh: Mesh,
     names: ParameterNames,
-    run: Run,
+    run: TrainingRun,
     options: CheckpointOptions,
 ) -> None:
     """Write a checkpoint as one file that ``torch.load`` reads; a collective of all ranks.

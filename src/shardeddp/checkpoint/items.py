@@ -245,13 +245,13 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
         "version": b"3\n",
     }
     for name, data in small.items():
-        record = _Record(
+        record = _StoredRecord(
             name=name, nbytes=len(data), offset=len(head), crc=zlib.crc32(data) if crc else 0
         )
         head += record.local() + data
         entries.append(record.central())
     # torch.load calls the only storage "0"
-    record = _Record(name="data/0", nbytes=nbytes, offset=len(head), crc=0, described=True)
+    record = _StoredRecord(name="data/0", nbytes=nbytes, offset=len(head), crc=0, described=True)
     head += record.local()
     sizes = struct.pack("<QQ" if nbytes >= _ZIP64 else "<II", nbytes, nbytes)
     directory_offset = len(head) + nbytes + len(_DESCRIPTOR) + 4 + len(sizes)
@@ -267,7 +267,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
+class _StoredRecord:
     """A stored record of a zip archive."""
 
     name: str

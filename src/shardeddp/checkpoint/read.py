@@ -231,7 +231,7 @@ class LazyTensor(torch.Tensor):
     """Where it is in the checkpoint."""
 
     _read: Read
-    _staged: dict[tuple[Interval, Box | None], torch.Tensor]
+    _read_before: dict[tuple[Interval, Box | None], torch.Tensor]
     copied: Callable[[LazyTensor], None] | None
     """Told of each deep copy, which is lazy as well then; None: a deep copy is a plain tensor."""
 
@@ -243,7 +243,7 @@ class LazyTensor(torch.Tensor):
         made = make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.path = path
         made._read = read
-        made._staged = {}
+        made._read_before = {}
         made.copied = None
         made._kept = None
         return made
@@ -260,10 +260,10 @@ class LazyTensor(torch.Tensor):
             read: Reads an interval of the flattened elements, or of those of a box, 1D.
         """
 
-    def stage(self, interval: Interval, box: Box | None = None) -> None:
+    def read_ahead(self, interval: Interval, box: Box | None = None) -> None:
         """Read an interval now, for the next :meth:`elements` of it."""
         if self._kept is None:
-            self._staged[interval, box] = self._from_disk(interval, box)
+            self._read_before[interval, box] = self._from_disk(interval, box)
 
     def elements(self, interval: Interval, box: Box | None = None) -> torch.Tensor:
         """An interval of the flattened elements, 1D; for the caller to keep.
@@ -275,8 +275,8 @@ class LazyTensor(torch.Tensor):
         if self._kept is not None:
             kept = self._kept if box is None else self._kept[box.slices]
             return kept.flatten()[interval.start : interval.stop].clone()
-        staged = self._staged.pop((interval, box), None)
-        return self._from_disk(interval, box) if staged is None else staged
+        found = self._read_before.pop((interval, box), None)
+        return self._from_disk(interval, box) if found is None else found
 
     def _from_disk(self, interval: Interval, box: Box | None) -> torch.Tensor:
         return self._read(interval) if box is None else self._read(interval, box)

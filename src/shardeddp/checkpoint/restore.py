@@ -53,7 +53,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 """What schedulers of torch write into the groups of an optimizer."""
 
 
-def stage(state: Any, module: nn.Module) -> None:
+def read_shards_ahead(state: Any, module: nn.Module) -> None:
     """Read, and so check, what this rank needs of each lazy tensor in a model or optimizer state.
 
     Args:
@@ -71,10 +71,10 @@ def stage(state: Any, module: nn.Module) -> None:
     for lazy in (it for it, _ in tensors_in(state) if isinstance(it, LazyTensor)):
         spec = next((specs[key] for key in lazy.path if key in specs), None)  # type: ignore[index]
         if spec is None or spec.shape != lazy.shape:
-            lazy.stage(lazy.all_of_it)
+            lazy.read_ahead(lazy.all_of_it)
         else:
             for box, interval in spec.pieces:
-                lazy.stage(interval, box)
+                lazy.read_ahead(interval, box)
 
 
 def parameter_names(
@@ -143,9 +143,9 @@ def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dic
     return placed
 
 
-def load_staged(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
+def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
     """Load as :func:`load_model` does, when all that this rank needs has been read and checked."""
-    stage([state], module)
+    read_shards_ahead([state], module)
     materialize_expanded_buffers(module)
     load_model(module, state, strict, cast)
 

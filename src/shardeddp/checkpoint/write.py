@@ -29,10 +29,10 @@ from shardeddp.checkpoint.manifest import (
     STATE,
     Item,
     Manifest,
-    Run,
     Section,
     StoredFile,
     StoredObject,
+    TrainingRun,
     manifest_to_bytes,
     name_of,
     stored_tensors,
@@ -151,7 +151,7 @@ def _boxes(interval: Interval, shape: Sequence[int]) -> Iterator[tuple[Box, Inte
 
 
 def index(
-    snapshot: Snapshot, run: Run, reports: Sequence[Report], objects: Sequence[Item]
+    snapshot: Snapshot, run: TrainingRun, reports: Sequence[Report], objects: Sequence[Item]
 ) -> tuple[Manifest, memoryview]:
     """The manifest of the data files of all ranks, and the placement; for rank 0.
 
@@ -198,7 +198,7 @@ def index(
 def write_checkpoint(
     snapshot: Snapshot,
     target: Path,
-    run: Run,
+    run: TrainingRun,
     group: dist.ProcessGroup | None,
     options: CheckpointOptions,
 ) -> None:
@@ -227,7 +227,7 @@ class _Writing:
         self,
         snapshot: Snapshot,
         target: Path,
-        run: Run,
+        run: TrainingRun,
         group: dist.ProcessGroup | None,
         options: CheckpointOptions,
     ) -> None:
@@ -347,7 +347,9 @@ class Saver:
         """Whether a save is under way in the thread."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup) -> None:
+    def save(
+        self, snapshot: Snapshot, target: Path, run: TrainingRun, group: dist.ProcessGroup
+    ) -> None:
         """Save, or begin to; a collective of all ranks.
 
         Raises:
@@ -394,7 +396,9 @@ class Saver:
         else:
             self._deletions.append(delete)
 
-    def _write(self, snapshot: Snapshot, target: Path, run: Run, group: dist.ProcessGroup) -> None:
+    def _write(
+        self, snapshot: Snapshot, target: Path, run: TrainingRun, group: dist.ProcessGroup
+    ) -> None:
         try:
             write_checkpoint(snapshot, target, run, group, self._options)
         except BaseException as error:  # noqa: BLE001 - raised where the training is

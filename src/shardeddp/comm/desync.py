@@ -236,11 +236,7 @@ class DesyncCheck:
         return self._report
 
     def on_sample(self, frame: FrameType | None) -> None:
-        """See whether the thread that trains has gone on since the last time.
-
-        Args:
-            frame: Its innermost.
-        """
+        """See whether the thread that trains, by its innermost frame, has gone on since then."""
         progress = self._progress() | _counted_by_torch(self._own)
         seen = (id(frame), 0 if frame is None else frame.f_lasti, progress)
         if seen != self._seen:

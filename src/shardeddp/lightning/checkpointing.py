@@ -21,7 +21,7 @@ from shardeddp.checkpoint import clean
 from shardeddp.checkpoint.durable import is_remote, local_path, resolve
 from shardeddp.checkpoint.find import last_checkpoints
 from shardeddp.checkpoint.full import save_full, stream_full
-from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.checkpoint.write import Saver
 from shardeddp.comm import Mesh, agree_on_any, run_on_all_ranks
@@ -154,8 +154,8 @@ class Checkpoints:
             return None
         return f"one has {nbytes / 1e9:.1f} GB and CheckpointOptions(max_file_gb={options.max_file_gb:g}) is less"
 
-    def _describe(self, checkpoint: Mapping[str, Any], mesh: Mesh) -> Run:
-        return Run(
+    def _describe(self, checkpoint: Mapping[str, Any], mesh: Mesh) -> TrainingRun:
+        return TrainingRun(
             uuid=uuid.uuid4().hex,
             step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),

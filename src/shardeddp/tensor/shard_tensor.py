@@ -710,11 +710,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         return self.parameter_over(whole) if isinstance(self, nn.Parameter) else whole
 
     def parameter_over(self, values: torch.Tensor) -> nn.Parameter:
-        """A plain parameter of the class and with the attributes that users have given this one.
-
-        Args:
-            values: Of the same shape.
-        """
+        """A plain parameter of the class and with the attributes that users have given this one."""
         if type(self) is ShardTensor:
             parameter = nn.Parameter(values, self.requires_grad)
         else:
