@@ -80,10 +80,10 @@ def run_stages(
 @pytest.mark.parametrize("several", [False, True], ids=["one_trainer", "several_trainers"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_stages_run_in_any_order_as_under_ddp(
-    world: Worlds, order: str, several: bool, as_on_cuda: bool
+    world: Worlds, reference: Callable[..., list[Any]], order: str, several: bool, as_on_cuda: bool
 ) -> None:
     found = world(2).run(run_stages, sharded, order, several, as_on_cuda)
-    expected = world(2).run(run_stages, DDPStrategy, order, several, False)
+    expected = reference(2, run_stages, DDPStrategy, order, several, False)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
         assert_same_weights(ours["weights"], theirs["weights"])

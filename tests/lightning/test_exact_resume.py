@@ -281,8 +281,14 @@ def test_between_epochs_with_shards_and_without(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", [loader for loader in LOADERS if loader != "own order"])
-@pytest.mark.parametrize("save", ["epoch end", "validation end"])
+@pytest.mark.parametrize(
+    ("loader", "save"),
+    [
+        *((loader, "epoch end") for loader in LOADERS if loader != "own order"),
+        ("plain", "validation end"),
+        ("generated", "validation end"),  # the others: in the middle, with validation in between
+    ],
+)
 def test_between_epochs_with_every_loader(
     world: Worlds, tmp_path: Path, loader: str, save: str
 ) -> None:
@@ -337,7 +343,10 @@ def test_in_the_middle_of_an_epoch_by_a_model_that_asks_for_the_number_of_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", STATEFUL)
+@pytest.mark.parametrize(
+    "loader",
+    [pytest.param("generated", marks=pytest.mark.torture), *STATEFUL[1:]],
+)
 def test_in_the_middle_of_an_epoch_with_validation_in_between(
     world: Worlds, tmp_path: Path, loader: str
 ) -> None:
