@@ -188,8 +188,8 @@ def distance(found: State, expected: State) -> float:
 
 WORLDS = list(itertools.product(STRATEGIES, (1, 2, 3, 4)))
 WORLDS += [("hybrid_shard split over replicas", 4)]
-PAIRED = [(strategy, 2) for strategy in STRATEGIES if strategy != "full_shard"]
-PAIRED += [("full_shard", 1), ("full_shard", 3), *WORLDS[-1:], ("hybrid_shard", 4)]
+PAIRED = [("shard_grad_op", 2), ("shard_optimizer", 2), ("no_shard", 2), ("full_shard", 3)]
+PAIRED += [("hybrid_shard", 4), WORLDS[-1]]
 """Where pairs of options are enough for `make test-slow`."""
 
 
