@@ -37,7 +37,7 @@ help:
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
 	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
 	@echo "make test-fidelity    hostile modules, each beside DDP (ten minutes)"
-	@echo "make torture          the long harnesses: kills, system calls, mutations, hostile files (half an hour)"
+	@echo "make torture          the long harnesses: kills, system calls, hostile files; further combinations of slow tests (an hour)"
 	@echo "make torture-cluster  twenty preemptions, killed ranks and lost nodes there (half an hour)"
 	@echo "make lint             ruff: rules and format"
 	@echo "make types            pyright, strict on src"
