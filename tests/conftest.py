@@ -19,14 +19,15 @@ _OTHER_STRATEGY = re.compile(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test over several strategies runs under the first of them in `make test`.
 
-    `make test-slow` has the others: every case of the test's other parameters under one of them, in turn, and every
-    strategy under one case at least. `make torture` has all combinations.
+    `make test-slow` has the others. A test on ranks of the pool runs there every case of its other parameters under one
+    of them, in turn, and every strategy under one case at least; `make torture` has all combinations.
     """
     tests: dict[str, dict[str, list[tuple[str, pytest.Item]]]] = {}
     for item in items:
         if found := _OTHER_STRATEGY.search(item.name):
             item.add_marker(pytest.mark.slow)
-            if not item.get_closest_marker("torture"):
+            on_ranks = "world" in getattr(item, "fixturenames", ())
+            if on_ranks and not item.get_closest_marker("torture"):
                 cases = tests.setdefault(item.nodeid.partition("[")[0], {})
                 case = item.name[: found.start()] + item.name[found.end() :]
                 cases.setdefault(case, []).append((found[0], item))
