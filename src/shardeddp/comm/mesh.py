@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import sys
 import threading
 import weakref
@@ -22,6 +23,7 @@ from shardeddp.comm.agreement import (
     ABOUT_PARAMETERS,
     begin,
     begun,
+    broadcast_bytes,
     describe_mismatches,
     leave_to_parent,
     refuse_inherited,
@@ -36,6 +38,7 @@ from shardeddp.comm.collectives import (
 )
 from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.desync import STREAMS, CallFingerprints, DesyncCheck, Progress
+from shardeddp.comm.host_group import Channel, HostGroup, grid_of
 from shardeddp.comm.liveness import LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation, drain_threads_at_exit
 from shardeddp.comm.store import LostStoreError, StoreClient
@@ -60,6 +63,10 @@ _RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, _Returned] = weakref.Wea
 
 With each, how many transfers its run had issued on streams.
 """
+
+_Channels = dict[int, Channel]
+_CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channels] = weakref.WeakKeyDictionary()
+"""By an axis of host groups, their channels by number, in all meshes."""
 
 
 class Groups:
@@ -103,6 +110,51 @@ class Groups:
             self._own[key] = self._make(key) if returned is None else returned[0]
         return self._own[key]
 
+    def host(
+        self,
+        purpose: str,
+        ranks: Sequence[Sequence[int]],
+        timeout: timedelta,
+        *,
+        channel: int = 0,
+        patience: timedelta | None = None,
+    ) -> HostGroup:
+        """The ranks of a group of the kind that this rank is in, connected on the host.
+
+        Args:
+            purpose: See :meth:`get`.
+            ranks: See :meth:`get`; all groups have one size.
+            timeout: After how long what connects them gives up.
+            channel: Number of its :class:`Channel`.
+            patience: See :class:`HostGroup`.
+        """
+        own = next(each for each in ranks if self._rank in each)
+        rows, columns = grid_of(len(own))
+        # On torch's fake process group, which stands for ranks that are not there, gloo finds no
+        # peers.
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"
+        axes: list[dist.ProcessGroup] = []
+        if columns > 1:
+            of_rows = [
+                each[row * columns : (row + 1) * columns] for each in ranks for row in range(rows)
+            ]
+            axes.append(self.get(purpose, of_rows, timeout, backend))
+        if rows > 1:
+            of_columns = [each[column::columns] for each in ranks for column in range(columns)]
+            axes.append(self.get(f"{purpose}, columns", of_columns, timeout, backend))
+        channels = _CHANNELS.get(axes[0]) if axes else None
+        channels = {} if channels is None else channels
+        _CHANNELS.update(dict.fromkeys(axes, channels))
+        return HostGroup(
+            axes,
+            own,
+            name=f"{self._client.number}/{purpose}/{channel}/{own[0]}",
+            timeout=max(timeout, patience or timeout),
+            channel=channels.setdefault(channel, Channel(channel)),
+            patience=patience,
+            mirrors=backend == "fake",
+        )
+
     def give_back(self, issued: int) -> None:
         """Let later meshes of this process use the groups, too.
 
@@ -132,8 +184,7 @@ class Groups:
         """Whether the same groups have been returned on all ranks; after a failure they may not."""
         client = self._client
         begun = [
-            f"{key} {issued} {sequence_number(group)}"
-            for key, (group, issued) in self._returned.items()
+            f"{key} {issued} {_begun_in(group)}" for key, (group, issued) in self._returned.items()
         ]
         mine = str(zlib.crc32(repr(sorted(begun)).encode()))
         if client.claim("returned", mine) != mine:
@@ -141,6 +192,14 @@ class Groups:
         if client.count("arrived") == dist.get_world_size():
             client.write("verdict", "differ" if client.count("others", 0) else "same")
         return client.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
+
+
+def _begun_in(group: dist.ProcessGroup) -> str:
+    # A rank of a tree sends more messages than another, all of one operation.
+    channels = _CHANNELS.get(group)
+    if channels is None:
+        return str(sequence_number(group))
+    return str({number: channel.begun for number, channel in sorted(channels.items())})
 
 
 def count_connections(
@@ -156,9 +215,9 @@ def count_connections(
     """
     world, shard, replicas = topology.world_size, topology.shard_size, topology.replicate_size
     split = topology.split_replicas
-    sizes = [world, world]  # agreement, and that of saving
+    sizes = [*grid_of(world)]  # agreement
     if not split and replicas > 1:
-        sizes.append(shard)  # the desync check of owners
+        sizes += grid_of(shard)  # the desync check of owners
     if device.type == "cpu":
         sizes += [world, shard, shard, replicas, regather_size or 1]
         sizes += [world, replicas] if split else []
@@ -261,17 +320,16 @@ class Mesh:
             self.owners if topology.tensor_size == 1 else self._axis("holders", holder_groups)
         )
         """Among the ranks that together hold all boxes of all parameters."""
-        # On torch's fake process group, which stands for ranks that are not there, gloo finds no
-        # peers.
-        backend = "fake" if dist.get_backend() == "fake" else "gloo"
         everyone = [range(topology.world_size)]
-        self.world_control = self._groups.get("control", everyone, timeout, backend)
+        self.world_control = self._groups.host("control", everyone, timeout)
         """All ranks, on the host: errors, what users ask for, and what is decided for all of the
         run; never tensors of the model.
         """
         self.control = self.world_control
         """The ranks of ``data``, on the host: agreement on their model, which they run alike."""
-        self.saving = self._groups.get("saving", everyone, saving_timeout or timeout, backend)
+        self.saving = self._groups.host(
+            "control", everyone, timeout, channel=1, patience=saving_timeout
+        )
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = WriteDigest()
         """User writes to sharded parameters; compared when ranks agree at a backward's end."""
@@ -323,7 +381,7 @@ class Mesh:
         self.is_inherited = False
         """Whether this process was forked from the rank, so that nothing can be communicated."""
         _MESHES.add(self)
-        if topology.world_size > 1 and backend != "fake":
+        if topology.world_size > 1 and dist.get_backend() != "fake":
             self.liveness_probe.start()
 
     @property
@@ -381,7 +439,10 @@ class Mesh:
     def _progress(self) -> Callable[[], Progress]:
         """What tells how much this rank has begun."""
         streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
-        hosts = {"everyone": self.world_control, "world": cast(dist.ProcessGroup, dist.group.WORLD)}
+        hosts: dict[str, HostGroup | dist.ProcessGroup] = {
+            "everyone": self.world_control,
+            "world": cast(dist.ProcessGroup, dist.group.WORLD),
+        }
         if self.fingerprints.group is not None:
             hosts[f"owners {self.owners.ranks}"] = self.fingerprints.group
 
@@ -406,7 +467,7 @@ class Mesh:
         elif len(groups) == 1:
             group = self.world_control
         else:
-            group = self._groups.get(f"desync check of {name}", groups, timeout, "gloo")
+            group = self._groups.host(f"desync check of {name}", groups, timeout)
         if group is not None:
             self._describe_mismatches(group, ranks)
         return CallFingerprints(
@@ -418,7 +479,7 @@ class Mesh:
             advice=advice,
         )
 
-    def _describe_mismatches(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    def _describe_mismatches(self, group: HostGroup, ranks: Sequence[int]) -> None:
         # Torch knows a group for longer than anybody needs the liveness probe.
         liveness_probe = weakref.ref(self.liveness_probe)
         describe_mismatches(
@@ -551,9 +612,10 @@ def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
     if mesh.topology.world_size == 1:
         return value
     mesh.users.call(f"broadcast(src={source})")
-    box = [value]
-    dist.broadcast_object_list(box, source, group=mesh.world_control)
-    return box[0]
+    own = pickle.dumps(value) if mesh.rank == source else b""
+    sent = broadcast_bytes(own, source, mesh.world_control)
+    # On torch's fake process group nothing is sent.
+    return pickle.loads(sent) if sent and mesh.rank != source else value
 
 
 def reduce_tensor(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:
