@@ -293,6 +293,7 @@ class HostGroup:
             transfer.wait(self._timeout)
 
 
+@torch.inference_mode()  # what is asked there may lie in tensors that nothing else may write to
 def _carry_out(questions: SimpleQueue[_Question | None]) -> None:
     while (asked := questions.get()) is not None:
         action, result = asked
