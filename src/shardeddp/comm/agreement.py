@@ -78,6 +78,7 @@ class _Record:
     begun: Counter[str] = field(default_factory=Counter[str])
     describe: Describe | None = None
     is_inherited: bool = False
+    first: Callable[[], None] | None = None
 
 
 Ranks = HostGroup | dist.ProcessGroup
@@ -100,7 +101,10 @@ def begin(group: Ranks, kind: str) -> None:
         RuntimeError: This process was forked from the rank that the group is of.
     """
     refuse_inherited(group, kind)
-    _record_of(group).begun[kind] += 1
+    record = _record_of(group)
+    if record.first is not None:
+        record.first()
+    record.begun[kind] += 1
 
 
 def refuse_inherited(group: Ranks, operation: str) -> None:
@@ -118,6 +122,14 @@ def leave_to_parent(group: Ranks) -> None:
 def begun(group: Ranks) -> dict[str, int]:
     """How many operations of each kind this rank has begun in a group."""
     return dict(_record_of(group).begun)
+
+
+def come_first(group: Ranks, action: Callable[[], None]) -> None:
+    """Let something be done before each operation in a group.
+
+    What ``action`` holds must not hold the group.
+    """
+    _record_of(group).first = action
 
 
 def describe_mismatches(group: Ranks, describe: Describe) -> None:
@@ -420,24 +432,45 @@ def agree_on_highest(
     reduce_highest(numbers, operation, group).wait()
 
 
-def agree_on_highest_alike(
-    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str
-) -> tuple[list[int], bool]:
-    """The highest of each level (up to 255) on any rank, and whether all say the same digest.
+def ask_for_highest_alike(
+    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str, *, ahead: bool
+) -> Callable[[], tuple[list[int], bool]]:
+    """Ask for the highest of each level (up to 255) on any rank, and whether digests are the same.
 
     Digests have one length on all ranks.
+
+    Args:
+        levels: Of this rank.
+        digest: Of this rank.
+        group: The ranks.
+        operation: See :func:`reduce_highest`.
+        ahead: See :func:`reduce_highest`.
+
+    Returns:
+        What returns both, once all ranks have asked.
     """
     if group.size == 1:
-        return list(levels), True
+        return lambda: (list(levels), True)
     # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte
     # are equal.
     message = torch.tensor(
         [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8
     )
-    agree_on_highest(message, group, operation)
-    numbers, size = message.tolist(), len(digest)
-    pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
-    return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
+    reduction, size = reduce_highest(message, operation, group, ahead=ahead), len(digest)
+
+    def answer() -> tuple[list[int], bool]:
+        numbers = reduction.wait().tolist()
+        pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
+        return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
+
+    return answer
+
+
+def agree_on_highest_alike(
+    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str
+) -> tuple[list[int], bool]:
+    """Ask as :func:`ask_for_highest_alike` does, and wait for the answer."""
+    return ask_for_highest_alike(levels, digest, group, operation, ahead=False)()
 
 
 def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:

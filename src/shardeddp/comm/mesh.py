@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from shardeddp.comm.agreement import (
     begin,
     begun,
     broadcast_bytes,
+    come_first,
     describe_mismatches,
     leave_to_parent,
     refuse_inherited,
@@ -44,7 +45,7 @@ from shardeddp.comm.propagation import ErrorPropagation, drain_threads_at_exit
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
-from shardeddp.torch_private import new_group_of_its_ranks, sequence_number
+from shardeddp.torch_private import current_backward, new_group_of_its_ranks, sequence_number
 
 # -- Groups: process groups of torch, reused by later runs
 #
@@ -237,6 +238,14 @@ _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
 
 
+class Unsettled(Protocol):
+    """What has asked other ranks something, and gone on without their answer."""
+
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
+        """Look at the answer, and correct what it contradicts: see :meth:`Mesh.settle`."""
+        ...
+
+
 class Mesh:
     """Everything through which the engine of this rank talks to other ranks.
 
@@ -333,6 +342,8 @@ class Mesh:
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = WriteDigest()
         """User writes to sharded parameters; compared when ranks agree at a backward's end."""
+        self.unsettled: list[Unsettled] = []
+        """What has gone on with what it expects of other ranks; see :meth:`settle`."""
         self.liveness_probe = LivenessProbe(self.rank)
         """Says where ranks are that others wait for."""
         self.error_propagation = ErrorPropagation(
@@ -347,6 +358,9 @@ class Mesh:
         """Of copies from host memory, so that the next unit's is under way during a gather."""
         self.copy_out_stream: CommStream = make_stream(device)
         """Of copies to host memory, so that the next reduction waits for none of them."""
+        for group in (self.world_control, dist.group.WORLD):
+            if group is not None:
+                come_first(group, partial(_settle, weakref.ref(self)))
         self._meetings = StoreClient("meetings", self.rank)
         self._describe_mismatches(self.world_control, everyone[0])
         self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
@@ -398,6 +412,24 @@ class Mesh:
     def owner_slices(self) -> tuple[int, ...]:
         """Slice number of every rank in ``owners``."""
         return tuple(map(self.topology.slice_rank, self.owners.ranks))
+
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
+        """Look at answers of other ranks that nobody has waited for yet.
+
+        Ranks come here before anything else that they do together, so that corrections, for which
+        they may have to communicate, are in one order on all of them. Elsewhere than on the thread
+        that trains nothing happens.
+
+        Args:
+            stepping: All ranks come here, before a step: what has not been asked yet is asked.
+            reading: Somebody looks at gradients, on this rank at least.
+        """
+        if not self.unsettled:
+            return
+        trains = self.fingerprints.thread in (None, threading.get_ident())
+        if trains or current_backward() != -1:
+            for each in list(self.unsettled):
+                each.settle(stepping=stepping, reading=reading)
 
     def drain(self) -> None:
         """Block the host until gradients that compute has waited for are in host memory."""
@@ -469,6 +501,7 @@ class Mesh:
         else:
             group = self._groups.host(f"desync check of {name}", groups, timeout)
         if group is not None:
+            come_first(group, partial(_settle, weakref.ref(self)))
             self._describe_mismatches(group, ranks)
         return CallFingerprints(
             group,
@@ -512,6 +545,11 @@ class Mesh:
         if self.device.type == "cpu":
             return GlooCollectives(group, ranks, traffic)
         return NativeCollectives(group, ranks, traffic)
+
+
+def _settle(mesh: weakref.ref[Mesh]) -> None:
+    if (found := mesh()) is not None:
+        found.settle()
 
 
 _COMMUNICATORS = (
