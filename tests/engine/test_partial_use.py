@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardeddp.comm.host_group import HostGroup
@@ -298,3 +299,23 @@ def test_drawn_steps_are_those_of_the_whole_model(strategy: str, seed: int) -> N
 def test_drawn_steps_of_replicas_are_those_of_the_whole_model(seed: int, split: bool) -> None:
     sharding = Sharding(strategy="hybrid_shard", shard_size=2, units=("layers.*",), split=split)
     train_drawn(seed, sharding, assigns=False)
+
+
+def skipped_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    model.skipped = frozenset({(rank + step) % 5, (rank * step) % 5})
+    return square(model, rank, step)
+
+
+@on_ranks(2)
+def test_one_rank_alone_may_look_at_gradients_before_all_go_on() -> None:
+    trial = Trial(Skipping(), Sharding(strategy="no_shard", units=("layers.*",)))
+    for step in range(8):
+        trial.backward(skipped_in_turns, step)
+        if dist.get_rank() == 0:
+            for mine, expected in zip(
+                trial.model.parameters(), trial.reference.parameters(), strict=True
+            ):
+                assert (mine.grad is None) == (expected.grad is None)
+        trial.check_parameters()  # which all ranks do together
+        trial.step()
+    trial.check_parameters()

@@ -52,6 +52,9 @@ class _Open:
     written: dict[str, int]
     """What the question tells of values that users have written."""
 
+    is_applied: bool = False
+    """Whether gradients are as expected already."""
+
 
 class Reducer:
     """Issues the reductions of one backward.
@@ -302,6 +305,7 @@ class Reducer:
             return
         before = stored_gradients(self._sharded)
         self._apply(expected, also=added_to)
+        opened.is_applied = True
         for place, gradient in enumerate(stored_gradients(self._sharded)):
             if gradient is not None and before[place] is None:
                 self._installed[place] = gradient
@@ -342,12 +346,13 @@ class Reducer:
         if found[0]:  # in each micro-batch somebody looks at gradients
             self._expected = {kind: each for kind, each in self._expected.items() if kind[1]}
         self._take_back(self._used(found))
-        left = self._left(found)
-        if expected is not None:
-            before = self._left(expected)
-            left = [now and not then for now, then in zip(left, before, strict=True)]
-        self._reduce(left)
-        self._apply(found)
+        if not opened.is_applied or found != expected:
+            left = self._left(found)
+            if expected is not None:
+                before = self._left(expected)
+                left = [now and not then for now, then in zip(left, before, strict=True)]
+            self._reduce(left)
+            self._apply(found)
         self._forget_earlier()
         if within_backward:
             self._run_hooks(found)
@@ -373,8 +378,8 @@ class Reducer:
         self._keep_sums(False)
 
     # What a rank finds: whether somebody looks at each micro-batch; by unit, whether gradients are
-    # left, the backward has entered it, and something refers to its memory; by parameter, whether
-    # an earlier micro-batch has used it, and its gradient's level.
+    # left, the backward has entered it, and something refers to its memory; by parameter, twice its
+    # gradient's level, and one more if an earlier micro-batch that nobody was told of has used it.
 
     def _findings(self) -> tuple[int, ...]:
         progresses = self._progresses
@@ -390,21 +395,22 @@ class Reducer:
         sums = chain.from_iterable(
             group.gradients.sums() for progress in progresses for group in progress.unit.groups
         )
-        earlier = [there and place in self._earlier for place, there in enumerate(sums)]
         levels = chain.from_iterable(progress.gradients() for progress in progresses)
+        gradients = [
+            2 * level + (there and place in self._earlier)
+            for place, (level, there) in enumerate(zip(levels, sums, strict=True))
+        ]
         watched = self._is_watched or self._has_hooks()
-        return (watched, *left, *entered, *viewed, *earlier, *levels)
+        return (watched, *left, *entered, *viewed, *gradients)
 
     def _left(self, found: Sequence[int]) -> list[bool]:
         return [bool(flag) for flag in found[1 : 1 + len(self._progresses)]]
 
-    def _levels(self, found: Sequence[int]) -> Sequence[int]:
-        return found[len(found) - len(self._sharded) :]
+    def _levels(self, found: Sequence[int]) -> list[int]:
+        return [each // 2 for each in found[1 + 3 * len(self._progresses) :]]
 
     def _used(self, found: Sequence[int]) -> list[bool]:
-        first = 1 + 3 * len(self._progresses)
-        earlier, levels = found[first : first + len(self._sharded)], self._levels(found)
-        return [bool(before or now) for before, now in zip(earlier, levels, strict=True)]
+        return [bool(each) for each in found[1 + 3 * len(self._progresses) :]]
 
     def _has_hooks(self) -> bool:
         return any(sharded.has_completion_hooks for sharded in self._sharded)
