@@ -126,7 +126,7 @@ MUTANTS = {
         place=GROUP + "release",
         line="self._mesh.gather_stream.follow_compute()",
         kind="use after unmap",
-        told=["on compute", "self.buffer.release()", "of gather_stream"],
+        told=["on compute", "GatheredBuffer.release", "of gather_stream"],
     ),
     "a main shard on the host is gathered before it has arrived": Mutant(
         place=GROUP + "_copy_main_shard",

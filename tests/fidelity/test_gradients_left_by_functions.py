@@ -129,6 +129,29 @@ class StridedInUnits(OfUnits):
     unit = StridedBlock
 
 
+class SeesItsStorage(ScaledBlock):
+    """A parameter's storage is its own, from its first element to its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, 80))
+        self.other = nn.Parameter(torch.linspace(1, 2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = torch.as_strided(self.table, (8, 8), (8, 1), 16)
+        kept = self.table.detach().as_strided((8,), (3,), 5)
+        mixed = torch.as_strided_scatter(self.table, self.other, (8,), (1,), 40)[40:]
+        raw = torch.empty(0).set_(self.other.detach().untyped_storage(), 0, (8,), (1,))  # type: ignore[call-overload]
+        self.other.data.as_strided((2,), (1,), 6).mul_(1.01)
+        assert self.table.untyped_storage().nbytes() == 80 * self.table.element_size()
+        assert self.table[16:].storage_offset() == 16
+        return super().forward(x) + F.linear(x, part) + kept + mixed[:8] * mixed[8:16] + raw
+
+
+class StoragesInUnits(OfUnits):
+    unit = SeesItsStorage
+
+
 class StridedRoot(OfUnits):
     def loss(self, batch: Tensor) -> Tensor:
         return super().loss(batch) + self.embed.weight.as_strided((8,), (1,), 8).square().sum()
@@ -150,6 +173,7 @@ CASES = [
     case(LeftOnTheRoot),
     case(LeftOutsideOfTheUnit),
     case(StridedInUnits),
+    case(StoragesInUnits),
     case(StridedRoot),
 ]
 
@@ -164,4 +188,4 @@ def test_gradients_left_by_functions_and_offsets_train_as_under_ddp(
 
 @pytest.mark.fidelity
 def test_they_do_in_bf16(beside_ddp: BesideDdp) -> None:
-    beside_ddp([in_bf16(CASES[0]), in_bf16(CASES[4])], "full_shard")
+    beside_ddp([in_bf16(CASES[index]) for index in (0, 4, 7)], "full_shard")

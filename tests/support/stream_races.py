@@ -41,6 +41,7 @@ from shardeddp.tensor import shard_tensor
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 DEVICE = torch.device("cuda", 0)
+_slice = torch.UntypedStorage.__getitem__
 HOST_DEVICE = torch.device("cpu")
 PACKAGE = str(Path(shardeddp.__file__).parent) + "/"
 
@@ -124,6 +125,7 @@ class Memory:
     accesses: list[Access] = field(default_factory=list[Access])
     recorded: dict[str, Any] = field(default_factory=dict[str, Any])
     reference: Any = None
+    parts: list[Any] = field(default_factory=list[Any])
 
 
 class VirtualStream:
@@ -301,6 +303,16 @@ class Checker:
         memory.reference = weakref.ref(storage, lambda _: self._gone(key))
         self.memory[key] = memory
         return memory
+
+    def part(self, whole: torch.UntypedStorage, part: slice) -> torch.UntypedStorage:
+        """In the place of slicing a storage: one over the same memory, which it keeps."""
+        found = _slice(whole, part)
+        memory = self.memory.get(whole._cdata)
+        if memory is not None:
+            key = found._cdata
+            self.memory[key] = memory
+            memory.parts.append(weakref.ref(found, lambda _: self.memory.pop(key, None)))
+        return found
 
     def _gone(self, key: int) -> None:
         memory = self.memory.pop(key, None)
@@ -742,6 +754,7 @@ def virtual_device() -> Iterator[Checker]:
             (torch.Tensor, "is_pinned", is_pinned),
             (torch.Tensor, "record_stream", checker.record_stream),
             (torch.UntypedStorage, "resize_", resized),
+            (torch.UntypedStorage, "__getitem__", lambda whole, part: checker.part(whole, part)),
             (torch.cuda, "Stream", checker.make_stream),
             (torch.cuda, "Event", lambda *_, **__: VirtualEvent(checker)),
             (torch.cuda, "current_stream", lambda *_: checker.current),

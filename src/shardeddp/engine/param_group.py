@@ -252,8 +252,8 @@ class FlatGroup:
         """Update views that have outlived their gather; the buffer has just been gathered."""
         self._versions_of_views = self._versions()
         if self.buffer.flat is not None:
-            for former in self.buffer.outlived():
-                former.copy_(self.buffer.flat)
+            for index, former in self.buffer.outlived():
+                former.copy_(self._values(self.buffer.flat, index))
 
     @property
     def has_stale_views(self) -> bool:
@@ -303,18 +303,18 @@ class FlatGroup:
                 f"same step (by an optimizer): one of the two would be lost. Write to parameters "
                 f"before the forward or after the optimizer's step"
             )
-        memory = self.buffer.outlived() if self.buffer.flat is None else [self.buffer.flat]
-        if not memory:
-            raise RuntimeError(
-                f"{fqns}: written to through a view that was made inside of their unit's forward, "
-                f"after the unit was resharded, and the view is gone, with what was written. Write "
-                f"to the parameters themselves"
-            )
-        outlived = [] if self.buffer.flat is None else self.buffer.outlived()
+        flat, outlived = self.buffer.flat, self.buffer.outlived()
         for index in written:
-            if outlived:
-                self._refuse_write_elsewhere(index, memory[0], outlived)
-            self._keep_write(index, memory)
+            former = [values for place, values in outlived if place == index]
+            if flat is not None:
+                self._refuse_write_elsewhere(index, self._values(flat, index), former)
+            elif not former:
+                raise RuntimeError(
+                    f"{self.layout.slots[index].fqn}: written to through a view that was made "
+                    f"inside of its unit's forward, after the unit was resharded, and the view is "
+                    f"gone, with what was written. Write to the parameter itself"
+                )
+            self._keep_write(index, former if flat is None else [self._values(flat, index)])
             # Graphs see the write by the version of the written parameter.
             for group in self._sharing or [self]:
                 group._known_versions[index] = self.local[index]._version
@@ -326,44 +326,53 @@ class FlatGroup:
         if is_written:
             self.keep_writes()
 
+    def _values(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter's elements of a gathered buffer; 1D."""
+        slot = self.layout.slots[index]
+        return flat[slot.interval.start : slot.interval.stop]
+
+    def _own_elements(self, index: int) -> slice:
+        """This rank's among a parameter's elements."""
+        interval = self.layout.parameter_interval(self.layout.slots[index], self._mesh.slice_rank)
+        return slice(interval.start, interval.stop)
+
     def _refuse_write_elsewhere(
-        self, index: int, flat: torch.Tensor, outlived: Sequence[torch.Tensor]
+        self, index: int, values: torch.Tensor, outlived: Sequence[torch.Tensor]
     ) -> None:
         """Raise where a write is not in the memory of this gather but of an earlier one."""
-        slot, local = self.layout.slots[index], self.local[index]
-        elements = self.layout.parameter_interval(slot, self._mesh.slice_rank).shift(slot.offset)
-        known = local.to(flat.device, flat.dtype)
-        if not known.numel() or not torch.equal(flat[elements.start : elements.stop], known):
+        known = self.local[index].to(values.device, values.dtype)
+        if (
+            not outlived
+            or not known.numel()
+            or not torch.equal(values[self._own_elements(index)], known)
+        ):
             return
-        # So that all ranks that have elements see it
-        whole = slice(slot.offset, slot.offset + slot.numel)
-        if any(not torch.equal(former[whole], flat[whole]) for former in outlived):
+        # Of all elements, so that all ranks that have some see it
+        if any(not torch.equal(former, values) for former in outlived):
             raise RuntimeError(
-                f"{slot.fqn}: written to through a view that was made in an earlier step or "
-                f"forward, whose memory is not the parameter's any more; it is unchanged. Write to "
-                f"the parameter itself, or to a new view of it"
+                f"{self.layout.slots[index].fqn}: written to through a view that was made in an "
+                f"earlier step or forward, whose memory is not the parameter's any more; it is "
+                f"unchanged. Write to the parameter itself, or to a new view of it"
             )
 
-    def _keep_write(self, index: int, memory: Sequence[torch.Tensor]) -> None:
-        slot, local = self.layout.slots[index], self.local[index]
-        elements = self.layout.parameter_interval(slot, self._mesh.slice_rank).shift(slot.offset)
+    def _keep_write(self, index: int, written: Sequence[torch.Tensor]) -> None:
+        """Copy to the main shard what differs from it in a parameter's values, 1D, that were written."""
+        fqn, local, dtype = self.layout.slots[index].fqn, self.local[index], written[0].dtype
         known = local.to(self._mesh.device)
         warned = self.sharded[index].spec.warned
-        if memory[0].dtype is not local.dtype and "rounded" not in warned:
+        if dtype is not local.dtype and "rounded" not in warned:
             warned.append("rounded")
             warnings.warn(
-                f"parameter {slot.fqn} is written to inside of a step, where it is a copy in "
-                f"{memory[0].dtype} (MixedPrecision(param_dtype=...)): what is written is rounded "
+                f"parameter {fqn} is written to inside of a step, where it is a copy in "
+                f"{dtype} (MixedPrecision(param_dtype=...)): what is written is rounded "
                 f"before it reaches the parameter, which is in {local.dtype}. Write to it outside "
                 f"of the step, or use Trainer(precision='bf16-mixed'), where modules read and "
                 f"write the parameters themselves",
                 stacklevel=2,
             )
-        self._mesh.written.note_state(
-            slot.fqn, [flat[slot.offset : slot.offset + slot.numel] for flat in memory]
-        )
-        for flat in memory:
-            found = flat[elements.start : elements.stop]
+        self._mesh.written.note_state(fqn, written)
+        for values in written:
+            found = values[self._own_elements(index)]
             # Where nothing was written, what is gathered is the main shard rounded to the gathered
             # dtype.
             known = torch.where(found != known.to(found.dtype), found.to(known.dtype), known)

@@ -1,6 +1,6 @@
 """Saved-tensor hooks around the forward of units.
 
-Graphs keep where in a gathered buffer a view lies, not its memory.
+Graphs keep how a view of a parameter lies in it, not its memory.
 
 What a unit's forward saves for its backward are mostly its inputs and views of its parameters. If
 graphs held the latter, all parameters would stay in memory from forward to backward. So a graph
@@ -51,8 +51,8 @@ class SavedTensors:
 
     def __init__(self, restore: Restore) -> None:
         self._restore = weakref.WeakMethod(restore)
-        self.buffers: dict[int, GatheredBuffer] = {}
-        """By storage, buffers whose views are saved without memory; kept by the buffers."""
+        self.parameters: dict[int, tuple[GatheredBuffer, int]] = {}
+        """By storage, the parameters whose views are saved without memory; kept by the buffers."""
 
         # One entry for each enter() without its leave(); None: set no hooks.
         self._levels: list[_Hooks | None] = []
@@ -64,8 +64,8 @@ class SavedTensors:
         if torch.is_grad_enabled() and are_hooks_enabled():
             below = top_hooks(True)
             top = _ours(below)
-            if top is None or top.buffers is not self.buffers:
-                hooks = _Hooks(self.buffers, self._restore, below)
+            if top is None or top.parameters is not self.parameters:
+                hooks = _Hooks(self.parameters, self._restore, below)
                 hooks.push()
         self._levels.append(hooks)
 
@@ -85,18 +85,18 @@ class _Hooks:
     """One pair of hooks.
 
     Args:
-        buffers: By storage, those whose views are saved without memory.
+        parameters: By storage, those whose views are saved without memory.
         restore: Gives such a view its memory.
         below: The hooks that torch would have called without these; they get all other tensors.
     """
 
     def __init__(
         self,
-        buffers: Mapping[int, GatheredBuffer],
+        parameters: Mapping[int, tuple[GatheredBuffer, int]],
         restore: weakref.WeakMethod[Restore],
         below: tuple[Pack, Unpack] | None,
     ) -> None:
-        self.buffers = buffers
+        self.parameters = parameters
         self._restore = restore
         self._below = below
         self._set = False
@@ -115,16 +115,11 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         kind = type(tensor)
         if kind is torch.Tensor or kind is nn.Parameter or issubclass(kind, UnshardedParameter):
-            buffer = None
-            if tensor.layout is torch.strided:
-                buffer = self.buffers.get(tensor.untyped_storage()._cdata)
-            view = None if buffer is None else buffer.save(tensor)
+            view = self._view(tensor)
             if view is not None:
                 return view
         elif isinstance(tensor, DTensor):
-            local = local_of(tensor)
-            buffer = self.buffers.get(local.untyped_storage()._cdata)
-            view = None if buffer is None else buffer.save(local)
+            view = self._view(local_of(tensor))
             if view is not None:
                 return SavedDistributedView(view, layout_of(tensor))
         if self._below is not None:
@@ -152,6 +147,12 @@ class _Hooks:
                 f"compute its gradient"
             )
         return tensor
+
+    def _view(self, tensor: torch.Tensor) -> SavedView | None:
+        if tensor.layout is not torch.strided:
+            return None
+        buffer, place = self.parameters.get(tensor.untyped_storage()._cdata, (None, 0))
+        return None if buffer is None else buffer.save(tensor, place)
 
     def _restored(self, saved: SavedView) -> torch.Tensor:
         restore = self._restore()

@@ -1,8 +1,7 @@
-"""Storage of a unit: the all-gather buffer, and the unsharded parameters, which are views of it."""
+"""Storage of a unit: the all-gather buffer, and the unsharded parameters, which are parts of it."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -52,7 +51,7 @@ def local_view(
     return shard[interval.start : interval.stop]
 
 
-# -- GatheredBuffer: all-gather memory, with unsharded parameters as its views
+# -- GatheredBuffer: all-gather memory, with unsharded parameters as its parts
 
 _set_attribute = (
     object.__setattr__
@@ -60,7 +59,7 @@ _set_attribute = (
 
 
 class SavedView(NamedTuple):
-    """A view of a gathered buffer, saved by a graph, without the memory that it was a view of."""
+    """A view of an unsharded parameter, saved by a graph, without the memory that it was a view of."""
 
     buffer: GatheredBuffer
     place: int
@@ -86,7 +85,9 @@ class GatheredBuffer:
 
     An unsharded parameter is one ``nn.Parameter`` for the whole run, so that hooks, gradient
     accumulators and compiled code find the same object; binding it to the memory of a gather is an
-    assignment to ``.data``. When released it is bound to a placeholder of its shape without memory
+    assignment to ``.data``. Its storage is its part of the buffer and no more, as that of a plain
+    parameter: offsets count from its first element, and a view cannot reach its neighbours. Such a
+    storage keeps the whole buffer alive. When released it is bound to a placeholder of its shape without memory
     of that size, and its class leads to the sharded one. A graph that has saved the parameter
     itself, and not a view of it, reads whatever the parameter is bound to: as long as there is one,
     the parameter keeps its last memory.
@@ -112,8 +113,8 @@ class GatheredBuffer:
         self.flat = memory
         """1D, padded_numel; None while released."""
 
-        self.watched: dict[int, GatheredBuffer] | None = None
-        """Index of buffers by their memory's storage, for whoever meets a view; None: no index."""
+        self.watched: dict[int, tuple[GatheredBuffer, int]] | None = None
+        """Index of parameters by storage, for whoever meets a view; None: no index."""
 
         self.wrapped: dict[int, torch.Tensor] = {}
         """By number, what modules compute with in the place of some parameters."""
@@ -125,7 +126,6 @@ class GatheredBuffer:
         }
         self._device = device
         self._resident = memory is not None
-        self._offsets = [slot.offset for slot in layout.slots]
         self._classes = [
             (unsharded_class(type(spec.parameter)), released_class(type(spec.parameter)))
             for spec in specs
@@ -134,21 +134,26 @@ class GatheredBuffer:
         self.parameters = [self._make(spec, i) for i, spec in enumerate(specs)]
         """The unsharded parameters, in layout order."""
 
+        size = dtype.itemsize
         self._bindings = [
             (
                 parameter,
                 usable,
-                (slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset),
+                slice(slot.interval.start * size, slot.interval.stop * size),
+                (0, slot.shape, torch.empty(slot.shape, device="meta").stride()),
             )
             for parameter, (usable, _), slot in zip(
                 self.parameters, self._classes, layout.slots, strict=True
             )
         ]
-        self._is_bound = False
+        # What carries one storage after the other to its parameter.
+        self._carrier = torch.empty(0, dtype=dtype, device=device)
+        # Addresses of the storages of usable parameters; empty while released.
+        self._storages: list[int] = []
         # Reference count of each parameter without a graph or view.
         self._references: list[int] = []
-        # Memory of former gathers that outlives them, by storage.
-        self._outlived: dict[int, StorageWeakRef] = {}
+        # Parameters' memory of former gathers that outlives them, by address: number and storage.
+        self._outlived: dict[int, tuple[int, StorageWeakRef]] = {}
         if memory is not None:
             self.bind()
 
@@ -175,19 +180,24 @@ class GatheredBuffer:
         return self.allocate().narrow(0, rank * numel, numel)
 
     def bind(self) -> None:
-        """Let the parameters be views of the buffer, and usable."""
+        """Let the parameters be parts of the buffer, and usable."""
         if self.flat is None:
             raise RuntimeError(
                 f"the unit of {self.layout.slots[0].fqn} is used before its all-gather"
             )
+        self._storages = []
         with _outside_inference():
-            for parameter, usable, place in self._bindings:
+            whole = self.flat.untyped_storage()
+            for parameter, usable, part, geometry in self._bindings:
                 _set_attribute(parameter, "__class__", usable)
+                storage = whole[part]
                 # In one call: a step does this twice for each parameter.
-                set_data(parameter, self.flat.as_strided(*place))
-        self._is_bound = True
+                set_data(parameter, self._carrier.set_(storage, *geometry))  # type: ignore[call-overload]
+                self._storages.append(storage._cdata)
+            self._carrier.set_()  # pyright: ignore[reportCallIssue]
         if self.watched is not None:
-            self.watched[self.flat.untyped_storage()._cdata] = self
+            for place, storage in enumerate(self._storages):
+                self.watched[storage] = self, place
 
     def wrap(self) -> None:
         """Wrap those of the usable parameters, which may require a gradient by now."""
@@ -201,22 +211,22 @@ class GatheredBuffer:
         self.wrapped = {}
         if self.flat is None:
             return
-        with without_torch_function():
-            for parameter, placeholder, references, (_, released) in zip(
-                self.parameters, self._placeholders, self._references, self._classes, strict=True
-            ):
-                if parameter._use_count() <= references:  # type: ignore[attr-defined]
-                    set_data(parameter, placeholder)
-                _set_attribute(parameter, "__class__", released)
-        storage = self.flat.untyped_storage()
-        self.flat, self._is_bound = None, False
         self._forget_expired()
-        if storage_use_count(storage._cdata) > _ASKING:
-            # Views that have left are saved like others. The weak reference keeps the number from
-            # being used again.
-            self._outlived[storage._cdata] = StorageWeakRef(storage)
-        elif self.watched is not None:
-            self.watched.pop(storage._cdata, None)
+        with without_torch_function():
+            for i, (parameter, storage) in enumerate(
+                zip(self.parameters, self._storages, strict=False)  # none: never bound
+            ):
+                is_saved = parameter._use_count() > self._references[i]  # type: ignore[attr-defined]
+                if is_saved or storage_use_count(storage) > _BOUND:
+                    # Views that have left are saved like others. The weak reference keeps the
+                    # address from being used again.
+                    self._outlived[storage] = i, StorageWeakRef(parameter.untyped_storage())
+                elif self.watched is not None:
+                    del self.watched[storage]
+                if not is_saved:
+                    set_data(parameter, self._placeholders[i])
+                _set_attribute(parameter, "__class__", self._classes[i][1])
+        self.flat, self._storages = None, []
 
     # -- Views that outlive their gather
 
@@ -225,44 +235,37 @@ class GatheredBuffer:
         if self._resident:
             return False
         self._forget_expired()
-        if self._outlived or self.flat is None or not self._is_bound:
-            return bool(self._outlived)
-        storage = self.flat.untyped_storage()
-        return storage_use_count(storage._cdata) > (
-            _ASKING + 1 + len(self.parameters) + len(self.wrapped)
+        return bool(self._outlived) or any(
+            storage_use_count(storage) > _BOUND + (i in self.wrapped)
+            for i, storage in enumerate(self._storages)
         )
 
-    def outlived(self) -> list[torch.Tensor]:
-        """The memory of former gathers that something still refers to; 1D, padded_numel."""
-        found: list[torch.Tensor] = []
-        for reference in self._outlived.values():
+    def outlived(self) -> list[tuple[int, torch.Tensor]]:
+        """Memory of former gathers that something still refers to, 1D, with its parameter's number."""
+        found: list[tuple[int, torch.Tensor]] = []
+        for place, reference in self._outlived.values():
             storage: Any = storage_of_weak_reference(reference.cdata)  # None when it is gone
             if storage is not None:
-                found.append(torch.empty(0, dtype=self.dtype, device=self._device).set_(storage))
+                values = torch.empty(0, dtype=self.dtype, device=self._device).set_(storage)
+                found.append((place, values))
         return found
 
     def _forget_expired(self) -> None:
-        for number in [
-            number for number, reference in self._outlived.items() if reference.expired()
-        ]:
-            del self._outlived[number]
+        for storage in [it for it, (_, reference) in self._outlived.items() if reference.expired()]:
+            del self._outlived[storage]
             if self.watched is not None:
-                self.watched.pop(number, None)
+                del self.watched[storage]
 
     # -- Tensors saved by graphs
 
     @runs_eagerly
-    def save(self, tensor: torch.Tensor) -> SavedView | None:
-        """Substitute that a graph saves for a tensor in this buffer; None: the tensor itself."""
+    def save(self, tensor: torch.Tensor, place: int) -> SavedView | None:
+        """Substitute that a graph saves for a view of a parameter; None: the tensor itself."""
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        offset = int(tensor.storage_offset())
-        place = bisect_right(self._offsets, offset) - 1
-        if self.flat is None:
-            with without_torch_function():  # its class leads elsewhere
-                version = self.parameters[place]._version
-        else:
+        with without_torch_function():  # the class of a released one leads elsewhere
             version = self.parameters[place]._version
+        offset = int(tensor.storage_offset())
         return SavedView(self, place, version, tensor.size(), tensor.stride(), offset)
 
     def restore(self, saved: SavedView) -> torch.Tensor:
@@ -271,17 +274,19 @@ class GatheredBuffer:
         Raises:
             RuntimeError: The parameter has been changed since.
         """
-        if self.flat is None:
+        if not self._storages:
             raise RuntimeError(
                 f"nothing was gathered for the backward of {self.layout.slots[saved.place].fqn}"
             )
-        if self.parameters[saved.place]._version != saved.version:
+        parameter = self.parameters[saved.place]
+        if parameter._version != saved.version:
             raise RuntimeError(
                 f"parameter {self.layout.slots[saved.place].fqn} was changed between its forward "
                 f"and its backward (by an optimizer step, a copy or a write to `.data`): the "
                 f"gradients would belong to neither state. Run backward first"
             )
-        return self.flat.as_strided(saved.size, saved.stride, saved.offset)
+        with torch.no_grad():
+            return parameter.as_strided(saved.size, saved.stride, saved.offset)
 
     def _make(self, spec: ParameterSpec, index: int) -> nn.Parameter:
         usable, released = self._classes[index]
@@ -309,5 +314,14 @@ def _hollow(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     )
 
 
-_ASKING = 1
-"""References that torch counts to a storage whose Python object is all that refers to it."""
+def _count_bound() -> int:
+    bound = torch.empty(0)
+    bound.set_(torch.empty(1).untyped_storage()[:])  # type: ignore[call-overload]
+    return storage_use_count(bound.untyped_storage()._cdata)
+
+
+_BOUND = _count_bound()
+"""References that torch counts to the storage of a parameter that nothing else refers to.
+
+Releases differ in whether a storage's Python object counts once it is gone.
+"""

@@ -89,15 +89,6 @@ def part_from_aliases(parameter: torch.Tensor) -> None:
         alias.data = alias.clone()
 
 
-class _OffsetInUnit(int):
-    """Offset of a parameter in the memory of its unit, as the parameter has told it to a user."""
-
-    def __add__(self, other: int) -> int:
-        return _OffsetInUnit(int(self) + other)
-
-    __radd__ = __add__
-
-
 class WholeParameter(nn.Parameter):
     """A plain parameter whose writes can be counted, and that stays in its memory.
 
@@ -152,11 +143,6 @@ class WholeParameter(nn.Parameter):
         self.data = source.detach()
         return self
 
-    def as_strided(  # type: ignore[override]  # noqa: D102
-        self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-    ) -> torch.Tensor:
-        return super().as_strided(size, stride, self._offset_of(size, stride, storage_offset))
-
     def as_strided_(  # type: ignore[override]  # noqa: D102
         self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
     ) -> Any:
@@ -164,30 +150,6 @@ class WholeParameter(nn.Parameter):
             f"{self.__dict__[OURS[0]]} is sharded and keeps its shape (as_strided_): "
             f"as_strided() gives a view of another one"
         )
-
-    def storage_offset(self) -> int:  # noqa: D102
-        return _OffsetInUnit(super().storage_offset())
-
-    def _offset_of(self, size: Sequence[int], stride: Sequence[int], offset: int | None) -> int:
-        """Offset in the memory of the unit of a view that begins at an offset in the parameter.
-
-        Before it is sharded a parameter begins at 0, and so it is meant where a number is given.
-        What :meth:`storage_offset` has said is in the memory of the unit already.
-
-        Raises:
-            RuntimeError: The view has elements of other parameters.
-        """
-        first, numel = int(self.storage_offset()), self.numel()
-        start = first if offset is None else int(offset)
-        if offset is not None and not isinstance(offset, _OffsetInUnit):
-            start += first
-        span = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-        if 0 not in size and (start < first or start + span >= first + numel):
-            raise RuntimeError(
-                f"as_strided({tuple(size)}, {tuple(stride)}) from element {start - first} on is out "
-                f"of bounds for {self.__dict__[OURS[0]]}, which has {numel} elements"
-            )
-        return start
 
     def _has_already(self, data: torch.Tensor) -> bool:
         """Whether these are its values in its dtype outside of its unit.
