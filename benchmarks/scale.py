@@ -196,7 +196,7 @@ class Watch(L.Callback):
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self.steps: list[tuple[Counts, float]] = []
-        self._begun = (Counts(), 0.0)
+        self._begun: tuple[Counts, float] | None = None
         self.setup = Counts()
         self.setup_s = time.process_time()
         self.save_s = 0.0
@@ -205,14 +205,20 @@ class Watch(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.setup, self.setup_s = replace(self._counts), time.process_time() - self.setup_s
 
-    @override
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self._begun = replace(self._counts), time.process_time()
+    def _now(self, trainer: L.Trainer) -> tuple[Counts, float]:
+        """Counts when all that has been asked is answered."""
+        trainer.strategy._group.mesh.control.channel.in_background(bool).result()
+        return replace(self._counts), time.process_time()
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        counts, began = self._begun
-        self.steps.append((self._counts.minus(counts), time.process_time() - began))
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if (
+            self._begun is not None
+        ):  # so that what other callbacks ask at a step's end is the step's
+            counts, began = self._begun
+            now, ended = self._now(trainer)
+            self.steps.append((now.minus(counts), ended - began))
+        self._begun = self._now(trainer)
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -274,7 +280,7 @@ def main() -> None:
             for rank in (0, size - 1):
                 watch = train(name, rank, size, options.blocks)
                 accumulated = train(name, rank, size, options.blocks, accumulate=2)
-                steady, (micro_batch, _) = watch.steps[WARMUP:], accumulated.steps[-2]
+                steady, (micro_batch, _) = watch.steps[WARMUP:], accumulated.steps[-1]
                 step = steady[-2][0]
                 strategy = ShardedDP(name, auto_wrap_policy={Block})
                 table.add_row(
