@@ -127,6 +127,11 @@ make_wrapper_subclass: Any = _private("torch:Tensor._make_wrapper_subclass")
 neg_view: Callable[[torch.Tensor], torch.Tensor] = _private("torch:_neg_view")
 """The negative of a tensor as a view of it: what the imaginary part of a conjugate is."""
 
+slice_storage: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = _private(
+    "torch._C:StorageBase.__getitem__"
+)
+"""A storage over some bytes of another, which it keeps; the public way takes four times as long."""
+
 storage_of_weak_reference: Any = _private("torch:UntypedStorage._new_with_weak_ptr")
 refuse_data_pointer: Callable[[torch.Tensor], None] = _private(
     "torch._C:_set_throw_on_mutable_data_ptr"

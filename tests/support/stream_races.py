@@ -37,11 +37,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardeddp
 from shardeddp.checkpoint import snapshot
+from shardeddp.engine import storage as engine_storage
 from shardeddp.tensor import shard_tensor
 from shardeddp.tensor.shard_tensor import ShardTensor
+from shardeddp.torch_private import slice_storage
 
 DEVICE = torch.device("cuda", 0)
-_slice = torch.UntypedStorage.__getitem__
 HOST_DEVICE = torch.device("cpu")
 PACKAGE = str(Path(shardeddp.__file__).parent) + "/"
 
@@ -305,8 +306,8 @@ class Checker:
         return memory
 
     def part(self, whole: torch.UntypedStorage, part: slice) -> torch.UntypedStorage:
-        """In the place of slicing a storage: one over the same memory, which it keeps."""
-        found = _slice(whole, part)
+        """In the place of ``slice_storage``."""
+        found = slice_storage(whole, part)
         memory = self.memory.get(whole._cdata)
         if memory is not None:
             key = found._cdata
@@ -754,7 +755,7 @@ def virtual_device() -> Iterator[Checker]:
             (torch.Tensor, "is_pinned", is_pinned),
             (torch.Tensor, "record_stream", checker.record_stream),
             (torch.UntypedStorage, "resize_", resized),
-            (torch.UntypedStorage, "__getitem__", lambda whole, part: checker.part(whole, part)),
+            (engine_storage, "slice_storage", checker.part),
             (torch.cuda, "Stream", checker.make_stream),
             (torch.cuda, "Event", lambda *_, **__: VirtualEvent(checker)),
             (torch.cuda, "current_stream", lambda *_: checker.current),

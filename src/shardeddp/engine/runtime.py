@@ -553,7 +553,7 @@ class Runtime:
             # The root's stay in memory until the backward ends anyway; what graphs hold of them
             # costs nothing.
             for group in progress.unit.groups if self._saves_views and progress.index else ():
-                group.buffer.watched = self._saved.parameters
+                group.buffer.watched = self._saved.buffers
         self._progress_of = {
             id(group.buffer): progress
             for progress in self.progresses

@@ -51,8 +51,8 @@ class SavedTensors:
 
     def __init__(self, restore: Restore) -> None:
         self._restore = weakref.WeakMethod(restore)
-        self.parameters: dict[int, tuple[GatheredBuffer, int]] = {}
-        """By storage, the parameters whose views are saved without memory; kept by the buffers."""
+        self.buffers: dict[int, GatheredBuffer] = {}
+        """By storages of parameters, buffers whose views are saved without memory; they keep it."""
 
         # One entry for each enter() without its leave(); None: set no hooks.
         self._levels: list[_Hooks | None] = []
@@ -64,8 +64,8 @@ class SavedTensors:
         if torch.is_grad_enabled() and are_hooks_enabled():
             below = top_hooks(True)
             top = _ours(below)
-            if top is None or top.parameters is not self.parameters:
-                hooks = _Hooks(self.parameters, self._restore, below)
+            if top is None or top.buffers is not self.buffers:
+                hooks = _Hooks(self.buffers, self._restore, below)
                 hooks.push()
         self._levels.append(hooks)
 
@@ -85,18 +85,18 @@ class _Hooks:
     """One pair of hooks.
 
     Args:
-        parameters: By storage, those whose views are saved without memory.
+        buffers: By storages of parameters, those whose views are saved without memory.
         restore: Gives such a view its memory.
         below: The hooks that torch would have called without these; they get all other tensors.
     """
 
     def __init__(
         self,
-        parameters: Mapping[int, tuple[GatheredBuffer, int]],
+        buffers: Mapping[int, GatheredBuffer],
         restore: weakref.WeakMethod[Restore],
         below: tuple[Pack, Unpack] | None,
     ) -> None:
-        self.parameters = parameters
+        self.buffers = buffers
         self._restore = restore
         self._below = below
         self._set = False
@@ -151,8 +151,9 @@ class _Hooks:
     def _view(self, tensor: torch.Tensor) -> SavedView | None:
         if tensor.layout is not torch.strided:
             return None
-        buffer, place = self.parameters.get(tensor.untyped_storage()._cdata, (None, 0))
-        return None if buffer is None else buffer.save(tensor, place)
+        storage = tensor.untyped_storage()._cdata
+        buffer = self.buffers.get(storage)
+        return None if buffer is None else buffer.save(tensor, storage)
 
     def _restored(self, saved: SavedView) -> torch.Tensor:
         restore = self._restore()

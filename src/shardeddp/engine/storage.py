@@ -17,6 +17,7 @@ from shardeddp.torch_private import (
     make_subclass,
     runs_eagerly,
     set_data,
+    slice_storage,
     storage_of_weak_reference,
     storage_use_count,
     without_torch_function,
@@ -53,9 +54,9 @@ def local_view(
 
 # -- GatheredBuffer: all-gather memory, with unsharded parameters as its parts
 
-_set_attribute = (
-    object.__setattr__
-)  # past that of UnshardedBase: twice for each parameter and gather
+# Past those of UnshardedBase: for each parameter and gather, for each saved view.
+_set_attribute = object.__setattr__
+_as_strided = torch.Tensor.as_strided
 
 
 class SavedView(NamedTuple):
@@ -113,8 +114,8 @@ class GatheredBuffer:
         self.flat = memory
         """1D, padded_numel; None while released."""
 
-        self.watched: dict[int, tuple[GatheredBuffer, int]] | None = None
-        """Index of parameters by storage, for whoever meets a view; None: no index."""
+        self.watched: dict[int, GatheredBuffer] | None = None
+        """Index of buffers by storages of their parameters, for whoever meets a view; None: no index."""
 
         self.wrapped: dict[int, torch.Tensor] = {}
         """By number, what modules compute with in the place of some parameters."""
@@ -185,19 +186,18 @@ class GatheredBuffer:
             raise RuntimeError(
                 f"the unit of {self.layout.slots[0].fqn} is used before its all-gather"
             )
-        self._storages = []
+        storages: list[int] = []
         with _outside_inference():
-            whole = self.flat.untyped_storage()
+            carrier, whole = self._carrier, self.flat.untyped_storage()
             for parameter, usable, part, geometry in self._bindings:
                 _set_attribute(parameter, "__class__", usable)
-                storage = whole[part]
-                # In one call: a step does this twice for each parameter.
-                set_data(parameter, self._carrier.set_(storage, *geometry))  # type: ignore[call-overload]
-                self._storages.append(storage._cdata)
-            self._carrier.set_()  # pyright: ignore[reportCallIssue]
+                storage: Any = slice_storage(whole, part)
+                set_data(parameter, carrier.set_(storage, *geometry))
+                storages.append(storage._cdata)
+            carrier.set_()  # pyright: ignore[reportCallIssue]
+        self._storages = storages
         if self.watched is not None:
-            for place, storage in enumerate(self._storages):
-                self.watched[storage] = self, place
+            self.watched.update(dict.fromkeys(storages, self))
 
     def wrap(self) -> None:
         """Wrap those of the usable parameters, which may require a gradient by now."""
@@ -213,19 +213,25 @@ class GatheredBuffer:
             return
         self._forget_expired()
         with without_torch_function():
-            for i, (parameter, storage) in enumerate(
-                zip(self.parameters, self._storages, strict=False)  # none: never bound
+            for parameter, storage, placeholder, references, (_, released) in zip(
+                self.parameters,
+                self._storages,
+                self._placeholders,
+                self._references,
+                self._classes,
+                strict=False,  # there are no storages if it was never bound
             ):
-                is_saved = parameter._use_count() > self._references[i]  # type: ignore[attr-defined]
+                is_saved = parameter._use_count() > references  # type: ignore[attr-defined]
                 if is_saved or storage_use_count(storage) > _BOUND:
                     # Views that have left are saved like others. The weak reference keeps the
                     # address from being used again.
-                    self._outlived[storage] = i, StorageWeakRef(parameter.untyped_storage())
+                    place = self._storages.index(storage)
+                    self._outlived[storage] = place, StorageWeakRef(parameter.untyped_storage())
                 elif self.watched is not None:
                     del self.watched[storage]
                 if not is_saved:
-                    set_data(parameter, self._placeholders[i])
-                _set_attribute(parameter, "__class__", self._classes[i][1])
+                    set_data(parameter, placeholder)
+                _set_attribute(parameter, "__class__", released)
         self.flat, self._storages = None, []
 
     # -- Views that outlive their gather
@@ -259,10 +265,17 @@ class GatheredBuffer:
     # -- Tensors saved by graphs
 
     @runs_eagerly
-    def save(self, tensor: torch.Tensor, place: int) -> SavedView | None:
-        """Substitute that a graph saves for a view of a parameter; None: the tensor itself."""
+    def save(self, tensor: torch.Tensor, storage: int) -> SavedView | None:
+        """Substitute that a graph saves for a view of a parameter; None: the tensor itself.
+
+        Args:
+            tensor: The view.
+            storage: Address of its storage.
+        """
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
+        former = self._outlived.get(storage)
+        place = self._storages.index(storage) if former is None else former[0]
         with without_torch_function():  # the class of a released one leads elsewhere
             version = self.parameters[place]._version
         offset = int(tensor.storage_offset())
@@ -285,8 +298,10 @@ class GatheredBuffer:
                 f"and its backward (by an optimizer step, a copy or a write to `.data`): the "
                 f"gradients would belong to neither state. Run backward first"
             )
+        if not torch.is_grad_enabled():
+            return _as_strided(parameter, saved.size, saved.stride, saved.offset)
         with torch.no_grad():
-            return parameter.as_strided(saved.size, saved.stride, saved.offset)
+            return _as_strided(parameter, saved.size, saved.stride, saved.offset)
 
     def _make(self, spec: ParameterSpec, index: int) -> nn.Parameter:
         usable, released = self._classes[index]
