@@ -15,6 +15,11 @@ SMOKE := tests/lightning/test_private.py tests/lightning/test_preemption.py test
     tests/lightning/test_resume.py tests/lightning/test_cli.py tests/lightning/test_summaries.py \
     tests/lightning/test_launch.py::test_forked_and_spawned_ranks_bring_the_full_weights_back
 
+# Two pytest processes at a time, each with ranks of its own: ranks wait for each other, and leave two cores idle meanwhile.
+# A file's tests stay together, so that what they share is made once; files go out in their order, with short ones at the end.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -c constraints.txt
@@ -26,13 +31,13 @@ LOCK := pyproject.toml constraints.txt
 
 help:
 	@echo "make demo             train examples/train_gpt.py on two CPU processes (minutes)"
-	@echo "make test             the tests of the loop (ten minutes on two cores)"
+	@echo "make test             the tests of the loop (ten minutes and less on two cores)"
 	@echo "make test-all         all tests but the long harnesses (half an hour and more)"
 	@echo "make test-versions    a part of the tests with the oldest and the newest Lightning (three minutes)"
 	@echo "make test-models      models of transformers and peft, each against DDP (two minutes)"
 	@echo "make test-cluster     real SLURM and torchrun clusters on this machine (two minutes; root installs SLURM)"
 	@echo "make test-fidelity    hostile modules, each beside DDP (ten minutes)"
-	@echo "make torture          the long harnesses: kills, system calls, mutations, hostile files (half an hour)"
+	@echo "make torture          the long harnesses: kills, system calls, hostile files; further combinations of slow tests (an hour)"
 	@echo "make torture-cluster  twenty preemptions, killed ranks and lost nodes there (half an hour)"
 	@echo "make lint             ruff: rules and format"
 	@echo "make types            pyright, strict on src"
@@ -84,10 +89,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/train_gpt.py fit --config configs/laptop.yaml
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "slow and not torture and not cluster and not models and not fidelity"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not torture and not cluster and not models and not fidelity"
 
 test-all: test test-slow test-models test-fidelity
 
@@ -95,18 +100,18 @@ test-versions: $(LIGHTNINGS:%=$(VERSIONS)/%/.installed)
 	@for version in $(LIGHTNINGS); do \
 	    found=$$($(VERSIONS)/$$version/bin/python -c 'import lightning; print(lightning.__version__)'); \
 	    echo "lightning $$found"; test "$$found" = "$$version" || exit 1; \
-	    $(VERSIONS)/$$version/bin/python -m pytest -q -m "not torture and not cluster" $(SMOKE) || exit 1; \
+	    $(VERSIONS)/$$version/bin/python -m pytest -q $(PARALLEL) -m "not torture and not cluster" $(SMOKE) || exit 1; \
 	done
 
 test-models: $(VENV)/.installed-models
-	$(BIN)/python -m pytest -m models tests/models
+	$(BIN)/python -m pytest $(PARALLEL) -m models tests/models
 
 test-cluster: $(VENV)/.installed-test
 	@tests/cluster/install
 	$(BIN)/python -m pytest -m "cluster and not torture" tests/cluster
 
 test-fidelity: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "fidelity and not torture" tests/fidelity
+	$(BIN)/python -m pytest $(PARALLEL) -m "fidelity and not torture" tests/fidelity
 
 torture: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "torture and not cluster"

@@ -22,12 +22,10 @@ from torch.testing._internal.distributed import fake_pg as _registers_fake  # no
 
 from llama import Block, Llama, LlamaConfig
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision
-from shardeddp.engine.runtime import Prefetch
+from shardeddp.config import MixedPrecision, Options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import NamePolicy, build_units
 
@@ -130,11 +128,11 @@ def sharded_dp(strategy: str) -> Callable[[Llama, torch.device, Dtypes], Engine]
     """ShardedDP's engine with a strategy, every block a unit."""
 
     def build(model: Llama, device: torch.device, dtypes: Dtypes) -> Engine:
-        sharding = find_sharding(strategy)
+        asked = Options(sharding_strategy=strategy)
         # A machine has eight devices, or as many as there are ranks.
         world_size = dist.get_world_size()
         per_node = min(8, world_size)
-        mesh = Mesh(sharding.topology(world_size // per_node, per_node), device, TIMEOUT)
+        mesh = Mesh(asked.sharding.topology(world_size // per_node, per_node), device, TIMEOUT)
         options = MixedPrecision(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
         resolved = resolve_dtypes(options, None)
         units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), resolved)
@@ -146,7 +144,7 @@ def sharded_dp(strategy: str) -> Callable[[Llama, torch.device, Dtypes], Engine]
                 for parameter in model.parameters():
                     parameter.zero_()
 
-        runtime = shard_model(units, mesh, sharding, Prefetch(), load=load)
+        runtime = shard_model(units, mesh, asked, load=load)
         fill(model)
         optimizer = adamw(model)
         attach_optimizer(optimizer, runtime.parameters_changed)

@@ -44,8 +44,8 @@ from shardeddp.checkpoint.manifest import (
     PLACEMENT,
     STATE,
     Manifest,
-    Run,
     StoredFile,
+    TrainingRun,
     manifest_from_bytes,
     manifest_to_bytes,
 )
@@ -86,7 +86,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 ONE = 5
 """The rank that writes and reads."""
 
-RUN = Run(
+RUN = TrainingRun(
     uuid="0" * 32,
     step=1,
     epoch=0,

@@ -34,10 +34,10 @@ sys.path.insert(0, str(EXAMPLES))
 
 from gpt.model import GPT  # noqa: E402
 from shardeddp.comm import Mesh  # noqa: E402
-from shardeddp.engine.runtime import Prefetch, Runtime  # noqa: E402
+from shardeddp.config import Options  # noqa: E402
+from shardeddp.engine.runtime import Runtime  # noqa: E402
 from shardeddp.engine.shard_model import shard_model  # noqa: E402
 from shardeddp.optim.attach import attach_optimizer  # noqa: E402
-from shardeddp.plan.sharding_strategy import find_sharding  # noqa: E402
 from shardeddp.plan.topology import Topology  # noqa: E402
 from shardeddp.wrap import build_units, resolve_policy  # noqa: E402
 
@@ -75,7 +75,7 @@ class Contestant:
                 timedelta(minutes=1),
             )
             units = build_units(self.model, resolve_policy("auto"))
-            self.runtime = shard_model(units, mesh, find_sharding(strategy), Prefetch())
+            self.runtime = shard_model(units, mesh, Options(sharding_strategy=strategy))
         self.optimizers = make_optimizers(self.model, name)
         if self.runtime is not None:
             for optimizer in self.optimizers:

@@ -25,10 +25,9 @@ from rich.table import Table
 from torch import nn
 
 from shardeddp.comm import Mesh
-from shardeddp.engine.runtime import Prefetch
+from shardeddp.config import Options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 
@@ -72,9 +71,7 @@ def measure(
         mesh = Mesh(
             Topology(world_size=ranks, shard_size=ranks), torch.device("cpu"), timedelta(minutes=1)
         )
-        runtime = shard_model(
-            build_units(model, resolve_policy(None)), mesh, find_sharding("full_shard"), Prefetch()
-        )
+        runtime = shard_model(build_units(model, resolve_policy(None)), mesh, Options())
         sharded = list(model.parameters())
         with runtime.step("training_step") as outputs:
             outputs.append(model())

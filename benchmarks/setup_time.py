@@ -28,11 +28,10 @@ from typing_extensions import override
 
 from fresh_ranks import become_rank, in_turn
 from shardeddp.comm import Mesh
+from shardeddp.config import Options
 from shardeddp.engine.deferred_init import Materializer
 from shardeddp.engine.recording import Recording
-from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 
@@ -95,7 +94,7 @@ def ours(setting: Setting) -> tuple[float, float]:
     dist.barrier()
     start = time.perf_counter()
     units = build_units(model, resolve_policy([Block]))
-    shard_model(units, mesh, find_sharding("full_shard"), Prefetch(), recording=recording)
+    shard_model(units, mesh, Options(), recording=recording)
     usable = time.perf_counter() - start
     return usable - sum(filling), usable
 

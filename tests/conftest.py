@@ -1,5 +1,6 @@
 """What all tests share: the pool of rank processes."""
 
+import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -9,15 +10,35 @@ import pytest
 
 from world import Pool, Worlds
 
-_OTHER_STRATEGY = re.compile(r"[\[-](hybrid\w*|shard_grad_op|shard_optimizer|no_shard)[\]-]")
+_OTHER_STRATEGY = re.compile(
+    r"(?<=[\[-])(hybrid\w*|shard_grad_op|shard_optimizer|no_shard)(?=[\]-])"
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test over several strategies runs under the first of them in `make test`."""
+    """A test over several strategies runs under the first of them in `make test`.
+
+    `make test-slow` has the others. A test on ranks of the pool runs there every case of its other parameters under one
+    of them, in turn, and every strategy under one case at least; `make torture` has all combinations.
+    """
+    tests: dict[str, dict[str, list[tuple[str, pytest.Item]]]] = {}
     for item in items:
-        if _OTHER_STRATEGY.search(item.name):
+        if found := _OTHER_STRATEGY.search(item.name):
             item.add_marker(pytest.mark.slow)
+            on_ranks = "world" in getattr(item, "fixturenames", ())
+            if on_ranks and not item.get_closest_marker("torture"):
+                cases = tests.setdefault(item.nodeid.partition("[")[0], {})
+                case = item.name[: found.start()] + item.name[found.end() :]
+                cases.setdefault(case, []).append((found[0], item))
+    for cases in tests.values():
+        drawn = [others[turn % len(others)] for turn, others in enumerate(cases.values())]
+        seen = {strategy for strategy, _ in drawn}
+        for strategy, item in itertools.chain(*cases.values()):
+            if strategy not in seen:
+                seen.add(strategy)
+            elif all(item is not it for _, it in drawn):
+                item.add_marker(pytest.mark.torture)
 
 
 @pytest.fixture(scope="session")

@@ -17,11 +17,12 @@ SRC = f"src/{PACKAGE}/"
 
 # From the bottom up; a file is in the layer of its first folder, or of its own name.
 LAYERS = (
-    ("errors", "config", "torch_private", "translate"),
+    ("errors", "torch_private", "translate"),
     ("plan",),
     ("comm",),
     ("tensor",),
     ("wrap",),
+    ("config",),
     ("engine",),
     ("optim",),
     ("checkpoint",),

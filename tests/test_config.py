@@ -35,7 +35,7 @@ def test_anything_else_is_refused_with_what_to_write(value: object) -> None:
 
 def test_checkpoint_options_may_be_a_mapping_of_their_fields() -> None:
     strategy = ShardedDP(checkpoint_options={"asynchronous": True, "timeout": 5})  # type: ignore[arg-type]
-    assert strategy.checkpoint_options == CheckpointOptions(asynchronous=True, timeout=5)
+    assert strategy.options.checkpoint_options == CheckpointOptions(asynchronous=True, timeout=5)
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,13 @@ from shardeddp.wrap import resolve_policy
 def test_sharding_strategies_of_others_are_known(
     value: Any, size: ShardSize | int, reshard: Reshard
 ) -> None:
-    sharding = ShardedDP(value).sharding
+    sharding = ShardedDP(value).options.sharding
     assert (sharding.shard_size, sharding.reshard) == (size, reshard)
 
 
 @pytest.mark.parametrize("value", [*BackwardPrefetch, "BACKWARD_PRE"])
 def test_the_backward_prefetch_of_fsdp_is_one_unit(value: Any) -> None:
-    assert ShardedDP(backward_prefetch=value).prefetch.backward == 1
+    assert ShardedDP(backward_prefetch=value).options.prefetch.backward == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_backward_prefetch_of_fsdp_is_one_unit(value: Any) -> None:
     ],
 )
 def test_offload_objects_of_fsdp_are_known(value: Any, expected: CPUOffload) -> None:
-    assert ShardedDP(cpu_offload=value).offload == expected
+    assert ShardedDP(cpu_offload=value).options.offload == expected
 
 
 @pytest.mark.parametrize("value", [{}, CPUOffload()])
@@ -105,7 +105,7 @@ def test_an_offload_of_nothing_is_refused(value: Any) -> None:
     ],
 )
 def test_mixed_precision_objects_of_fsdp_are_known(value: Any, expected: MixedPrecision) -> None:
-    assert ShardedDP(mixed_precision=value).mixed_precision == expected
+    assert ShardedDP(mixed_precision=value).options.mixed_precision == expected
 
 
 def test_what_mixed_precision_cannot_have_is_refused() -> None:

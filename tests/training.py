@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision, Scope
+from shardeddp.config import MixedPrecision, Options, Scope
 from shardeddp.engine.recording import Recording
-from shardeddp.engine.runtime import Prefetch, Runtime
+from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.engine.unit import Unit
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
@@ -79,29 +79,28 @@ class Sharding:
     ) -> Runtime:
         """Shard a model in place, for a precision; a collective."""
         policy = NamePolicy(self.units) if self.units else SingleUnitPolicy()
-        prefetch = Prefetch(forward=self.prefetch, backward=self.prefetch)
         dtypes = resolve_dtypes(options, autocast)
         units = assign_dtypes(model, build_units(model, policy), dtypes)
         cast_at_boundaries(model, units, dtypes)
-        return shard_model(
-            units, self.mesh(), self.sharding, prefetch, recording=recording, uneven=self.uneven
+        return shard_model(units, self.mesh(), self.asked, recording=recording)
+
+    @property
+    def asked(self) -> Options:
+        """How a user asks for it."""
+        return Options(
+            sharding_strategy=self.strategy,
+            reshard_after_forward=self.regather,
+            reduce_every_backward=self.reduce_every_backward,
+            optimizer_shard="world" if self.split else "group",
+            forward_prefetch=self.prefetch,
+            backward_prefetch=self.prefetch,
+            uneven_units=self.uneven,
         )
 
     @property
     def sharding(self) -> ShardingStrategy:
         """What the strategy is to the engine."""
-        given = SHARDING_STRATEGIES[self.strategy]
-        every = (
-            given.reduce_every_backward
-            if self.reduce_every_backward is None
-            else self.reduce_every_backward
-        )
-        return replace(
-            given,
-            regather_size=self.regather,
-            reduce_every_backward=every,
-            split_replicas=self.split,
-        )
+        return self.asked.sharding
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:

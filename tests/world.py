@@ -157,9 +157,9 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        # What is slow to import; not the package under test, whose failure to import belongs into a test.
+        # What is slow to import. Where the package under test cannot be imported, no test file can.
         self._context.set_forkserver_preload(
-            ["torch.distributed", "torch.testing", "lightning.pytorch", "pytest"]
+            ["torch.distributed", "torch.testing", "lightning.pytorch", "pytest", "shardeddp"]
         )
         self._folder = Path(tempfile.mkdtemp(prefix="world-"))
         self._ranks: list[Rank] = []

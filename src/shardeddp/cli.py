@@ -29,6 +29,7 @@ from shardeddp.checkpoint.interop import write_metadata
 from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.state_codec import tensors_in
 from shardeddp.checkpoint.verify import (
     Row,
     Verification,
@@ -141,7 +142,7 @@ def _inspect_file(path: Path, options: argparse.Namespace) -> int:
     """Show the tensors of a plain file of another strategy or tool; it is mapped, not read."""
     if options.json:
         raise _UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
-    named = _tensors(_contents(path, options).checkpoint, weights_only=False)
+    named = _named_tensors(_contents(path, options)).items()
     wanted = options.tensors or ""
     wanted = wanted if any(sign in wanted for sign in "*?[") else f"*{wanted}*"
     rows = [
@@ -276,7 +277,7 @@ _SHOWN = 20
 def diff(options: argparse.Namespace) -> int:
     """Compare the tensors of two checkpoints, one after the other."""
     first, second = (
-        dict(_tensors(_contents(path, options).checkpoint, options.weights_only))
+        _named_tensors(_contents(path, options), options.weights_only)
         for path in (options.first, options.second)
     )
     found = [(name, f"only in {options.first}") for name in first if name not in second]
@@ -310,16 +311,12 @@ def _contents(path: Path, options: argparse.Namespace) -> Contents:
     return read_contents(path, keys, trust_pickle=options.trust_pickle)
 
 
-def _tensors(
-    value: Any, weights_only: bool, path: tuple[str, ...] = ()
-) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield ".".join(path), value
-    elif isinstance(value, (Mapping, list, tuple)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(cast("list[Any]", value))
-        for key, item in items:
-            if path or not weights_only or key == WEIGHTS:
-                yield from _tensors(item, weights_only, (*path, str(key)))
+def _named_tensors(contents: Contents, weights_only: bool = False) -> dict[str, torch.Tensor]:
+    return {
+        ".".join(map(str, keys)): tensor
+        for tensor, keys in tensors_in(contents.checkpoint)
+        if not weights_only or keys[:1] == (WEIGHTS,)
+    }
 
 
 def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from math import inf
-from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
 import torch
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.translate import options_of
+from shardeddp.plan.hardware import find_gpu
+from shardeddp.plan.sharding_strategy import (
+    AUTO,
+    OptimizerShard,
+    ShardingStrategy,
+    candidates,
+    choose_sharding,
+)
+from shardeddp.translate import options_of, prefetch_of, sharding_of
+from shardeddp.wrap import Policy, PolicyLike, resolve_policy
+from shardeddp.wrap.kept_operations import check_save_ops
+from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
+from shardeddp.wrap.tree import imported, nearest
 
 T = TypeVar("T")
 
@@ -144,6 +156,11 @@ class CPUOffload:
     params: bool = False
     optimizer: bool = False
 
+    @property
+    def optimizer_alone(self) -> bool:
+        """Whether the optimizer steps on the host on copies of parameters and gradients."""
+        return self.optimizer and not self.params
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
@@ -230,11 +247,6 @@ def check_flags(**options: object) -> None:
             raise ConfigurationError(f"{option}={value!r}: expected True or False")
 
 
-def check_start_method(value: StartMethod) -> StartMethod:
-    """The value of ``start_method``."""
-    return check_choice("start_method", value, get_args(StartMethod))
-
-
 def resolve_checkpoint_options(value: object) -> CheckpointOptions:
     """The options of a ``checkpoint_options``: the options, or their fields.
 
@@ -250,36 +262,6 @@ def resolve_checkpoint_options(value: object) -> CheckpointOptions:
         f"checkpoint_options={value!r}: expected CheckpointOptions(...), or a mapping with some of "
         f"{', '.join(known)}"
     )
-
-
-def check_state_dict_type(value: StateDictType) -> StateDictType:
-    """The value of ``state_dict_type``."""
-    return check_choice("state_dict_type", value, get_args(StateDictType))
-
-
-def check_uneven_batches(value: UnevenBatches) -> UnevenBatches:
-    """The value of ``uneven_batches``."""
-    advice = (
-        "; 'min' ends each epoch with the first rank that has no batch left, 'join' with the last"
-    )
-    return check_choice("uneven_batches", value, get_args(UnevenBatches), advice)
-
-
-def check_backend(name: str | None) -> str | None:
-    """The value of ``process_group_backend``.
-
-    Raises:
-        ConfigurationError: torch does not know it.
-    """
-    known = sorted(set(torch.distributed.Backend.backend_list) - {"undefined"})
-    parts = [] if name is None else [part.rpartition(":")[2].lower() for part in name.split(",")]
-    if not set(parts) <= set(known):
-        raise ConfigurationError(
-            f"process_group_backend={name!r}: expected one of {', '.join(known)}, or one for each "
-            f"kind of device (cpu:gloo,cuda:nccl); a backend of a package of its own is known once "
-            f"that package is imported"
-        )
-    return name
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -399,3 +381,269 @@ def resolve_optimizer_scope(value: Any) -> dict[str, Scope]:
         )
         for key, scope in value.items()
     }
+
+
+# -- Activation checkpointing, as users write it
+
+ActivationCheckpointingLike: TypeAlias = (
+    bool | ActivationCheckpointing | Mapping[str, Any] | PolicyLike
+)
+"""Everything that ``resolve_activation_checkpointing`` understands."""
+
+_FIELDS = tuple(field.name for field in fields(ActivationCheckpointing))
+
+LIKE_UNITS = (
+    "ActivationCheckpointing.modules is written as auto_wrap_policy is, and what was found does "
+    "not do:"
+)
+"""Beginning of errors of :func:`resolve_modules` and of what it chooses."""
+
+
+def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing | None:
+    """The options that a value of ``activation_checkpointing`` means.
+
+    Args:
+        value: None, False or ``"none"`` (off); True or ``"auto"`` (the repeated blocks of the
+            model); modules, written as ``auto_wrap_policy`` is: a module class or its name, a list
+            or set of those, a function ``(name, module) -> bool``, a Policy; a mapping with the
+            fields of :class:`ActivationCheckpointing`, or with the ``class_path`` and ``init_args``
+            of a policy; or that itself.
+
+    Returns:
+        The options, with a Policy as ``modules``; None for off.
+
+    Raises:
+        ConfigurationError: The value is none of these, or one of the options is wrong.
+    """
+    if value is None or value is False or (isinstance(value, str) and value.lower() == "none"):
+        return None
+    if isinstance(value, ActivationCheckpointing):
+        options = value
+    elif isinstance(value, Mapping):
+        options = _from_mapping(value)
+    else:
+        options = ActivationCheckpointing(modules="auto" if value is True else cast(Modules, value))
+    check_save_ops(options.save_ops)
+    return replace(options, modules=resolve_modules(options.modules))
+
+
+def _from_mapping(value: Mapping[Any, Any]) -> ActivationCheckpointing:
+    if "class_path" in value:
+        return ActivationCheckpointing(modules=_build_policy(value))
+    for key in value:
+        if key not in _FIELDS:
+            raise ConfigurationError(
+                f"activation_checkpointing: expected a mapping with some of {', '.join(_FIELDS)}; "
+                f"found {key!r}: {nearest(str(key), _FIELDS)}"
+            )
+    return ActivationCheckpointing(**value)
+
+
+def resolve_modules(modules: Any) -> Policy:
+    """The policy that chooses the ``modules`` of :class:`ActivationCheckpointing`.
+
+    A mapping is a policy as YAML writes an object.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if isinstance(modules, Mapping):
+        return _build_policy(modules)
+    if modules is None or (isinstance(modules, str) and modules.lower() == "none"):
+        raise ConfigurationError(
+            "ActivationCheckpointing.modules: expected which modules to compute again, found "
+            "None. Write 'auto' for the repeated blocks, classes or a policy; "
+            "activation_checkpointing=None turns it off."
+        )
+    try:
+        return resolve_policy(modules)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{LIKE_UNITS} {error}") from error
+
+
+def _build_policy(written: Mapping[str, Any]) -> Policy:
+    path, arguments = written.get("class_path"), written.get("init_args") or {}
+    target = imported(path) if isinstance(path, str) else None
+    if set(written) - {"class_path", "init_args"} or not (
+        isinstance(target, type) and issubclass(target, Policy)
+    ):
+        raise ConfigurationError(
+            f"ActivationCheckpointing.modules: expected a mapping with the class_path of a policy, "
+            f"such as 'shardeddp.wrap.NamePolicy', and its init_args; found {dict(written)!r}."
+        )
+    return target(**arguments)
+
+
+# -- All options of a strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """How many units ahead of the one at work are gathered."""
+
+    forward: int = 1
+    backward: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            depth = getattr(self, name)
+            if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+                raise ValueError(
+                    f"{name}_prefetch={depth!r}: expected 0 (none) or a number of units"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Every option of a strategy, checked here; ``ShardedDP`` has the same and says what they mean.
+
+    Parts of the strategy and of the engine get this object and read their fields. Two are equal if
+    they shard a model alike; fields that do not decide on that are not compared.
+
+    Raises:
+        ConfigurationError: An option is wrong, or does not go with another one.
+    """
+
+    sharding_strategy: str = field(default="full_shard", compare=False)
+    """Lower case, and our name where it was given by that of another library."""
+    shard_size: int | None = field(default=None, compare=False)
+    auto_wrap_policy: PolicyLike = field(default="auto", compare=False)
+    mixed_precision: MixedPrecision | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    cpu_offload: bool | CPUOffload = field(default=False, compare=False)
+    reshard_after_forward: bool | int | None = field(default=None, compare=False)
+    optimizer_shard: OptimizerShard = field(default="group", compare=False)
+    optimizer_scope: Mapping[str, Scope] = field(default_factory=dict[str, Scope], compare=False)
+    tensor_parallel_size: int = 1
+    tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
+    forward_prefetch: int = field(default=1, compare=False)
+    backward_prefetch: int = field(default=1, compare=False)
+    reduce_every_backward: bool | None = field(default=None, compare=False)
+    uneven_batches: UnevenBatches = field(default="error", compare=False)
+    uneven_units: bool = False
+    state_dict_type: StateDictType = field(default="auto", compare=False)
+    checkpoint_options: CheckpointOptions = field(default=CheckpointOptions(), compare=False)
+    process_group_backend: str | None = field(default=None, compare=False)
+    timeout: timedelta = field(default=timedelta(minutes=10), compare=False)
+    debug: bool = False
+    plan_only: bool | str = field(default=False, compare=False)
+    """A GPU has the name that the planner knows it by."""
+    start_method: StartMethod = field(default="popen", compare=False)
+
+    # What several of them say together, or one of them in more than one type.
+    sharding: ShardingStrategy = field(init=False)
+    """The first candidate, until one is chosen."""
+    candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
+    """Those that ``auto`` chooses from, by name; else the one that is set."""
+    policy: Policy = field(init=False)
+    prefetch: Prefetch = field(init=False)
+    offload: CPUOffload = field(init=False)
+    described_plan: str = field(init=False, repr=False)
+    """Styles of torch are equal where they say the same."""
+
+    def __post_init__(self) -> None:
+        check_flags(uneven_units=self.uneven_units, debug=self.debug)
+        check_choice("start_method", self.start_method, get_args(StartMethod))
+        check_choice("state_dict_type", self.state_dict_type, get_args(StateDictType))
+        check_choice(
+            "uneven_batches",
+            self.uneven_batches,
+            get_args(UnevenBatches),
+            "; 'min' ends each epoch with the first rank that has no batch left, 'join' with the "
+            "last",
+        )
+        _check_backend(self.process_group_backend)
+        # Names and values of other libraries come first.
+        known = sharding_of(self.sharding_strategy) or {}
+        strategy = known.get("sharding_strategy", self.sharding_strategy)
+        reshard = self.reshard_after_forward
+        reshard = known.get("reshard_after_forward") if reshard is None else reshard
+        backward = prefetch_of(self.backward_prefetch)
+        offload = resolve_offload(self.cpu_offload)
+        choices = {
+            "shard_size": self.shard_size,
+            "reduce_every_backward": self.reduce_every_backward,
+            "reshard_after_forward": reshard,
+            "offload_params": offload.params,
+            "optimizer_shard": self.optimizer_shard,
+        }
+        strategy = str(strategy).lower()
+        chosen_later = strategy == AUTO
+        shardings = (
+            candidates(**choices)
+            if chosen_later
+            else {strategy: choose_sharding(strategy, **choices)}
+        )
+        sharding = next(iter(shardings.values()))
+        _check_tensor_size(
+            self.tensor_parallel_size,
+            {
+                "cpu_offload": offload.params or offload.optimizer,
+                "optimizer_shard='world'": sharding.split_replicas,
+                "reshard_after_forward=<number>": sharding.regather_size is not None,
+                "uneven_batches": self.uneven_batches != "error",
+                "uneven_units": self.uneven_units,
+                "sharding_strategy='auto'": chosen_later,
+                "plan_only": self.plan_only is not False,
+            },
+        )
+        resolved = {
+            "sharding_strategy": strategy,
+            "reshard_after_forward": reshard,
+            "mixed_precision": resolve_mixed_precision(self.mixed_precision),
+            "activation_checkpointing": resolve_activation_checkpointing(
+                self.activation_checkpointing
+            ),
+            "optimizer_scope": resolve_optimizer_scope(self.optimizer_scope),
+            "checkpoint_options": resolve_checkpoint_options(self.checkpoint_options),
+            "timeout": resolve_timeout(self.timeout),
+            "plan_only": _resolve_plan_only(self.plan_only),
+            "sharding": sharding,
+            "candidates": shardings,
+            "policy": resolve_policy(self.auto_wrap_policy),
+            "prefetch": Prefetch(
+                forward=1 if self.forward_prefetch is True else self.forward_prefetch,
+                backward=self.backward_prefetch if backward is None else backward,
+            ),
+            "offload": offload,
+            "described_plan": str(check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)),
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+
+
+def _check_backend(name: str | None) -> None:
+    """Refuse a ``process_group_backend`` that torch does not know."""
+    known = sorted(set(torch.distributed.Backend.backend_list) - {"undefined"})
+    parts = [] if name is None else [part.rpartition(":")[2].lower() for part in name.split(",")]
+    if not set(parts) <= set(known):
+        raise ConfigurationError(
+            f"process_group_backend={name!r}: expected one of {', '.join(known)}, or one for each "
+            f"kind of device (cpu:gloo,cuda:nccl); a backend of a package of its own is known once "
+            f"that package is imported"
+        )
+
+
+def _resolve_plan_only(value: object) -> bool | str:
+    """The value of ``plan_only``, a GPU by its name in the table."""
+    if isinstance(value, str):
+        return find_gpu(value).name
+    if not isinstance(value, bool):
+        raise ConfigurationError(
+            f"plan_only={value!r}: expected True, False, or the name of a GPU such as 'A100-80'"
+        )
+    return value
+
+
+def _check_tensor_size(size: int, untried: Mapping[str, bool]) -> None:
+    """Refuse options that have not been tried with tensor parallelism, and sizes that are none."""
+    if type(size) is not int or size < 1:
+        raise ConfigurationError(
+            f"expected tensor_parallel_size to be a whole number of at least 1, found {size!r}"
+        )
+    found = [name for name, is_set in untried.items() if is_set]
+    if size > 1 and found:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size} does not work together with {', '.join(found)} yet: "
+            f"leave out one of the two"
+        )

@@ -17,7 +17,12 @@ from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
 from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.full import save_full
 from shardeddp.checkpoint.kept_shards import KEY, NAMES
-from shardeddp.checkpoint.restore import load_optimizer, load_staged, parameter_names, stage
+from shardeddp.checkpoint.restore import (
+    load_module,
+    load_optimizer,
+    parameter_names,
+    read_shards_ahead,
+)
 from shardeddp.config import StartMethod, check_choice
 from shardeddp.engine.runtime import Runtime, parameters_changed
 from shardeddp.errors import CheckpointError, ConfigurationError
@@ -36,12 +41,7 @@ _FABRIC = "fabric"  # entry of a directory: the keys of what was saved, and all 
 
 
 class ShardedForward(nn.Module):
-    """A sharded module whose call is a step of the engine.
-
-    Args:
-        module: The sharded module.
-        runtime: Its engine.
-    """
+    """A sharded module whose call is a step of the engine."""
 
     def __init__(self, module: nn.Module, runtime: Runtime) -> None:
         super().__init__()
@@ -78,20 +78,20 @@ class ShardedDP(DDPStrategy):
         start_method: StartMethod = "popen",
         **options: Any,
     ) -> None:
-        if sharding_strategy.lower() == AUTO or "plan_only" in options:
-            raise ConfigurationError(
-                "sharding_strategy='auto' and plan_only go with the Trainer, which knows the model when "
-                "a run is set up; ShardedDP.plan(model) says which strategy to write here"
-            )
         lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
         lightning["precision"] = options.pop("precision", None)
         parts = TrainerStrategy(
             sharding_strategy, state_dict_type="sharded", start_method=start_method, **options
         ).parts
-        if parts.options.asynchronous or "uneven_batches" in options:
+        if parts.options.checkpoint_options.asynchronous or "uneven_batches" in options:
             raise ConfigurationError(
                 "asynchronous=True and uneven_batches go with the Trainer: a loop of one's own ends "
                 "epochs by itself, and nobody would wait for the last checkpoint. Leave them out"
+            )
+        if parts.options.sharding_strategy == AUTO or parts.options.plan_only:
+            raise ConfigurationError(
+                "sharding_strategy='auto' and plan_only go with the Trainer, which knows the model "
+                "when a run is set up; ShardedDP.plan(model) says which strategy to write here"
             )
         if options.get("tensor_parallel_size", 1) != 1:
             raise ConfigurationError(
@@ -111,7 +111,9 @@ class ShardedDP(DDPStrategy):
         self.cluster_environment.set_global_rank(self.node_rank * processes + self.local_rank)
         self.cluster_environment.set_world_size(nodes * processes)
         rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
-        self._group.set_up(self.cluster_environment, self.root_device, nodes, processes, None)
+        ranks = (self.cluster_environment, self.root_device, nodes, processes)
+        self._group.connect(*ranks)
+        self._group.begin_run(*ranks, None)
         follow_optimizers(parameters_changed)
 
     @override
@@ -167,8 +169,9 @@ class ShardedDP(DDPStrategy):
                 f"{type(optimizer).__name__} holds no parameter of a module that is set up: call "
                 f"fabric.setup_module(module) first, or fabric.setup(module, optimizer)"
             )
-        offloads = self._parts.offloads_optimizer and self.root_device.type != "cpu"
-        attach_optimizer(optimizer, parameters_changed, offloads, self._parts.optimizer_scope)
+        offloads = self._parts.options.offload.optimizer_alone and self.root_device.type != "cpu"
+        scopes = self._parts.options.optimizer_scope
+        attach_optimizer(optimizer, parameters_changed, offloads, scopes)
         return optimizer
 
     @override
@@ -235,7 +238,7 @@ class ShardedDP(DDPStrategy):
     def _read(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
-        mesh, options = self._group.current, self._parts.options
+        mesh, options = self._group.current, self._parts.options.checkpoint_options
         part = (0, 1) if mesh is None else (mesh.rank, mesh.topology.world_size)
         if path.is_dir():
             own = {"foreign": options.foreign, "trust_pickle": options.trust_pickle}
@@ -252,9 +255,9 @@ class ShardedDP(DDPStrategy):
             if value is None:
                 continue
             if isinstance(it, nn.Module):
-                load_staged(it, value, strict, self._parts.options.cast)
+                load_module(it, value, strict, self._parts.options.checkpoint_options.cast)
             elif isinstance(it, Optimizer):
-                stage([value], root)
+                read_shards_ahead([value], root)
                 load_optimizer(it, value, saved.get(key), parameter_names(root, [it])[0])
             elif isinstance(it, Stateful):
                 it.load_state_dict(value)

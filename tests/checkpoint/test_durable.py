@@ -77,17 +77,18 @@ def test_what_is_read_must_be_an_ordinary_file(tmp_path: Path, kind: str) -> Non
     with pytest.raises(
         CheckpointError, match=rf"file is a (symbolic )?{kind}, expected an ordinary file"
     ):
-        durable.open_regular(path)
+        durable.open_regular(path).__enter__()
 
 
 def test_opening_a_file_tells_its_size(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     with durable.opened_directory(tmp_path) as directory:
-        descriptor, nbytes = durable.open_regular("file", directory)
-        assert (os.read(descriptor, 10), nbytes) == (b"12345", 5)
-        os.close(descriptor)
+        with durable.open_regular("file", directory) as (descriptor, nbytes):
+            assert (os.read(descriptor, 10), nbytes) == (b"12345", 5)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
         with pytest.raises(FileNotFoundError):
-            durable.open_regular("other", directory)
+            durable.open_regular("other", directory).__enter__()
 
 
 def test_directories_are_made_private_and_flushed_into_those_that_hold_them(

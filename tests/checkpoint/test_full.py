@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardeddp import CheckpointError, CheckpointOptions, ShardedDP, ShardTensor
 from shardeddp.checkpoint.full import gather_full, stream_full, whole
-from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.snapshot import memory_of_shards
 from support.tasks import Block, TinyGpt, token_loader
@@ -21,7 +21,7 @@ from world import Worlds
 pytestmark = pytest.mark.timeout(60)
 
 
-RUN = Run(
+RUN = TrainingRun(
     uuid="0",
     step=3,
     epoch=1,

@@ -32,11 +32,11 @@ from shardeddp.checkpoint.manifest import (
     PLACEMENT,
     ItemPath,
     Manifest,
-    Run,
     Section,
     StoredFile,
     StoredObject,
     StoredTensor,
+    TrainingRun,
     name_of,
 )
 from shardeddp.checkpoint.pieces import Pieces, placement_of, runs_of
@@ -49,7 +49,7 @@ pytestmark = [
     ),
 ]
 
-RUN = Run(
+RUN = TrainingRun(
     uuid="0d9c",
     step=7,
     epoch=1,

@@ -58,10 +58,10 @@ def test_an_interval_is_all_that_a_shard_reads(lazy: LazyTensor, reads: Reads) -
     assert reads.intervals == [Interval(3, 7)]
 
 
-def test_what_was_staged_is_not_read_again_and_is_given_away_once(
+def test_what_was_read_ahead_is_not_read_again_and_is_given_away_once(
     lazy: LazyTensor, reads: Reads
 ) -> None:
-    lazy.stage(Interval(3, 7))
+    lazy.read_ahead(Interval(3, 7))
     staged = lazy.elements(Interval(3, 7))
     assert torch.equal(staged, VALUES[3:7]) and reads.intervals == [Interval(3, 7)]
     assert lazy.elements(Interval(3, 7)) is not staged

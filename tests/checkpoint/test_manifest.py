@@ -13,11 +13,11 @@ from shardeddp.checkpoint.manifest import (
     Item,
     ItemPath,
     Manifest,
-    Run,
     Section,
     StoredFile,
     StoredObject,
     StoredTensor,
+    TrainingRun,
     manifest_from_bytes,
     manifest_to_bytes,
 )
@@ -25,7 +25,7 @@ from shardeddp.errors import CheckpointError
 
 
 def manifest() -> Manifest:
-    run = Run(
+    run = TrainingRun(
         uuid="u",
         step=3,
         epoch=1,

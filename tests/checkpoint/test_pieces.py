@@ -19,10 +19,10 @@ from shardeddp.checkpoint.manifest import (
     PIECE,
     PLACEMENT,
     Manifest,
-    Run,
     Section,
     StoredFile,
     StoredTensor,
+    TrainingRun,
     manifest_to_bytes,
 )
 from shardeddp.checkpoint.pieces import RUN, Pieces, placement_of, runs_of
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 
 SHAPES = [(7, 5), (40,), (3, 4, 5), (), (0, 3), (BLOCK_NBYTES // 2 + 9,)]
 NAMES = [f"model.{number}" for number in range(len(SHAPES))]
-RUN_OF_IT = Run(
+RUN_OF_IT = TrainingRun(
     uuid="u",
     step=1,
     epoch=0,

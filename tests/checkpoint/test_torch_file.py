@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardeddp.checkpoint.full import TorchFile, plain
+from shardeddp.checkpoint.full import TorchFile
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.state_codec import plain
 from shardeddp.plan.layout import Interval
 
 

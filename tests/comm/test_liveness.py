@@ -60,10 +60,10 @@ WALKS = """
     deadline = time.monotonic() + {seconds}
 
     def look():
-        probe = mock.Mock(_trains=main)
+        probe, check = mock.Mock(_trains=main), mock.Mock(on_sample=place_of)
         while time.monotonic() < deadline:
             Garbage(), Garbage()
-            places.add(LivenessProbe._see(probe, [place_of]))
+            places.add(LivenessProbe._sample(probe, check))
 
     gc.set_threshold(30, 5, 5)
     thread = threading.Thread(target=look)

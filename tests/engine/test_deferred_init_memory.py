@@ -8,9 +8,7 @@ from torch import nn
 
 from shardeddp.comm import CollectiveHandle
 from shardeddp.comm.backends import GlooCollectives
-from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.wrap import NamePolicy, build_units
 from support.allocations import ATTEMPTS, all_complete, record_allocations
 from support.deferred import Build, recorded
@@ -80,8 +78,7 @@ def record_setup(sharding: Sharding, build: Build, load: bool) -> tuple[list[int
         shard_model(
             units,
             mesh,
-            SHARDING_STRATEGIES[sharding.strategy],
-            Prefetch(),
+            sharding.asked,
             recording=recording,
             load=restore if load else None,
         )

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardeddp.comm import Mesh
-from shardeddp.engine.runtime import Prefetch
+from shardeddp.config import Options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.sharding_strategy import find_sharding
 from shardeddp.plan.topology import Topology
 from shardeddp.wrap import build_units, resolve_policy
 from world import Worlds
@@ -48,7 +47,7 @@ def train_and_let_go(strategy: str, ranks: int, keeps: str, steps: bool) -> list
     )
     model = nn.Sequential(*[Unit(keeps) for _ in range(3)])
     specs = build_units(model, resolve_policy({Unit}))
-    runtime = shard_model(specs, mesh, find_sharding(strategy), Prefetch())
+    runtime = shard_model(specs, mesh, Options(sharding_strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters())
     attach_optimizer(optimizer, runtime.parameters_changed)
     with runtime.step() as outputs:
@@ -78,7 +77,7 @@ def backward_without_the_model(strategy: str, shard_size: int) -> None:
     )
     model = nn.Sequential(Unit(""), Unit(""))
     specs = build_units(model, resolve_policy({Unit}))
-    runtime = shard_model(specs, mesh, find_sharding(strategy), Prefetch())
+    runtime = shard_model(specs, mesh, Options(sharding_strategy=strategy))
     with runtime.step() as outputs:
         outputs.append(model(torch.ones(2, 4, requires_grad=True)).sum())
     del model, specs, runtime

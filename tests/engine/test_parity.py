@@ -107,6 +107,8 @@ class Case:
 
 
 CASES = [Case(*options) for options in itertools.product(PRECISIONS, (False, True), ACCUMULATIONS)]
+PAIRS = [CASES[index] for index in (0, 3, 5, 6)]
+"""Every two of the three options meet in each combination of theirs."""
 
 Trained = tuple[State, list[float]]
 """Weights after training, and the gradient norm of every step."""
@@ -162,8 +164,8 @@ def train(sharding: Sharding, case: Case) -> Trained:
     return {name: full(parameter) for name, parameter in model.named_parameters()}, norms
 
 
-def train_all(sharding: Sharding) -> dict[Case, Trained]:
-    return {case: train(sharding, case) for case in CASES}
+def train_all(sharding: Sharding, cases: list[Case]) -> dict[Case, Trained]:
+    return {case: train(sharding, case) for case in cases}
 
 
 def train_twice(sharding: Sharding) -> tuple[State, State]:
@@ -185,29 +187,29 @@ def distance(found: State, expected: State) -> float:
 
 
 WORLDS = list(itertools.product(STRATEGIES, (1, 2, 3, 4)))
-SHORT_DRAW = [
-    *((strategy, 2) for strategy in STRATEGIES),
-    *(("full_shard", size) for size in (1, 3)),
-]
-SHORT_DRAW += [("hybrid_shard", 4)]
+WORLDS += [("hybrid_shard split over replicas", 4)]
+PAIRED = [("shard_grad_op", 2), ("shard_optimizer", 2), ("no_shard", 2), ("full_shard", 3)]
+PAIRED += [("hybrid_shard", 4), WORLDS[-1]]
+"""Where pairs of options are enough for `make test-slow`."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("strategy", "size"),
+    ("cases", "strategy", "size"),
     [
+        *(pytest.param(PAIRS, *world, id="-".join(map(str, world))) for world in PAIRED),
         *(
-            pytest.param(*case, marks=() if case in SHORT_DRAW else pytest.mark.torture)
-            for case in WORLDS
+            pytest.param(CASES, *world, marks=marks, id="-".join(["all", *map(str, world)]))
+            for world in WORLDS
+            for marks in [() if world == ("full_shard", 2) else pytest.mark.torture]
         ),
-        ("hybrid_shard split over replicas", 4),
     ],
 )
 def test_training_equals_one_process(
-    world: Worlds, expected: dict[Case, Trained], strategy: str, size: int
+    world: Worlds, expected: dict[Case, Trained], cases: list[Case], strategy: str, size: int
 ) -> None:
-    for found in world(size).run(train_all, sharding_of(strategy, size), timeout_s=100):
+    for found in world(size).run(train_all, sharding_of(strategy, size), cases, timeout_s=100):
         for case, (weights, norms) in found.items():
             expected_weights, expected_norms = expected[replace(case, recomputes=False)]
             exact, _ = expected[replace(case, precision="32-true", recomputes=False)]

@@ -42,5 +42,5 @@ def test_buffers_and_metrics_move_and_parameters_do_not() -> None:
 
 def test_lightning_modules_know_their_device() -> None:
     module = Parent()
-    private.tell_device(module, ELSEWHERE)
+    private.set_device(module, ELSEWHERE)
     assert module.device == module.child.device == ELSEWHERE

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardeddp.config import Prefetch
 from shardeddp.engine import unit as unit_module
-from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.unit import TRANSITIONS, UnitState
 from shardeddp.errors import LayoutMismatchError, RankError
 from shardeddp.tensor.shard_tensor import ShardTensor

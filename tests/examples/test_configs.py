@@ -81,7 +81,7 @@ def train(name: str, folder: str, **more: str) -> dict[str, Any]:
     return {
         "steps": cli.trainer.global_step,
         "loss": cli.trainer.callback_metrics["train/loss"].item(),
-        "shards": strategy.sharding.topology(cli.trainer.num_nodes, 2).shard_size,
+        "shards": strategy.options.sharding.topology(cli.trainer.num_nodes, 2).shard_size,
         "trained": [n for n, p in cli.model.named_parameters() if p.requires_grad],
     }
 

@@ -11,6 +11,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "fidelity" in item.path.parts and item.path.stem != "test_drawn_programs":
             item.add_marker("fidelity")
+            if item.name.endswith("[no_shard in one unit]"):  # units matter to what is gathered
+                item.add_marker("torture")
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardeddp.config import ActivationCheckpointing
+from shardeddp.config import ActivationCheckpointing, resolve_activation_checkpointing
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.activation_checkpointing import (
-    checkpoint_activations,
-    resolve_activation_checkpointing,
-)
+from shardeddp.lightning.activation_checkpointing import checkpoint_activations
 from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, PredicatePolicy
 from training import RUNTIMES, WIDTH, Sharding, Trial, batch
 from world import on_ranks

@@ -33,12 +33,12 @@ def is_block(name: str, module: nn.Module) -> bool:
 
 @pytest.mark.parametrize("name", ["shardeddp.ShardedDP", "ShardedDP", "sharded_dp", "SHARDED_DP"])
 def test_the_bare_name_is_enough(name: str) -> None:
-    assert strategy_of(f"{STRATEGY}={name}").sharding == find_sharding("full_shard")
+    assert strategy_of(f"{STRATEGY}={name}").options.sharding == find_sharding("full_shard")
 
 
 @pytest.mark.parametrize("name", SHARDING_STRATEGIES)
 def test_each_sharding_strategy_has_a_name_on_the_command_line(name: str) -> None:
-    assert strategy_of(f"{STRATEGY}=sharded_dp_{name}").sharding == find_sharding(name)
+    assert strategy_of(f"{STRATEGY}=sharded_dp_{name}").options.sharding == find_sharding(name)
 
 
 def test_options_follow_the_class_on_the_command_line() -> None:
@@ -49,9 +49,9 @@ def test_options_follow_the_class_on_the_command_line() -> None:
         f"{STRATEGY}.forward_prefetch=3",
         f"{STRATEGY}.auto_wrap_policy=null",
     )
-    assert strategy.sharding.shard_size == 2
-    assert strategy.prefetch.forward == 3
-    assert isinstance(strategy.policy, SingleUnitPolicy)
+    assert strategy.options.sharding.shard_size == 2
+    assert strategy.options.prefetch.forward == 3
+    assert isinstance(strategy.options.policy, SingleUnitPolicy)
 
 
 def test_every_plain_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
@@ -71,9 +71,12 @@ def test_every_plain_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
             },
         )
     )
-    assert (strategy.sharding.shard_size, strategy.sharding.reduce_every_backward) == (1, False)
-    assert (strategy.prefetch.forward, strategy.prefetch.backward) == (0, 2)
-    assert strategy.timeout == timedelta(minutes=2)
+    assert (
+        strategy.options.sharding.shard_size,
+        strategy.options.sharding.reduce_every_backward,
+    ) == (1, False)
+    assert (strategy.options.prefetch.forward, strategy.options.prefetch.backward) == (0, 2)
+    assert strategy.options.timeout == timedelta(minutes=2)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +91,11 @@ def test_every_plain_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
 def test_the_timeout_is_a_number_of_seconds_or_a_duration(
     tmp_path: Path, value: Any, expected: timedelta
 ) -> None:
-    assert strategy_of(write(tmp_path, {"timeout": value})).timeout == expected
+    assert strategy_of(write(tmp_path, {"timeout": value})).options.timeout == expected
     assert (
-        strategy_of(f"{STRATEGY}=shardeddp.ShardedDP", f"{STRATEGY}.timeout={value}").timeout
+        strategy_of(
+            f"{STRATEGY}=shardeddp.ShardedDP", f"{STRATEGY}.timeout={value}"
+        ).options.timeout
         == expected
     )
 
@@ -117,7 +122,7 @@ def test_the_timeout_is_a_number_of_seconds_or_a_duration(
     ],
 )
 def test_a_policy_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: Any) -> None:
-    policy = strategy_of(write(tmp_path, {"auto_wrap_policy": value})).policy
+    policy = strategy_of(write(tmp_path, {"auto_wrap_policy": value})).options.policy
     assert type(policy) is type(expected)
     assert policy.select(TinyGpt()) == expected.select(TinyGpt())
 
@@ -147,7 +152,9 @@ def test_a_policy_that_chooses_nothing_would_be_noticed() -> None:
 def test_mixed_precision_can_be_written_in_yaml(
     tmp_path: Path, value: Any, expected: object
 ) -> None:
-    assert strategy_of(write(tmp_path, {"mixed_precision": value})).mixed_precision == expected
+    assert (
+        strategy_of(write(tmp_path, {"mixed_precision": value})).options.mixed_precision == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +178,7 @@ def test_activation_checkpointing_can_be_written_in_yaml(
 ) -> None:
     found = strategy_of(
         write(tmp_path, {"activation_checkpointing": value})
-    ).activation_checkpointing
+    ).options.activation_checkpointing
     if expected is None:
         assert found is None
     else:
@@ -193,13 +200,13 @@ def test_activation_checkpointing_can_be_written_in_yaml(
 )
 def test_offload_can_be_written_in_yaml(tmp_path: Path, value: Any, expected: CPUOffload) -> None:
     strategy = strategy_of(write(tmp_path, {"cpu_offload": value}))
-    assert strategy.offload == expected
-    assert strategy.sharding.offload_params == expected.params
+    assert strategy.options.offload == expected
+    assert strategy.options.sharding.offload_params == expected.params
 
 
 @pytest.mark.parametrize("value", [True, False, 2, None])
 def test_resharding_is_a_choice_or_a_number_of_ranks(tmp_path: Path, value: Any) -> None:
-    found = strategy_of(write(tmp_path, {"reshard_after_forward": value})).sharding
+    found = strategy_of(write(tmp_path, {"reshard_after_forward": value})).options.sharding
     assert found == choose_sharding("full_shard", reshard_after_forward=value)
     assert found.regather_size == (2 if value == 2 else None)
 
@@ -211,6 +218,6 @@ def test_options_of_a_group_follow_it_on_the_command_line() -> None:
         f"{STRATEGY}.cpu_offload.optimizer=true",
         f"{STRATEGY}.activation_checkpointing=auto",
     )
-    assert strategy.mixed_precision == MixedPrecision(param_dtype="bf16")
-    assert strategy.offload == CPUOffload(optimizer=True)
-    assert strategy.activation_checkpointing is not None
+    assert strategy.options.mixed_precision == MixedPrecision(param_dtype="bf16")
+    assert strategy.options.offload == CPUOffload(optimizer=True)
+    assert strategy.options.activation_checkpointing is not None

@@ -123,7 +123,10 @@ def test_every_loss_and_all_weights_equal_eager_ddp(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[] if way == "whole module" else pytest.mark.torture) for way in WAYS],
+)
 def test_inductor_trains_to_the_same_weights(
     world: Worlds, reference: References, way: str
 ) -> None:

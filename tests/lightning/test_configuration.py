@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import shardeddp
 from shardeddp import (
@@ -17,7 +18,9 @@ from shardeddp import (
     MixedPrecision,
     ShardedDP,
 )
-from shardeddp.plan.sharding_strategy import AUTO, SHARDING_STRATEGIES
+from shardeddp.config import Options
+from shardeddp.lightning.api import ParallelStrategy
+from shardeddp.plan.sharding_strategy import AUTO, SHARDING_STRATEGIES, choose_sharding
 from support.command_line import STRATEGY, printed, refusal, strategy_of, write
 from support.tasks import TinyGpt
 
@@ -80,6 +83,29 @@ def test_help_of_a_group_shows_its_fields_with_their_meaning(
     for name, meaning in said.items():
         assert f"{flag.partition('.')[0]}.{name} " in text, name
         assert meaning in text, f"{name}: {meaning}"
+
+
+# -- the options and the signature that they are given in
+
+
+def test_the_signature_has_the_options_with_their_defaults() -> None:
+    options = [it.name for it in dataclasses.fields(Options) if it.init]
+    of_lightning = inspect.signature(ParallelStrategy).parameters
+    assert options == [
+        it for it in SIGNATURE if it not in of_lightning and it != "precision_plugin"
+    ]
+    assert vars(ShardedDP().options) == vars(Options())
+
+
+def test_options_are_equal_if_they_shard_alike() -> None:
+    assert Options(timeout=1, auto_wrap_policy=["Block"]) == Options(auto_wrap_policy=("Block",))  # type: ignore[arg-type]
+    assert Options(sharding_strategy="zero2") == Options(reshard_after_forward=False)
+    plan = {"up": ColwiseParallel()}, {"up": ColwiseParallel()}, {"up": RowwiseParallel()}
+    found = [Options(tensor_parallel_size=2, tensor_parallel_plan=it) for it in plan]
+    assert found[0] == found[1] != found[2]
+    assert Options(auto_wrap_policy=["Block"]) != Options(auto_wrap_policy=["Layer"])
+    again = dataclasses.replace(Options(sharding_strategy="HYBRID_SHARD_ZERO2"), debug=True)
+    assert again.sharding == choose_sharding("hybrid_shard", reshard_after_forward=False)
 
 
 # -- configurations
@@ -171,19 +197,14 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 
 def described(strategy: ShardedDP) -> dict[str, str]:
     """All that a strategy has been told, and what modules of a model it takes."""
-    parts = [
-        part
-        for part in vars(strategy).values()
-        if type(part).__module__.startswith("shardeddp.strategy.")
-    ]
     shown = {
         f"{type(it).__name__}.{name}": str(value)
-        for it in (strategy, *parts)
+        for it in (strategy, strategy.options)
         for name, value in vars(it).items()
     }
-    recomputed = strategy.activation_checkpointing
+    recomputed = strategy.options.activation_checkpointing
     return {name: text for name, text in shown.items() if " object at " not in text} | {
-        "units": str(strategy.policy.select(TinyGpt())),
+        "units": str(strategy.options.policy.select(TinyGpt())),
         "recomputed": "" if recomputed is None else str(recomputed.modules.select(TinyGpt())),
         "environment": type(strategy.cluster_environment).__name__,
     }

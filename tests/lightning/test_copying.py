@@ -81,8 +81,8 @@ def train_with_copies(name: str) -> None:
     [
         (1, "full_shard"),
         (2, "full_shard"),
-        (2, "shard_grad_op"),
-        (2, "shard_optimizer"),
+        pytest.param(2, "shard_grad_op", marks=pytest.mark.torture),
+        pytest.param(2, "shard_optimizer", marks=pytest.mark.torture),
         (2, "no_shard"),
         (4, "hybrid_shard"),
     ],

@@ -395,7 +395,7 @@ def train_late(strategy: str, action: Action, step: int, everybody: bool) -> End
     [
         ("full_shard", sleep, 0, False),
         ("full_shard", compute, 2, False),
-        ("no_shard", sleep, 1, False),
+        pytest.param("no_shard", sleep, 1, False, marks=pytest.mark.torture),
         ("full_shard", late_for_a_weight, 1, True),
     ],
 )

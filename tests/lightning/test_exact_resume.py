@@ -281,8 +281,14 @@ def test_between_epochs_with_shards_and_without(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", [loader for loader in LOADERS if loader != "own order"])
-@pytest.mark.parametrize("save", ["epoch end", "validation end"])
+@pytest.mark.parametrize(
+    ("loader", "save"),
+    [
+        *((loader, "epoch end") for loader in LOADERS if loader != "own order"),
+        ("plain", "validation end"),
+        ("generated", "validation end"),  # the others: in the middle, with validation in between
+    ],
+)
 def test_between_epochs_with_every_loader(
     world: Worlds, tmp_path: Path, loader: str, save: str
 ) -> None:
@@ -304,16 +310,32 @@ def test_between_epochs_with_a_sampler_that_draws_from_the_global_generator(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("save", "step"), [("epoch end", 6), ("validation end", 6), ("middle", 8)])
+@pytest.mark.parametrize(
+    ("save", "step"),
+    [
+        ("epoch end", 6),
+        pytest.param("validation end", 6, marks=pytest.mark.torture),
+        ("middle", 8),
+    ],
+)
 def test_of_a_run_that_counts_steps(world: Worlds, tmp_path: Path, save: str, step: int) -> None:
     check(world, tmp_path, "eager", save, step=step, max_epochs=-1, max_steps=24)
 
 
 STATEFUL = ["generated", "eager", "generated stream", "eager stream", "own order"]
+DRAWN = [("eager", 8), ("generated stream", 4), ("own order", 4)]
+"""Every kind once; the plainest, "generated", is resumed under every strategy."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        # States of ranks do not differ between the strategies that shard them over all ranks.
+        pytest.param(name, marks=pytest.mark.torture) if name.startswith("shard_") else name
+        for name in STRATEGIES
+    ],
+)
 def test_in_the_middle_of_an_epoch_under_every_strategy(
     world: Worlds, tmp_path: Path, strategy: str
 ) -> None:
@@ -321,8 +343,14 @@ def test_in_the_middle_of_an_epoch_under_every_strategy(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", STATEFUL)
-@pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    ("loader", "step"),
+    [
+        pytest.param(loader, step, marks=() if (loader, step) in DRAWN else pytest.mark.torture)
+        for loader in STATEFUL
+        for step in (4, 8)
+    ],
+)
 def test_in_the_middle_of_an_epoch_with_every_stateful_loader(
     world: Worlds, tmp_path: Path, loader: str, step: int
 ) -> None:
@@ -337,7 +365,15 @@ def test_in_the_middle_of_an_epoch_by_a_model_that_asks_for_the_number_of_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loader", STATEFUL)
+@pytest.mark.parametrize(
+    "loader",
+    [
+        pytest.param(loader, marks=pytest.mark.torture)
+        if loader.startswith("generated")
+        else loader
+        for loader in STATEFUL
+    ],
+)
 def test_in_the_middle_of_an_epoch_with_validation_in_between(
     world: Worlds, tmp_path: Path, loader: str
 ) -> None:
@@ -355,9 +391,9 @@ def test_in_the_middle_of_an_epoch_with_validation_in_between(
             4,
             12,
         ),  # of six batches per epoch, four and then two make a step
-        ("generated", "middle", 4, 1, 4),
+        pytest.param("generated", "middle", 4, 1, 4, marks=pytest.mark.torture),
         ("eager stream", "middle", 2, 4, 8),
-        ("eager stream", "epoch end", 2, 3, 6),
+        pytest.param("eager stream", "epoch end", 2, 3, 6, marks=pytest.mark.torture),
     ],
 )
 def test_with_accumulated_gradients(

@@ -125,7 +125,7 @@ def test_a_worker_that_reads_a_sharded_parameter_is_told_so(world: Worlds, name:
         ("no_shard", "module", "fork"),
         # DDP's spawned workers share the memory of the weights, and race with the optimizer.
         pytest.param("full_shard", "frozen", "spawn", marks=pytest.mark.slow),
-        pytest.param("no_shard", "frozen", "spawn", marks=pytest.mark.slow),
+        pytest.param("no_shard", "frozen", "spawn", marks=pytest.mark.torture),
     ],
 )
 @pytest.mark.timeout(300)

@@ -18,6 +18,7 @@ from support.trainers import make_trainer
 from world import Worlds
 
 pytestmark = pytest.mark.timeout(120)
+SLOW, TORTURE = pytest.mark.slow, pytest.mark.torture
 
 
 def _nested(depth: int) -> Any:
@@ -43,7 +44,9 @@ STATES: dict[str, Callable[[], Any]] = {
 }
 
 
-QUICK = ("bytes", "large integers", "nested", "one tensor many times")
+QUICK = ("large integers", "nested", "one tensor many times")
+IN_ONE_FILE = (*QUICK, "bytes", "pairs", "small tensors")
+"""`torch.save` writes them, and what is read of a file is checked alike for all of them."""
 
 
 class Keeps(Callback):
@@ -83,10 +86,16 @@ def save(make: Make, folder: str, name: str) -> bool:
     return _same(resumed.callbacks[0].state, state) and resumed.current_epoch == 2
 
 
-@pytest.mark.parametrize("make", [full_shard, pytest.param(in_one_file, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STATES],
+    ("name", "make"),
+    [
+        *((name, full_shard) for name in QUICK),
+        *(pytest.param(name, full_shard, marks=SLOW) for name in STATES if name not in QUICK),
+        *(
+            pytest.param(name, in_one_file, marks=SLOW if name in IN_ONE_FILE else TORTURE)
+            for name in STATES
+        ),
+    ],
 )
 def test_what_is_saved_is_resumed_loaded_verified_and_exported(
     world: Worlds, tmp_path: Path, name: str, make: Make

@@ -141,6 +141,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(by_script: tuple[Finished
     assert [each["listens_on"] for each in by_script[0].said] == [["127.0.0.1"]] * 2
 
 
+@pytest.mark.slow
 def test_a_script_ends_without_a_word_and_leaves_no_process(
     by_script: tuple[Finished, Any],
 ) -> None:

@@ -31,7 +31,9 @@ from world import Worlds
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-STEPS, BATCH = 20, 8
+STEPS, FEWER_STEPS, BATCH = 20, 6, 8
+"""Over all of them where strategies and plans are compared, over fewer where an option is."""
+
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 SEQUENCE_PLAN = {
     "blocks": ["split_sequence_input", "gather_sequence_output"],
@@ -228,12 +230,13 @@ def reference(
     decay: float = 0.0,
     dtype: torch.dtype = torch.float32,
     kind: type["Split"] = Split,
+    steps: int = STEPS,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """What one process trains on the whole batches, or the moving average of it, and its losses."""
     module, losses = kind(), list[float]()
     optimizer = optimizer_of(module)
     averages: dict[str, torch.Tensor] = {}
-    for number, batch in enumerate(data().split(BATCH)):
+    for number, batch in enumerate(data().split(BATCH)[: 2 * steps]):
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             loss = module.loss(batch)
         losses.append(loss.item())
@@ -259,6 +262,7 @@ def train(
     path: str = "",
     trainer_options: dict[str, Any] | None = None,
     empty_init: bool = False,
+    steps: int = STEPS,
     **more: Any,
 ) -> tuple[dict[str, torch.Tensor], list[float], float]:
     """The parameters that ranks have trained together, logged means, and a logged sum."""
@@ -267,7 +271,7 @@ def train(
     strategy = ShardedDP(name, tensor_parallel_size=size, auto_wrap_policy={Block}, **more)
     trainer = make_trainer(
         strategy,
-        max_steps=STEPS,
+        max_steps=steps,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5 if clips == "norm" else 0.05,
         gradient_clip_algorithm=clips,
@@ -311,17 +315,25 @@ def test_four_ranks_train_as_one_process_does(world: Worlds, name: str) -> None:
         assert count == 2  # ranks that split layers are counted once
 
 
-def train_all(size: int, plan: dict[str, Any]) -> list[Any]:
-    return [train(it, size, kind=Planned, tensor_parallel_plan=plan) for it in STRATEGIES]
+def train_all(size: int, plan: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
+    return [train(it, size, kind=Planned, tensor_parallel_plan=plan) for it in names]
 
 
-@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["whole sequences", "parts of them"])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    ("size", "plan", "names"),
+    [
+        pytest.param(2, PLAN, STRATEGIES, id="whole sequences"),
+        pytest.param(2, SEQUENCE_PLAN, STRATEGIES[:2], id="parts of sequences"),
+        pytest.param(2, SEQUENCE_PLAN, STRATEGIES[2:], id="the rest", marks=pytest.mark.torture),
+        pytest.param(4, PLAN, STRATEGIES, id="whole by four", marks=pytest.mark.torture),
+        pytest.param(4, SEQUENCE_PLAN, STRATEGIES, id="parts by four", marks=pytest.mark.torture),
+    ],
+)
 def test_a_plan_trains_as_one_process_does_under_every_strategy(
-    world: Worlds, size: int, plan: dict[str, Any]
+    world: Worlds, size: int, plan: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     expected, losses = reference("norm")
-    for answers in world(4).run(train_all, size, plan):
+    for answers in world(4).run(train_all, size, plan, names):
         for found, seen, count in answers:
             assert distance(found, expected) < 1e-5
             assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
@@ -329,8 +341,10 @@ def test_a_plan_trains_as_one_process_does_under_every_strategy(
 
 
 def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds) -> None:
-    expected, losses = reference("norm")
-    run = partial(train, "hybrid_shard", 2, kind=Planned, tensor_parallel_plan=PLAN)
+    expected, losses = reference("norm", steps=FEWER_STEPS)
+    run = partial(
+        train, "hybrid_shard", 2, kind=Planned, tensor_parallel_plan=PLAN, steps=FEWER_STEPS
+    )
     (first, *_), *_ = world(8).run(run)
     for found, seen, count in world(8).run(run):
         assert distance(found, expected) < 1e-5 and count == 4
@@ -356,9 +370,9 @@ def test_replicas_of_shards_of_split_layers_train_alike_to_the_bit(world: Worlds
 def test_options_change_nothing_about_it(
     world: Worlds, kind: type[Split], options: dict[str, Any]
 ) -> None:
-    expected, _ = reference("norm")
-    plan = None if kind is Split else PLAN
-    run = partial(train, "full_shard", 2, kind=kind, tensor_parallel_plan=plan, **options)
+    expected, _ = reference("norm", steps=FEWER_STEPS)
+    options = {**options, "tensor_parallel_plan": None if kind is Split else PLAN}
+    run = partial(train, "full_shard", 2, kind=kind, steps=FEWER_STEPS, **options)
     for found, *_ in world(4).run(run):
         assert distance(found, expected) < 1e-5
 
@@ -394,12 +408,13 @@ def average() -> dict[str, torch.Tensor]:
         kind=Planned,
         tensor_parallel_plan=PLAN,
         trainer_options={"callbacks": averages},
+        steps=FEWER_STEPS,
     )
     return found
 
 
 def test_weights_are_averaged_as_in_one_process(world: Worlds) -> None:
-    expected, _ = reference("norm", 0.9)
+    expected, _ = reference("norm", 0.9, steps=FEWER_STEPS)
     for found in world(4).run(average):
         assert distance(found, expected) < 1e-5
 
@@ -463,14 +478,15 @@ def test_each_axis_sends_what_textbooks_say(world: Worlds) -> None:
 
 
 def test_all_ranks_may_split_layers_and_clip_by_value(world: Worlds) -> None:
-    expected, _ = reference("value")
-    for found, *_ in world(4).run(train, "full_shard", 4, "value"):
+    expected, _ = reference("value", steps=FEWER_STEPS)
+    for found, *_ in world(4).run(partial(train, "full_shard", 4, "value", steps=FEWER_STEPS)):
         assert distance(found, expected) < 1e-5
 
 
 def test_sequences_may_be_split_as_well(world: Worlds) -> None:
-    expected, _ = reference("norm")
-    for found, *_ in world(4).run(train, "full_shard", 2, "norm", SequenceSplit):
+    expected, _ = reference("norm", steps=FEWER_STEPS)
+    run = partial(train, "full_shard", 2, kind=SequenceSplit, steps=FEWER_STEPS)
+    for found, *_ in world(4).run(run):
         assert distance(found, expected) < 1e-5
 
 
@@ -485,7 +501,7 @@ def load(
         auto_wrap_policy={Block},
     )
     trainer = make_trainer(
-        strategy, max_steps=STEPS, accumulate_grad_batches=2, use_distributed_sampler=False
+        strategy, max_steps=FEWER_STEPS, accumulate_grad_batches=2, use_distributed_sampler=False
     )
     module = kind()
     trainer.fit(module, ckpt_path=path, weights_only=False)
@@ -507,7 +523,8 @@ def test_a_checkpoint_is_loaded_with_other_numbers_of_tensor_ranks(
     module = Split if kind == "full" else Attending
     plan = None if kind == "full" else PLAN | ATTENTION_PLAN | {"**.num_heads": "divide"}
     run = partial(train, "full_shard", 2, "norm", module, path, tensor_parallel_plan=plan)
-    (saved, *_), *_ = world(4).run(partial(run, state_dict_type=kind))
+    run = partial(run, state_dict_type=kind, steps=FEWER_STEPS)
+    (saved, *_), *_ = world(4).run(run)
     loaded = [
         world(ranks).run(load, path, size, module, plan) for ranks, size in ((4, 4), (4, 2), (2, 1))
     ]
@@ -592,7 +609,7 @@ def train_attending() -> tuple[dict[str, torch.Tensor], float]:
     )
     trainer = make_trainer(
         strategy,
-        max_steps=STEPS,
+        max_steps=FEWER_STEPS,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         use_distributed_sampler=False,
@@ -623,18 +640,18 @@ class Classifying(Planned):
 
 
 def test_losses_are_computed_where_logits_are_split(world: Worlds) -> None:
-    expected, _ = reference("norm", kind=Classifying)
+    expected, _ = reference("norm", kind=Classifying, steps=FEWER_STEPS)
     plan = PLAN | {"head": ColwiseParallel(use_local_output=False)}
     run = partial(train, "full_shard", 2, kind=Classifying, tensor_parallel_plan=plan)
-    for found, *_ in world(4).run(run):
+    for found, *_ in world(4).run(partial(run, steps=FEWER_STEPS)):
         assert distance(found, expected) < 1e-5
 
 
 def test_fused_heads_are_split_and_metrics_count_batches_once(world: Worlds) -> None:
-    expected, _ = reference("norm", kind=Attending)
+    expected, _ = reference("norm", kind=Attending, steps=FEWER_STEPS)
     for found, steps in world(4).run(train_attending):
         assert distance(found, expected) < 1e-5
-        assert steps == 2 * 2 * STEPS  # of two ranks with different batches
+        assert steps == 2 * 2 * FEWER_STEPS  # of two ranks with different batches
 
 
 def refused(kind: type[Split], plan: Any = None, average: bool = False, **options: Any) -> str:

@@ -16,7 +16,7 @@ def test_no_rank_has_more_than_a_fair_share_and_one_parameter(
     shapes: list[list[int]], num_ranks: int
 ) -> None:
     ownership = Ownership(num_ranks)
-    owners = ownership.deal(shapes)
+    owners = ownership.assign_owners(shapes)
     costs = [step_cost(shape) for shape in shapes]
     for rank in range(num_ranks):
         mine = [cost for cost, owner in zip(costs, owners, strict=True) if owner == rank]
@@ -29,14 +29,14 @@ def test_what_comes_later_changes_nothing_and_every_rank_deals_alike(
     first: list[list[int]], second: list[list[int]], num_ranks: int
 ) -> None:
     one, other = Ownership(num_ranks), Ownership(num_ranks)
-    assert one.deal(first) == other.deal(first)
-    assert one.deal(second) == other.deal(second)
+    assert one.assign_owners(first) == other.assign_owners(first)
+    assert one.assign_owners(second) == other.assign_owners(second)
 
 
 def test_equal_blocks_are_divided_evenly() -> None:
     block = [(768, 256), (256, 256), (1408, 256), (256, 704)]
     ownership = Ownership(2)
-    ownership.deal(block * 4)
+    ownership.assign_owners(block * 4)
     assert max(ownership.costs) <= 1.1 * min(ownership.costs)
 
 

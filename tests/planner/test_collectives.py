@@ -13,13 +13,11 @@ from torch import nn
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from shardeddp.comm import Mesh
-from shardeddp.config import MixedPrecision
-from shardeddp.engine.runtime import Prefetch
+from shardeddp.config import MixedPrecision, Options
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.engine.unit import costs_of
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
-from shardeddp.plan.sharding_strategy import choose_sharding
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.wrap import NamePolicy, build_units
 
@@ -103,7 +101,8 @@ def test_the_plan_lists_what_the_engine_sends(
     frozen: bool,
     micro_batches: int,
 ) -> None:
-    sharding = choose_sharding(strategy, **options)
+    asked = Options(sharding_strategy=strategy, **options)
+    sharding = asked.sharding
     topology = sharding.topology(2, 4)
     model = Stack(frozen)
     dtypes = resolve_dtypes(MixedPrecision(param_dtype=dtype) if dtype else None, None)
@@ -116,7 +115,7 @@ def test_the_plan_lists_what_the_engine_sends(
     with fake_world(8):
         cast_at_boundaries(model, units, dtypes)
         mesh = Mesh(topology, torch.device("cpu"), timedelta(seconds=30), sharding.regather_size)
-        runtime = shard_model(units, mesh, sharding, Prefetch())
+        runtime = shard_model(units, mesh, asked)
         trained = [it for it in model.parameters() if it.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3)
         attach_optimizer(optimizer, runtime.parameters_changed)

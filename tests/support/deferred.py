@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from shardeddp.config import Options
 from shardeddp.engine.recording import Recording
-from shardeddp.engine.runtime import Prefetch
 from shardeddp.engine.shard_model import shard_model
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.wrap import SingleUnitPolicy, build_units
 from training import Sharding, full
 
@@ -245,5 +244,4 @@ def shard(
 ) -> None:
     """Shard as one unit, with what is known of the model's making."""
     units = build_units(model, SingleUnitPolicy())
-    strategy = SHARDING_STRATEGIES["full_shard"]
-    shard_model(units, Sharding().mesh(), strategy, Prefetch(), recording=recording, load=load)
+    shard_model(units, Sharding().mesh(), Options(), recording=recording, load=load)

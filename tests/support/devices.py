@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,14 +13,14 @@ from torch import nn, optim
 from torch.testing._internal.distributed import fake_pg as _registers_fake  # noqa: F401 - the backend
 
 from shardeddp.comm import Mesh
-from shardeddp.config import CPUOffload, MixedPrecision
+from shardeddp.config import CPUOffload, MixedPrecision, Options
 from shardeddp.engine.recording import Recording
-from shardeddp.engine.runtime import Prefetch, Runtime
+from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.shard_model import shard_model
 from shardeddp.lightning.precision import assign_dtypes, cast_at_boundaries, resolve_dtypes
 from shardeddp.optim.attach import attach_optimizer
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import ShardingStrategy, find_sharding
+from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.wrap import NamePolicy, build_units
 
 DEVICE = torch.device("cuda", 0)
@@ -87,7 +87,15 @@ class Setting:
     @property
     def sharding(self) -> ShardingStrategy:
         """What the strategy is to the engine."""
-        return replace(find_sharding(self.strategy), offload_params=self.offload.params)
+        return self.asked.sharding
+
+    @property
+    def asked(self) -> Options:
+        """How a user asks for it."""
+        nothing = self.offload == CPUOffload()
+        return Options(
+            sharding_strategy=self.strategy, cpu_offload=False if nothing else self.offload
+        )
 
     def mesh(self) -> Mesh:
         """The mesh of all ranks; for it a machine has all of them."""
@@ -116,11 +124,9 @@ class Training:
         units = assign_dtypes(model, build_units(model, NamePolicy(("blocks.*",))), dtypes)
         cast_at_boundaries(model, units, dtypes)
         mesh = mesh or setting.mesh()
-        self.runtime: Runtime = shard_model(
-            units, mesh, setting.sharding, Prefetch(), recording=recording
-        )
+        self.runtime: Runtime = shard_model(units, mesh, setting.asked, recording=recording)
         self.optimizer = adamw(model)
-        offload = setting.offload.optimizer and not setting.offload.params
+        offload = setting.offload.optimizer_alone
         attach_optimizer(self.optimizer, self.runtime.parameters_changed, offload=offload)
 
     def step(self, number: int, micro_batches: int = 1) -> torch.Tensor:

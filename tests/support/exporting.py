@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.snapshot import take_snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
@@ -70,7 +70,7 @@ def checkpoint(step: int = 7, **more: Any) -> dict[str, Any]:
 def put(path: Path, content: Mapping[str, Any] | None = None, **options: Any) -> Path:
     """Save a checkpoint as a run of one rank does."""
     content = checkpoint() if content is None else content
-    run = Run(
+    run = TrainingRun(
         uuid=uuid.uuid4().hex,
         step=content["global_step"],
         epoch=content["epoch"],

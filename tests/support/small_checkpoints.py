@@ -5,13 +5,19 @@ from pathlib import Path
 from shardeddp.checkpoint import directory
 from shardeddp.checkpoint.durable import Durability, Permissions
 from shardeddp.checkpoint.find import WORKING_NAME, read_manifest
-from shardeddp.checkpoint.manifest import MANIFEST, Manifest, Run, StoredFile, manifest_to_bytes
+from shardeddp.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    TrainingRun,
+    manifest_to_bytes,
+)
 
 DATA = ("__0_0.distcp", "__1_0.distcp", "meta.pt")
 
 
 def manifest_of(step: int, epoch: int = 0, names: tuple[str, ...] = DATA) -> Manifest:
-    run = Run(
+    run = TrainingRun(
         uuid="0" * 32,
         step=step,
         epoch=epoch,

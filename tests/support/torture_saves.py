@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardeddp.checkpoint import durable
 from shardeddp.checkpoint.contents import open_checkpoint
 from shardeddp.checkpoint.interop import lightning_meta
-from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.snapshot import SectionSpec, Share, Snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
@@ -56,8 +56,8 @@ def snapshot_of(
     )
 
 
-def run_of(step: int, size: int = 1) -> Run:
-    return Run(
+def run_of(step: int, size: int = 1) -> TrainingRun:
+    return TrainingRun(
         uuid=f"{step:032x}",
         step=step,
         epoch=0,

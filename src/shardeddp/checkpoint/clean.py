@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardeddp.checkpoint.directory import STAGED, bury, delete, left_text
+from shardeddp.checkpoint.directory import STAGED, delete, delete_atomically, left_text
 from shardeddp.checkpoint.durable import (
     Durability,
     StrPath,
@@ -60,7 +60,7 @@ def remove(
         kept = _why_kept(path, name, mode, None if written else roots)
         if kept is None and stat.S_ISDIR(mode):
             with opened_directory(parent) as descriptor:
-                kept = next(iter(bury(path, descriptor, durability, name)), None)
+                kept = next(iter(delete_atomically(path, descriptor, durability, name)), None)
         elif kept is None:
             os.unlink(path)
     except FileNotFoundError:
@@ -173,7 +173,7 @@ class _Sweeper:
                 if replaced is None:
                     left = delete(path)
                 elif exists(path.with_name(replaced)):
-                    left = bury(path, self._descriptor, self._durability, replaced)
+                    left = delete_atomically(path, self._descriptor, self._durability, replaced)
                 else:
                     os.rename(path, path.with_name(replaced))
                     sync_directory(self._descriptor, self._durability)

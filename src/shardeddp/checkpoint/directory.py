@@ -255,7 +255,7 @@ def commit(staging: Staging) -> tuple[str, ...]:
                     "This file system cannot exchange two names: replacing a checkpoint takes two "
                     "renames."
                 )
-            notes += bury(replaced, parent, durability, target.name)
+            notes += delete_atomically(replaced, parent, durability, target.name)
     return tuple(notes)
 
 
@@ -348,7 +348,9 @@ def _put_back(path: Path, target: Path, replaced: Path | None) -> None:
         os.rename(replaced, target)
 
 
-def bury(path: Path, parent: int, durability: Durability, name: str) -> tuple[str, ...]:
+def delete_atomically(
+    path: Path, parent: int, durability: Durability, name: str
+) -> tuple[str, ...]:
     """Delete a checkpoint so that it is never half there under its name.
 
     Args:
@@ -362,14 +364,14 @@ def bury(path: Path, parent: int, durability: Durability, name: str) -> tuple[st
         What is left, in sentences; the next sweep tries again.
     """
     try:
-        grave = path.with_name(f".del-{uuid.uuid4().hex}")
-        os.rename(path, grave)
+        renamed = path.with_name(f".del-{uuid.uuid4().hex}")
+        os.rename(path, renamed)
         sync_directory(parent, durability)
-        others = _delete_parts(grave)
+        others = _delete_parts(renamed)
         if not others:
             return ()
         kept = _free(path.with_name(name))
-        os.rename(grave, kept)
+        os.rename(renamed, kept)
     except FileNotFoundError:
         return ()  # a sweep has come first
     except OSError as error:
@@ -492,7 +494,9 @@ def _rename(working: Path, path: Path, durability: Durability) -> None:
     with opened_directory(path.parent) as parent, held(path):
         replaced = put_in_place(working, path)
         sync_directory(parent, durability)
-        for note in () if replaced is None else bury(replaced, parent, durability, path.name):
+        for note in (
+            () if replaced is None else delete_atomically(replaced, parent, durability, path.name)
+        ):
             log.warning(note)
 
 

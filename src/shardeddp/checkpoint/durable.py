@@ -196,15 +196,28 @@ def read_dense(descriptor: int, interval: Interval, name: str, zeros: int) -> by
     return data
 
 
-def open_regular(path: StrPath, directory: int | None = None) -> tuple[int, int]:
+def read_into(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill a buffer from a byte of a file on; how many bytes there were.
+
+    Raises:
+        OSError: Reading failed.
+    """
+    done = 0
+    while done < len(view) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
+        done += count
+    return done
+
+
+@contextlib.contextmanager
+def open_regular(path: StrPath, directory: int | None = None) -> Generator[tuple[int, int]]:
     """Open a file for reading that has to be an ordinary one: no link, pipe, device or directory.
 
     Args:
         path: The file; relative to ``directory`` if that is given.
         directory: Descriptor of a directory.
 
-    Returns:
-        Its descriptor and its size in bytes.
+    Yields:
+        Its descriptor, open inside of the context, and its size in bytes.
 
     Raises:
         CheckpointError: It is something else.
@@ -221,13 +234,15 @@ def open_regular(path: StrPath, directory: int | None = None) -> tuple[int, int]
                 f"itself to its place."
             ) from None
         raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(
+                f"{os.fspath(path)} is {kind_of(found.st_mode)}, expected an ordinary file."
+            )
+        yield descriptor, found.st_size
+    finally:
         os.close(descriptor)
-        raise CheckpointError(
-            f"{os.fspath(path)} is {kind_of(found.st_mode)}, expected an ordinary file."
-        )
-    return descriptor, found.st_size
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:

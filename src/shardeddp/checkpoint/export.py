@@ -24,7 +24,7 @@ from shardeddp.checkpoint.contents import (
 )
 from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.find import is_checkpoint
-from shardeddp.checkpoint.full import TorchFile, plain
+from shardeddp.checkpoint.full import TorchFile
 from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.checkpoint.safetensors import (
     Entry,
@@ -35,6 +35,7 @@ from shardeddp.checkpoint.safetensors import (
     write_safetensors,
 )
 from shardeddp.checkpoint.snapshot import tensors_of
+from shardeddp.checkpoint.state_codec import plain
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 

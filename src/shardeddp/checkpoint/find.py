@@ -45,22 +45,26 @@ _ELEMENTS = re.compile(r"(?:.*/)?data/(\d{1,9})")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DamagedRecord:
-    """Bytes of a plain checkpoint that are not those that were written."""
+class Damage:
+    """One place where a checkpoint is not what was written."""
 
-    where: Interval
-    """In the file."""
+    file: str
+    """Its name in the checkpoint; empty if it is the checkpoint as a whole."""
 
-    name: str
-    """Of the tensor, or of the record of the archive where it is no tensor's."""
+    tensor: str = ""
+    """Tensor with bytes there, or record of an archive where it is no tensor's; empty if none."""
+
+    where: Interval | None = None
+    """Bytes of the file; None if it is the file as a whole."""
 
     expected: str
     found: str
 
     def __str__(self) -> str:
         """All of it in one line."""
-        where = f"bytes {self.where.start:,} to {self.where.stop:,} of {self.name}"
-        return f"{where} have CRC {self.found}, expected {self.expected}"
+        where = f" bytes {self.where.start:,} to {self.where.stop:,}" if self.where else ""
+        of = f" of {self.tensor}" if self.tensor else ""
+        return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
 
 
 def read_index(path: StrPath) -> Manifest:
@@ -86,7 +90,7 @@ def damaged_records(
     path: StrPath,
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] = lambda nbytes: None,
-) -> list[DamagedRecord]:
+) -> list[Damage]:
     """Compare the records of a plain checkpoint with their CRCs.
 
     ``torch.save`` has written those, or this package. Where CRCs were left out
@@ -100,7 +104,7 @@ def damaged_records(
     Raises:
         CheckpointError: It is no archive of records as they are (not compressed).
     """
-    damaged: list[DamagedRecord] = []
+    damaged: list[Damage] = []
     with _opened(path) as (descriptor, item):
         records = records_of(descriptor, item)
         if not any(record.crc for record in records):
@@ -109,10 +113,14 @@ def damaged_records(
         for record in records[part[0] :: part[1]]:
             found = crc_of(descriptor, item, record)
             if found != record.crc:
-                name, expected = names.get(record.offset, record.name), f"{record.crc:08x}"
-                where = Interval(record.offset, record.offset + record.nbytes)
                 damaged.append(
-                    DamagedRecord(where=where, name=name, expected=expected, found=f"{found:08x}")
+                    Damage(
+                        file=os.path.basename(path),
+                        tensor=names.get(record.offset, record.name),
+                        where=Interval(record.offset, record.offset + record.nbytes),
+                        expected=f"{record.crc:08x}",
+                        found=f"{found:08x}",
+                    )
                 )
             progress(record.nbytes)
     return damaged
@@ -128,7 +136,7 @@ def require_intact(path: StrPath, part: tuple[int, int] = (0, 1)) -> None:
     damaged = damaged_records(path, part)
     if damaged:
         raise DamagedCheckpointError(
-            f"{os.fspath(path)} is damaged: {first_three(map(str, damaged))}"
+            f"{os.fspath(path)} is damaged (CRCs of records): {first_three(map(str, damaged))}"
         )
 
 
@@ -168,16 +176,13 @@ def _is_index(record: Record) -> bool:
 @contextmanager
 def _opened(path: StrPath) -> Generator[tuple[int, Item]]:
     real = os.path.realpath(path)
-    with disk_errors("reading", path):
-        descriptor, nbytes = open_regular(real)
     try:
-        yield descriptor, Item(file=os.path.basename(real), offset=0, nbytes=nbytes)
+        with disk_errors("reading", path), open_regular(real) as (descriptor, nbytes):
+            yield descriptor, Item(file=os.path.basename(real), offset=0, nbytes=nbytes)
     except CheckpointError as error:
         raise (
             error if str(path) in str(error) else type(error)(f"{os.fspath(path)}: {error}")
         ) from error
-    finally:
-        os.close(descriptor)
 
 
 # -- Whole checkpoints in a directory, ordered by step
@@ -207,11 +212,10 @@ def carries_manifest(path: StrPath) -> bool:
     That is so if its manifest begins as those of this package do.
     """
     try:
-        descriptor, _ = open_regular(os.path.join(path, MANIFEST))
+        with open_regular(os.path.join(path, MANIFEST)) as (descriptor, _):
+            return _BEGINNING.match(os.pread(descriptor, 256, 0)) is not None
     except (OSError, CheckpointError):
         return False
-    with os.fdopen(descriptor, "rb") as file:
-        return _BEGINNING.match(file.read(256)) is not None
 
 
 def read_manifest(path: StrPath, part: tuple[int, int] = (0, 1)) -> Manifest:
@@ -306,16 +310,13 @@ def _looks_like_one(path: Path) -> bool:
 
 def _read(directory: int) -> bytearray:
     try:
-        descriptor, nbytes = open_regular(MANIFEST, directory)
+        with open_regular(MANIFEST, directory) as (descriptor, nbytes):
+            return read_text(descriptor, Interval(0, nbytes), MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(
             f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load "
             f"it as a foreign one)"
         ) from None
-    try:
-        return read_text(descriptor, Interval(0, nbytes), MANIFEST)
-    finally:
-        os.close(descriptor)
 
 
 def _check_file(directory: int, name: str, nbytes: int) -> None:

@@ -12,13 +12,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 
 from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.durable import make_directories, preflight
-from shardeddp.checkpoint.manifest import INDEX, Run, index_to_bytes
+from shardeddp.checkpoint.manifest import INDEX, TrainingRun, index_to_bytes
 from shardeddp.checkpoint.read import LazyTensor, Progress, chunks, silent
 from shardeddp.checkpoint.snapshot import (
     ParameterNames,
@@ -96,7 +96,7 @@ def stream_full(
     path: Path,
     mesh: Mesh,
     names: ParameterNames,
-    run: Run,
+    run: TrainingRun,
     options: CheckpointOptions,
 ) -> None:
     """Write a checkpoint as one file that ``torch.load`` reads; a collective of all ranks.
@@ -308,19 +308,3 @@ class _Pickler(pickle.Pickler):
         hooks: OrderedDict[int, Any] = OrderedDict()
         # torch.save takes this function for its newer dtypes; it serves all of them.
         return rebuild_tensor, (storage, 0, shape, strides, False, hooks, obj.dtype)
-
-
-def plain(value: Any) -> Any:
-    """A tree in containers that ``weights_only=True`` reads; other values are as they were."""
-    if isinstance(value, dict):
-        pairs = ((plain(key), plain(item)) for key, item in cast("dict[Any, Any]", value).items())
-        return OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
-    if isinstance(value, list):
-        return [plain(item) for item in cast("list[Any]", value)]
-    if isinstance(value, tuple):
-        return (
-            value
-            if type(value) is torch.Size
-            else tuple(map(plain, cast("tuple[Any, ...]", value)))
-        )
-    return value

@@ -475,13 +475,10 @@ class ForeignCheckpoint:
     def _open(self, name: str, what: str = "") -> Generator[tuple[int, Item]]:
         """A regular file of the directory, and all of its bytes; errors say what was read of it."""
         try:
-            fd, nbytes = open_regular(os.path.join(self.path, name))
-            try:
+            with open_regular(os.path.join(self.path, name)) as (fd, nbytes):
                 if nbytes != self._files.get(name, nbytes):
                     raise CheckpointError(f"{name} has changed since the checkpoint was opened")
                 yield fd, Item(file=name, offset=0, nbytes=nbytes)
-            finally:
-                os.close(fd)
         except (CheckpointError, OSError, MemoryError) as error:
             raise CheckpointError(f"{self.path}: {what and what + ': '}{error}") from error
 

@@ -7,9 +7,8 @@ Both are pickles, which this package writes and never reads.
 
 import io
 import pickle
-from collections import OrderedDict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -26,7 +25,7 @@ from shardeddp.checkpoint.directory import new_files
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.manifest import DCP_METADATA, Item, Manifest
 from shardeddp.checkpoint.pieces import Pieces
-from shardeddp.checkpoint.state_codec import are_leaves
+from shardeddp.checkpoint.state_codec import plain
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval, boxes
 from shardeddp.torch_private import StorageInfo
@@ -110,7 +109,7 @@ def lightning_meta(tree: Any) -> bytes:
     it is of a type that it refuses.
     """
     buffer = io.BytesIO()
-    torch.save(_plain(tree), buffer)
+    torch.save(plain(tree, _compact), buffer)
     return buffer.getvalue()
 
 
@@ -118,25 +117,10 @@ def _place(item: Item) -> StorageInfo:
     return StorageInfo(item.file, item.offset, item.nbytes)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        mapping = cast("dict[Any, Any]", value)
-        kind = OrderedDict if type(mapping) is OrderedDict else dict
-        if are_leaves(mapping.values()):
-            return kind(mapping)
-        return kind((key, _plain(each)) for key, each in mapping.items())
-    if isinstance(value, list):
-        items = cast("list[Any]", value)
-        return list(items) if are_leaves(items) else [_plain(each) for each in items]
-    if isinstance(value, tuple):
-        return (
-            value
-            if type(value) is torch.Size
-            else tuple(map(_plain, cast("tuple[Any, ...]", value)))
-        )
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        tensor = value.detach().cpu()
-        if tensor.layout is not torch.strided:
-            return tensor
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-    return value
+def _compact(value: Any) -> Any:
+    """A tensor without the rest of its storage, on the CPU; anything else as it is."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return value
+    tensor = value.detach().cpu()
+    whole = tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone()

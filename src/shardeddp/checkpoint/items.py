@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-from shardeddp.checkpoint.durable import read_text
+from shardeddp.checkpoint.durable import read_into, read_text
 from shardeddp.checkpoint.manifest import BLOCK_NBYTES, PIECE, Item, StoredFile
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
@@ -245,13 +245,13 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
         "version": b"3\n",
     }
     for name, data in small.items():
-        record = _Record(
+        record = _StoredRecord(
             name=name, nbytes=len(data), offset=len(head), crc=zlib.crc32(data) if crc else 0
         )
         head += record.local() + data
         entries.append(record.central())
     # torch.load calls the only storage "0"
-    record = _Record(name="data/0", nbytes=nbytes, offset=len(head), crc=0, described=True)
+    record = _StoredRecord(name="data/0", nbytes=nbytes, offset=len(head), crc=0, described=True)
     head += record.local()
     sizes = struct.pack("<QQ" if nbytes >= _ZIP64 else "<II", nbytes, nbytes)
     directory_offset = len(head) + nbytes + len(_DESCRIPTOR) + 4 + len(sizes)
@@ -267,7 +267,7 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...], *, crc: bool) -> Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
+class _StoredRecord:
     """A stored record of a zip archive."""
 
     name: str
@@ -559,13 +559,10 @@ class _Window:
 
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fill a buffer with bytes of the item, all of which lie inside of it."""
-        while len(view):
-            count = os.preadv(self._fd, [view], self._item.offset + offset)
-            if count == 0:
-                raise _damaged(
-                    self._item, f"the file ends after {self._item.offset + offset:,} bytes"
-                )
-            view, offset = view[count:], offset + count
+        start = self._item.offset + offset
+        done = read_into(self._fd, view, start)
+        if done < len(view):
+            raise _damaged(self._item, f"the file ends after {start + done:,} bytes")
 
 
 def _check_ends(window: _Window, entries: Sequence[zipfile.ZipInfo]) -> None:

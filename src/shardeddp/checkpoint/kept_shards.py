@@ -12,7 +12,7 @@ callback a deep copy. When the model is sharded, each becomes sharded where it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardeddp.checkpoint.read import LazyTensor, Read
-from shardeddp.checkpoint.state_codec import MAX_DEPTH, are_leaves
+from shardeddp.checkpoint.state_codec import tensors_in
 from shardeddp.plan.layout import Box, Interval
 from shardeddp.tensor.shard_tensor import ShardTensor
 
@@ -46,7 +46,11 @@ def places_of_shards(checkpoint: Mapping[str, Any], module: nn.Module) -> Places
         id(parameter.spec): name for name, parameter in named if isinstance(parameter, ShardTensor)
     }
     entries = {key: value for key, value in checkpoint.items() if key not in _LOADED_BY_NAME}
-    found = ((names.get(id(tensor.spec)), keys) for tensor, keys in _shards(entries, []))
+    found = (
+        (names.get(id(tensor.spec)), list(keys))
+        for tensor, keys in tensors_in(entries)
+        if isinstance(tensor, ShardTensor)
+    )
     return [[fqn, keys] for fqn, keys in found if fqn is not None]
 
 
@@ -129,24 +133,6 @@ def _like(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
         else spec.localize(tensor.detach())
     )
     return ShardTensor(local.to(device, copy=True), spec)
-
-
-def _shards(
-    value: Any, keys: list[Any], around: tuple[int, ...] = ()
-) -> Iterator[tuple[ShardTensor, list[Any]]]:
-    if id(value) in around or len(around) > MAX_DEPTH:
-        return  # it contains itself, or is too deep: whoever writes it says so
-    around = (*around, id(value))
-    if isinstance(value, ShardTensor):
-        yield value, keys
-    elif isinstance(value, Mapping):
-        mapping = cast("Mapping[Any, Any]", value)
-        for key, item in () if are_leaves(mapping.values()) else mapping.items():
-            yield from _shards(item, [*keys, key], around)
-    elif isinstance(value, (list, tuple)):
-        items = cast("list[Any]", value)
-        for index, item in () if are_leaves(items) else enumerate(items):
-            yield from _shards(item, [*keys, index], around)
 
 
 def _at(value: Any, keys: list[Any]) -> Any:

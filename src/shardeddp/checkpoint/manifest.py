@@ -217,7 +217,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TrainingRun:
     """Which training wrote a checkpoint, and where it stood."""
 
     uuid: str
@@ -238,7 +238,7 @@ class Run:
 class Manifest:
     """What a checkpoint holds."""
 
-    run: Run
+    run: TrainingRun
     algorithm: str
     """Of the checksums."""
 
@@ -353,7 +353,7 @@ def manifest_from_bytes(data: bytes | bytearray) -> Manifest:
 
 
 def index_to_bytes(
-    run: Run,
+    run: TrainingRun,
     tensors: Iterable[tuple[ItemPath, torch.dtype, Sequence[int], int]],
     objects: Iterable[ItemPath],
 ) -> bytes:
@@ -659,12 +659,13 @@ def _box(offsets: Any, sizes: Any) -> Box:
     return Box(tuple(map(_count, offsets)), tuple(map(_count, sizes)))
 
 
-def _run(*, versions: dict[str, Any], **fields: Any) -> Run:
+def _run(*, versions: dict[str, Any], **fields: Any) -> TrainingRun:
     counts = {
         name: _count(fields.pop(name)) for name in ("step", "epoch", "world_size", "shard_size")
     }
     texts = {name: _text(text) for name, text in fields.items()}
-    return Run(versions={name: _text(text) for name, text in versions.items()}, **counts, **texts)  # type: ignore[arg-type]
+    named = {name: _text(text) for name, text in versions.items()}
+    return TrainingRun(versions=named, **counts, **texts)  # type: ignore[arg-type]
 
 
 def _file_name(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,12 +278,8 @@ class Pieces:
 
     def _read(self, name: str, where: Interval, expected: str, what: str) -> bytearray:
         path = self._path / name
-        with disk_errors("reading", path):
-            descriptor, _ = open_regular(path)
-            try:
-                data = read_dense(descriptor, where, str(path), _HOLE_NBYTES)
-            finally:
-                os.close(descriptor)
+        with disk_errors("reading", path), open_regular(path) as (descriptor, _):
+            data = read_dense(descriptor, where, str(path), _HOLE_NBYTES)
         if data and checksum(data) != expected:
             raise DamagedCheckpointError(
                 f"{path} is damaged: bytes {where.start:,} to {where.stop:,}, {what}, have "

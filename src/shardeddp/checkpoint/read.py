@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.durable import disk_errors, open_regular, read_text
+from shardeddp.checkpoint.durable import disk_errors, open_regular, read_into, read_text
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
 from shardeddp.checkpoint.manifest import (
@@ -180,26 +180,19 @@ class CheckpointReader:
 
     @contextmanager
     def _opened(self, file: str) -> Generator[int]:
-        with disk_errors("reading", self.path / file):
-            descriptor, _ = open_regular(self.path / file)
-        try:
+        path = self.path / file
+        with disk_errors("reading", path), open_regular(path) as (descriptor, _):
             yield descriptor
-        finally:
-            os.close(descriptor)
 
     def _read_checked(
         self, descriptor: int, file: str, name: str, where: Interval, out: memoryview, expected: str
     ) -> None:
         """Fill ``out`` with some bytes of a file and compare their checksum."""
-        done = 0
-        while done < len(out):
-            count = os.preadv(descriptor, [out[done:]], where.start + done)
-            if count == 0:
-                raise DamagedCheckpointError(
-                    f"{self.path / file} ends at byte {where.start + done:,}, expected "
-                    f"{where.stop:,}"
-                )
-            done += count
+        done = read_into(descriptor, out, where.start)
+        if done < len(out):
+            raise DamagedCheckpointError(
+                f"{self.path / file} ends at byte {where.start + done:,}, expected {where.stop:,}"
+            )
         self._compare(file, name, where, out, expected)
 
     def _compare(
@@ -238,7 +231,7 @@ class LazyTensor(torch.Tensor):
     """Where it is in the checkpoint."""
 
     _read: Read
-    _staged: dict[tuple[Interval, Box | None], torch.Tensor]
+    _read_before: dict[tuple[Interval, Box | None], torch.Tensor]
     copied: Callable[[LazyTensor], None] | None
     """Told of each deep copy, which is lazy as well then; None: a deep copy is a plain tensor."""
 
@@ -250,7 +243,7 @@ class LazyTensor(torch.Tensor):
         made = make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.path = path
         made._read = read
-        made._staged = {}
+        made._read_before = {}
         made.copied = None
         made._kept = None
         return made
@@ -267,10 +260,10 @@ class LazyTensor(torch.Tensor):
             read: Reads an interval of the flattened elements, or of those of a box, 1D.
         """
 
-    def stage(self, interval: Interval, box: Box | None = None) -> None:
+    def read_ahead(self, interval: Interval, box: Box | None = None) -> None:
         """Read an interval now, for the next :meth:`elements` of it."""
         if self._kept is None:
-            self._staged[interval, box] = self._from_disk(interval, box)
+            self._read_before[interval, box] = self._from_disk(interval, box)
 
     def elements(self, interval: Interval, box: Box | None = None) -> torch.Tensor:
         """An interval of the flattened elements, 1D; for the caller to keep.
@@ -282,8 +275,8 @@ class LazyTensor(torch.Tensor):
         if self._kept is not None:
             kept = self._kept if box is None else self._kept[box.slices]
             return kept.flatten()[interval.start : interval.stop].clone()
-        staged = self._staged.pop((interval, box), None)
-        return self._from_disk(interval, box) if staged is None else staged
+        found = self._read_before.pop((interval, box), None)
+        return self._from_disk(interval, box) if found is None else found
 
     def _from_disk(self, interval: Interval, box: Box | None) -> torch.Tensor:
         return self._read(interval) if box is None else self._read(interval, box)
@@ -412,7 +405,7 @@ CHUNK_NBYTES = 32 * 2**20
 """Of a tensor in memory at a time; several blocks, for a block that a chunk cuts is read twice."""
 
 Progress = Callable[[int], None]
-"""Told how many more bytes have been written."""
+"""Told how many more bytes have been read, checked or written."""
 
 
 def silent(nbytes: int) -> None:

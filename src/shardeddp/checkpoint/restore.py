@@ -6,7 +6,7 @@ The way back is here too: what the model was before can be put back.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn, optim
 
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.safetensors import names_in_model
+from shardeddp.checkpoint.state_codec import tensors_in
 from shardeddp.errors import CheckpointError, printable
 from shardeddp.optim.scope import ELEMENTWISE, SCALAR_STATES
 from shardeddp.tensor.operations import overlaps_itself
@@ -52,7 +53,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 """What schedulers of torch write into the groups of an optimizer."""
 
 
-def stage(state: Any, module: nn.Module) -> None:
+def read_shards_ahead(state: Any, module: nn.Module) -> None:
     """Read, and so check, what this rank needs of each lazy tensor in a model or optimizer state.
 
     Args:
@@ -67,13 +68,13 @@ def stage(state: Any, module: nn.Module) -> None:
     specs = {
         name: parameter.spec for name, parameter in named if isinstance(parameter, ShardTensor)
     }
-    for lazy in _lazy_tensors(state):
+    for lazy in (it for it, _ in tensors_in(state) if isinstance(it, LazyTensor)):
         spec = next((specs[key] for key in lazy.path if key in specs), None)  # type: ignore[index]
         if spec is None or spec.shape != lazy.shape:
-            lazy.stage(lazy.all_of_it)
+            lazy.read_ahead(lazy.all_of_it)
         else:
             for box, interval in spec.pieces:
-                lazy.stage(interval, box)
+                lazy.read_ahead(interval, box)
 
 
 def parameter_names(
@@ -142,9 +143,9 @@ def place_weights(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> dic
     return placed
 
 
-def load_staged(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
+def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, cast: bool) -> None:
     """Load as :func:`load_model` does, when all that this rank needs has been read and checked."""
-    stage([state], module)
+    read_shards_ahead([state], module)
     materialize_expanded_buffers(module)
     load_model(module, state, strict, cast)
 
@@ -234,7 +235,11 @@ def _names_in(state: Mapping[str, Any]) -> list[str] | None:
     """Names of parameters by what is stored for them; None: nothing is under a name."""
     names: dict[int, str] = {}
     for index, values in state["state"].items():
-        paths = [value.path for value in _lazy_tensors(values) if value.path[1:2] == ("state",)]
+        paths = [
+            it.path
+            for it, _ in tensors_in(values)
+            if isinstance(it, LazyTensor) and it.path[1:2] == ("state",)
+        ]
         if paths and len(paths[0]) > 3:
             names[index] = str(paths[0][2])
     count = sum(len(group["params"]) for group in state["param_groups"])
@@ -434,14 +439,3 @@ def _state_like(name: str, value: Any, parameter: torch.Tensor) -> Any:
     ):
         return ShardTensor(parameter.spec.localize(value).clone(), parameter.spec)
     return _shard_like(value, parameter)
-
-
-def _lazy_tensors(state: Any) -> Iterator[LazyTensor]:
-    if isinstance(state, LazyTensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _lazy_tensors(value)
-    elif isinstance(state, Sequence) and not isinstance(state, (str, bytes)):
-        for value in state:
-            yield from _lazy_tensors(value)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shardeddp.checkpoint.contents import HYPER_PARAMETERS
 from shardeddp.checkpoint.interop import lightning_meta
@@ -26,14 +25,15 @@ from shardeddp.checkpoint.manifest import (
 )
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.state_codec import (
-    MAX_DEPTH,
     Codec,
     are_leaves,
     dotted,
     encode,
     sparse_parts,
+    tensors_in,
 )
 from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.plan.topology import Topology
@@ -71,7 +71,9 @@ class HostMemory:
             nbytes <= chunk.numel() for nbytes, chunk in zip(chunks, self._chunks, strict=False)
         )
         if not fits or (devices and not self._is_pinned):
-            self._chunks = []  # freed before new ones are allocated
+            # Freed before new ones are allocated; no copy into them is under way (each call waits
+            # for its own), and no save reads them (one is begun when the one before has ended).
+            self._chunks = []
             self._is_pinned = bool(devices)
             self._chunks = [
                 torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
@@ -119,7 +121,7 @@ def compare_replicas(
     digests: Callable[[], Sequence[bytes]],
     part: int,
     names: Sequence[str],
-    group: dist.ProcessGroup,
+    group: HostGroup,
 ) -> None:
     """Compare what ranks that hold the same elements hold; a collective of all ranks.
 
@@ -381,7 +383,7 @@ def describe(
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """All tensors in nested mappings and sequences."""
-    return [tensor for tensor, _ in _tensors_and_paths(tree, ())]
+    return [tensor for tensor, _ in tensors_in(tree)]
 
 
 def refuse_tensors(checkpoint: Mapping[str, Any], *, pickled: bool = False) -> None:
@@ -394,10 +396,10 @@ def refuse_tensors(checkpoint: Mapping[str, Any], *, pickled: bool = False) -> N
     Raises:
         CheckpointError: One has no values, or is of a layout or a class that is not stored.
     """
-    for tensor, path in _tensors_and_paths(checkpoint, ()):
+    for tensor, keys in tensors_in(checkpoint):
         if why := _why_not_saved(tensor, pickled):
             raise CheckpointError(
-                f"The state cannot be saved: the {type(tensor).__name__} at {dotted(path)} {why}"
+                f"The state cannot be saved: the {type(tensor).__name__} at {dotted(tuple(map(str, keys)))} {why}"
             )
 
 
@@ -416,23 +418,6 @@ def _why_not_saved(tensor: torch.Tensor, pickled: bool) -> str | None:
             said = (str(error).splitlines() or [""])[0]
             return f"gives no elements ({said[:200]}): keep the plain tensors that it consists of"
     return None
-
-
-def _tensors_and_paths(
-    value: Any, path: tuple[str, ...], around: tuple[int, ...] = ()
-) -> Iterator[tuple[torch.Tensor, tuple[str, ...]]]:
-    if isinstance(value, torch.Tensor):
-        yield value, path
-        return
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping) and not are_leaves(value.values()):
-        items = value.items()
-    elif isinstance(value, (list, tuple)) and not are_leaves(value):
-        items = enumerate(value)
-    if id(value) in around or len(around) > MAX_DEPTH:
-        return  # it contains itself, or is too deep: whoever writes it says so
-    for key, item in items:
-        yield from _tensors_and_paths(item, (*path, str(key)), (*around, id(value)))
 
 
 _STORED = (torch.Tensor, torch.nn.Parameter, ShardTensor, LazyTensor)

@@ -255,6 +255,49 @@ def are_leaves(values: Iterable[Any]) -> bool:
     return _LEAVES.issuperset(map(type, values))
 
 
+def tensors_in(
+    tree: Any, keys: tuple[Any, ...] = (), around: tuple[int, ...] = ()
+) -> Iterator[tuple[torch.Tensor, tuple[Any, ...]]]:
+    """Tensors in nested mappings, lists and tuples, each with the keys that lead to it.
+
+    Nothing of what contains itself or is too deep: whoever writes it says so.
+    """
+    if isinstance(tree, torch.Tensor):
+        yield tree, keys
+        return
+    if id(tree) in around or len(around) > MAX_DEPTH:
+        return
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        mapping = cast("Mapping[Any, Any]", tree)
+        items = () if are_leaves(mapping.values()) else mapping.items()
+    elif isinstance(tree, (list, tuple)):
+        sequence = cast("Sequence[Any]", tree)
+        items = () if are_leaves(sequence) else enumerate(sequence)
+    for key, item in items:
+        yield from tensors_in(item, (*keys, key), (*around, id(tree)))
+
+
+def plain(tree: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A tree in containers that ``weights_only=True`` reads.
+
+    Args:
+        tree: Nested dicts, lists and tuples, also of derived types.
+        leaf: Called with everything else, for what is to be there.
+    """
+    if isinstance(tree, dict):
+        kind = OrderedDict if type(tree) is OrderedDict else dict
+        mapping = cast("dict[Any, Any]", tree)
+        if are_leaves(mapping) and are_leaves(mapping.values()):
+            return kind(mapping)
+        return kind((plain(key, leaf), plain(item, leaf)) for key, item in mapping.items())
+    if isinstance(tree, (list, tuple)) and type(tree) is not torch.Size:
+        kept = cast("Sequence[Any]", tree)
+        values = list(kept) if are_leaves(kept) else [plain(item, leaf) for item in kept]
+        return values if isinstance(tree, list) else tuple(values)
+    return leaf(tree)
+
+
 def opaque_paths(tree: Any) -> list[str]:
     """Dotted paths of missing values in a decoded tree; an opaque key is a path of its own."""
     return [".".join(path) for path in _opaque_paths(tree, ())]

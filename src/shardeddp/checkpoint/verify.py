@@ -10,7 +10,7 @@ import threading
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,12 @@ from shardeddp.checkpoint.durable import (
     disk_errors,
     kind_of,
     open_regular,
+    read_into,
     read_text,
 )
 from shardeddp.checkpoint.find import (
     PLAIN_SUFFIX,
+    Damage,
     carries_index,
     damaged_records,
     find_checkpoints,
@@ -48,6 +50,7 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
+from shardeddp.checkpoint.read import Progress, silent
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.wrap.tree import first_three
@@ -205,32 +208,6 @@ def _common(words: list[list[str]]) -> int:
 # It reads each file once from its start to its end, several files at a time, each into one buffer;
 # before that the table at its end. Nothing is unpickled, and no tensor is made.
 
-Progress = Callable[[int], None]
-"""Told how many more bytes have been checked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Damage:
-    """One place where a checkpoint is not what was written."""
-
-    file: str
-    """Its name in the checkpoint; empty if it is the checkpoint as a whole."""
-
-    tensor: str = ""
-    """Which tensor has bytes there; empty if none."""
-
-    where: Interval | None = None
-    """Bytes of the file; None if it is the file as a whole."""
-
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        """All of it in one line."""
-        where = f" bytes {self.where.start:,} to {self.where.stop:,}" if self.where else ""
-        of = f" of {self.tensor}" if self.tensor else ""
-        return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
@@ -253,7 +230,7 @@ class Verification:
         return not self.damages
 
 
-def verify(path: StrPath, progress: Progress | None = None) -> list[Damage]:
+def verify(path: StrPath, progress: Progress = silent) -> list[Damage]:
     """Compare all bytes of a checkpoint with their checksums.
 
     Args:
@@ -270,15 +247,12 @@ def verify(path: StrPath, progress: Progress | None = None) -> list[Damage]:
     return examine(path, progress).damages
 
 
-def examine(
-    path: StrPath, progress: Progress | None = None, started: Progress | None = None
-) -> Verification:
+def examine(path: StrPath, progress: Progress = silent, started: Progress = silent) -> Verification:
     """Do what :func:`verify` does, and tell more of it.
 
     ``started`` is told how many bytes there are to check.
     """
     path = Path(path)
-    progress, started = progress or _silent, started or _silent
     if path.is_file() and (path.suffix == PLAIN_SUFFIX or zipfile.is_zipfile(path)):
         return _examine_file(path, progress, started)
     if os.path.lexists(path / MANIFEST):
@@ -346,28 +320,18 @@ def checkpoints_in(directory: StrPath) -> list[Path]:
     ]
 
 
-def _silent(nbytes: int) -> None:
-    pass
-
-
 def _examine_file(path: Path, progress: Progress, started: Progress) -> Verification:
     nbytes = path.stat().st_size
     started(nbytes)
     if carries_index(path):
-        records = damaged_records(path, progress=progress)
-        damages = [
-            Damage(
-                file=path.name, tensor=it.name, where=it.where, expected=it.expected, found=it.found
-            )
-            for it in records
-        ]
+        damages = damaged_records(path, progress=progress)
         return Verification(
             path=path, step=read_index(path).run.step, nbytes=nbytes, damages=damages
         )
     unchecked, damages = list[str](), list[Damage]()
     item = Item(file=path.name, offset=0, nbytes=nbytes)
     try:
-        with _opened(path.parent, path.name) as (descriptor, _):
+        with open_regular(path) as (descriptor, _):
             unchecked += [] if check_item_crc(descriptor, item) else [path.name]
     except (CheckpointError, OSError) as error:
         intact = "an archive whose CRCs are those of its bytes"
@@ -378,7 +342,7 @@ def _examine_file(path: Path, progress: Progress, started: Progress) -> Verifica
 
 def _examine_own(path: Path, progress: Progress, started: Progress) -> Verification:
     try:
-        with _opened(path, MANIFEST) as (descriptor, nbytes):
+        with open_regular(path / MANIFEST) as (descriptor, nbytes):
             manifest = manifest_from_bytes(read_text(descriptor, Interval(0, nbytes), MANIFEST))
         if manifest.algorithm != ALGORITHM:
             raise CheckpointError(
@@ -440,7 +404,7 @@ class _Check:
         """Check a file; called by several threads."""
         buffer, expected = self._buffers.pop(), self._manifest.files[name].nbytes
         try:
-            with _opened(self._path, name) as (descriptor, nbytes):
+            with open_regular(self._path / name) as (descriptor, nbytes):
                 return list(self._file(name, descriptor, nbytes, buffer))
         except FileNotFoundError:
             found = "no such file"
@@ -583,12 +547,10 @@ class _FileCheck:
             self._progress(count)
 
     def _digest(self, block: Interval) -> str:
-        view, done = self._buffer[: block.numel], 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], block.start + done)
-            if count == 0:
-                return f"the end of the file at byte {block.start + done:,}"
-            done += count
+        view = self._buffer[: block.numel]
+        done = read_into(self._descriptor, view, block.start)
+        if done < len(view):
+            return f"the end of the file at byte {block.start + done:,}"
         return xxhash.xxh3_128_hexdigest(view)
 
 
@@ -623,7 +585,7 @@ def _examine_foreign(path: Path, progress: Progress, started: Progress) -> Verif
     for item in sorted(items, key=lambda item: (item.file, item.offset)):
         where = Interval(item.offset, item.offset + item.nbytes)
         try:
-            with _opened(path, item.file) as (descriptor, _):
+            with open_regular(path / item.file) as (descriptor, _):
                 if not check_item_crc(descriptor, item):
                     unchecked.append(items[item] or f"{item.file} from byte {item.offset:,}")
         except (CheckpointError, OSError) as error:
@@ -639,12 +601,3 @@ def _examine_foreign(path: Path, progress: Progress, started: Progress) -> Verif
             )
         progress(item.nbytes)
     return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, name: str) -> Generator[tuple[int, int]]:
-    descriptor, nbytes = open_regular(path / name)
-    try:
-        yield descriptor, nbytes
-    finally:
-        os.close(descriptor)

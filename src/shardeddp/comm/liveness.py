@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
 
@@ -28,7 +28,20 @@ LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_li
 _ENGINE = ("shardeddp", "torch", *LIGHTNING)
 
 
-Look = Callable[[FrameType | None], None]
+class ProgressCheck(Protocol):
+    """Judges on the probe's thread whether the thread that trains goes on."""
+
+    def report(self) -> dict[str, Any]:
+        """What answers say of it, as JSON can hold it."""
+        ...
+
+    def on_sample(self, frame: FrameType | None) -> None:
+        """Called before others are answered, with the innermost frame of the thread that trains."""
+        ...
+
+    def on_tick(self) -> None:
+        """Called afterwards."""
+        ...
 
 
 class LivenessProbe:
@@ -37,10 +50,7 @@ class LivenessProbe:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._client = StoreClient("liveness", rank)
-        self._reports: dict[str, weakref.WeakMethod[Callable[[], Any]]] = {}
-        self._watchers: list[
-            tuple[weakref.WeakMethod[Look], weakref.WeakMethod[Callable[[], None]]]
-        ] = []
+        self._check: Callable[[], ProgressCheck | None] = lambda: None
         self._trains = threading.get_ident()
         self._answered = -1  # so that all soon have an answer that can be read at once
         self._over: SimpleQueue[None] = SimpleQueue()
@@ -76,25 +86,9 @@ class LivenessProbe:
         """From here on the thread that calls this is the one that trains."""
         self._trains = threading.get_ident()
 
-    def watch(self, look: Look, judge: Callable[[], None]) -> None:
-        """Let methods of one object be called on the thread, which is not kept alive by that.
-
-        Args:
-            look: Called before others are answered, with the innermost frame of the thread that
-                trains.
-            judge: Called afterwards.
-        """
-        self._watchers.append((weakref.WeakMethod(look), weakref.WeakMethod(judge)))
-
-    def add_report(self, name: str, report: Callable[[], Any]) -> None:
-        """Let answers say more.
-
-        Args:
-            name: Key of the report in the answer.
-            report: A method, called on the thread, that gives what JSON can hold. Its object is not
-                kept alive.
-        """
-        self._reports[name] = weakref.WeakMethod(report)
+    def attach(self, check: ProgressCheck) -> None:
+        """Call a check on the thread, which does not keep it alive, and report it in answers."""
+        self._check = weakref.ref(check)
 
     def ask(self) -> int:
         """Ask all ranks; the number of the question. Who runs answers within the period."""
@@ -129,35 +123,30 @@ class LivenessProbe:
 
     def poll(self) -> None:
         """Answer, if somebody has asked since the last time."""
-        watchers = [(look(), judge()) for look, judge in self._watchers]
-        where = self._see([look for look, _ in watchers if look is not None])
+        check = self._check()
+        where = self._sample(check)
         try:
-            self._answer(where)
+            self._answer(where, check)
         except SilentStoreError:
             raise
         except LostStoreError:
             pass  # who hosts it is gone: this rank may wait for that one, which is judged below
-        for _, judge in watchers:
-            if judge is not None:
-                judge()
+        if check is not None:
+            check.on_tick()
 
-    def _answer(self, where: str) -> None:
+    def _answer(self, where: str, check: ProgressCheck | None) -> None:
         question = self._client.count("question", 0)
         if question > self._answered:
-            reports = {
-                name: report()
-                for name, method in self._reports.items()
-                if (report := method()) is not None
-            }
+            reports = {} if check is None else {"desync": check.report()}
             self._write_answer({"question": question, "where": where, "reports": reports})
             self._answered = question
 
-    def _see(self, looks: Iterable[Look]) -> str:
+    def _sample(self, check: ProgressCheck | None) -> str:
         # A frame keeps all that its function works with; it must not wait here for the store.
         with no_collection():
             frame = sys._current_frames().get(self._trains)
-            for look in looks:
-                look(frame)
+            if check is not None:
+                check.on_sample(frame)
             return place_of(frame)
 
     def _write_answer(self, answer: dict[str, Any]) -> None:

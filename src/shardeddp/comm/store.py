@@ -65,7 +65,7 @@ class StoreClient:
         _DESKS[default] = self._desk
         store = dist.PrefixStore(f"shardeddp/{topic}", self._desk.store)
         # Counted there: the store outlives who makes them.
-        made = self._desk.ask(lambda: store.add(f"made/{rank}", 1), patiently=True)
+        made = self._desk.ask(lambda: store.add(f"made/{rank}", 1), waits_full_timeout=True)
         self._patient = patient
         self.number = made
         """How many of the topic this rank has made in this store, this one with them."""
@@ -119,7 +119,7 @@ class StoreClient:
         return self._ask(lambda: self._store.add(name, more))
 
     def _ask(self, question: Callable[[], T]) -> T:
-        return self._desk.ask(question, patiently=self._patient)
+        return self._desk.ask(question, waits_full_timeout=self._patient)
 
 
 class _StoreWorker:
@@ -145,10 +145,10 @@ class _StoreWorker:
             self._thread.start()
         weakref.finalize(self, self._questions.put, None).atexit = False
         self.store: dist.Store = (
-            dist.HashStore() if is_fake else self.ask(described.clone, patiently=True)
+            dist.HashStore() if is_fake else self.ask(described.clone, waits_full_timeout=True)
         )
 
-    def ask(self, question: Callable[[], T], *, patiently: bool = False) -> T:
+    def ask(self, question: Callable[[], T], *, waits_full_timeout: bool = False) -> T:
         """What the store answers, soon; or as late as the store itself allows.
 
         Raises:
@@ -160,8 +160,8 @@ class _StoreWorker:
         if not self._thread.is_alive():
             raise LostStoreError("this process is about to end")
         answer: Future[T] = Future()
-        patience_s = self._patience_s if patiently else ANSWER_S
-        if patiently or self._overdue is None or self._overdue.done():
+        patience_s = self._patience_s if waits_full_timeout else ANSWER_S
+        if waits_full_timeout or self._overdue is None or self._overdue.done():
             self._questions.put((question, answer))
             wait([answer], patience_s)
         if not answer.done():

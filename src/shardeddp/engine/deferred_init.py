@@ -215,12 +215,8 @@ def _take(target: torch.Tensor, values: torch.Tensor, source: Mesh | None) -> No
 def _make_equal(parameters: Sequence[Any], whole: Sequence[torch.Tensor], mesh: Mesh) -> None:
     """Give ranks the values of the first of those that have the same elements, where they differ.
 
-    They have repeated the same, on processors that may round it in other ways.
-
-    Args:
-        parameters: Sharded ones.
-        whole: Bytes that all ranks have.
-        mesh: The ranks.
+    They have repeated the same, on processors that may round it in other ways. Shards of
+    ``parameters`` are compared between replicas, tensors of ``whole`` between all ranks.
     """
     replicas = None if mesh.topology.split_replicas else mesh.replicate
     parts = [it.raw_local for it in parameters] if replicas and replicas.size > 1 else []

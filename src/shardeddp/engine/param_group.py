@@ -34,8 +34,8 @@ class FlatGroup:
         mesh: Through which they are gathered and reduced.
         sharding: Where main shards live, and whether gathered buffers keep their memory when the
             unit is resharded.
-        lender: The group of one parameter whose memory the only parameter of this one has. They
-            have gradients and optimizer states of their own.
+        memory_owner: Group whose only parameter lends its memory to the only one of this group.
+            Each has gradients and optimizer states of its own.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class FlatGroup:
         layout: FlatLayout,
         mesh: Mesh,
         sharding: ShardingStrategy,
-        lender: FlatGroup | None = None,
+        memory_owner: FlatGroup | None = None,
     ) -> None:
         self.layout = layout
-        self._lender = lender
-        self._sharing: list[FlatGroup] = []  # the lender and all that borrow from it
-        if lender is not None:
-            lender._sharing = lender._sharing or [lender]
-            self._sharing = lender._sharing
+        self._memory_owner = memory_owner
+        self._sharing: list[FlatGroup] = []  # the memory_owner and all that borrow from it
+        if memory_owner is not None:
+            memory_owner._sharing = memory_owner._sharing or [memory_owner]
+            self._sharing = memory_owner._sharing
             self._sharing.append(self)
         self._mesh = mesh
         dtype, param_dtype, reduce_dtype = (
@@ -65,7 +65,9 @@ class FlatGroup:
         self._retain = self._resident or sharding.reshard is Reshard.NEVER
 
         self.main_shard = (
-            lender.main_shard if lender else _make_shard(layout, dtype, mesh, self._on_host)
+            memory_owner.main_shard
+            if memory_owner
+            else _make_shard(layout, dtype, mesh, self._on_host)
         )
         """1D, shard_numel; lives as long as the model."""
         memory = self.main_shard if self._resident else None
@@ -91,13 +93,13 @@ class FlatGroup:
         self._kept_part: torch.Tensor | None = None
         self.local = (
             self._local_parameters()
-            if lender is None
-            else [local.detach() for local in lender.local]
+            if memory_owner is None
+            else [local.detach() for local in memory_owner.local]
         )
         """By parameter, this rank's elements; 1D."""
         self.sharded = [self._shard(spec, i) for i, spec in enumerate(specs)]
-        if lender is not None:
-            [own], [other] = self.sharded, lender.sharded
+        if memory_owner is not None:
+            [own], [other] = self.sharded, memory_owner.sharded
             own.memory_of, other.memory_of = other.spec.fqn, own.spec.fqn
         self.was_trained = False
         """Whether any parameter required a gradient in a backward that may not be reduced yet."""
@@ -127,7 +129,7 @@ class FlatGroup:
     @property
     def gathers(self) -> bool:
         """Whether unsharding it takes other ranks: its buffer does not hold the values already."""
-        return not (self._resident or self._lender or (self._retain and not self.stale))
+        return not (self._resident or self._memory_owner or (self._retain and not self.stale))
 
     @property
     def trainable(self) -> bool:
@@ -225,8 +227,8 @@ class FlatGroup:
     def activate(self) -> None:
         """Make the unsharded parameters usable."""
         if not self._resident:
-            if self._lender is not None:
-                self.buffer.flat = self._lender.buffer.flat
+            if self._memory_owner is not None:
+                self.buffer.flat = self._memory_owner.buffer.flat
             self.buffer.bind()
         self.buffer.wrap()
 
@@ -245,6 +247,8 @@ class FlatGroup:
         keep = before_backward and self._mesh.regather.size < self._mesh.gather.size
         self._kept_part = self._part_of_gathered().clone() if keep else None
         if self.buffer.flat is not None:
+            # Kernels that read the buffer may still be queued: the gather stream, on which it was
+            # allocated and may be unmapped, comes behind them first.
             self._mesh.gather_stream.follow_compute()
         self.buffer.release()
 

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -21,13 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
 from shardeddp.comm.propagation import is_transfer_error
+from shardeddp.config import Options
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.order import OrderAgreement, backward_kind, is_backward
 from shardeddp.engine.reducer import Reducer
 from shardeddp.engine.saved_tensors import SavedTensors
 from shardeddp.engine.storage import SavedView
 from shardeddp.engine.unit import Unit, UnitProgress, UnitState
-from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained
 from shardeddp.tensor.operations import overlaps_itself
@@ -480,20 +480,15 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prefetch:
-    """How many units ahead of the one at work are gathered."""
-
-    forward: int = 1
-    backward: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            depth = getattr(self, name)
-            if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-                raise ValueError(
-                    f"{name}_prefetch={depth!r}: expected 0 (none) or a number of units"
-                )
+# event -> (phases in which it may happen, phase it leads to)
+PHASES = {
+    "the root's forward": ({Phase.IDLE, Phase.FORWARD}, Phase.FORWARD),
+    "the end of the root's forward": (set(Phase), Phase.IDLE),
+    "a backward": ({Phase.IDLE, Phase.FORWARD}, Phase.BACKWARD),
+    "the end of a backward inside of a step": ({Phase.BACKWARD}, Phase.FORWARD),
+    "the end of a backward": ({Phase.BACKWARD}, Phase.IDLE),
+    "a failure": (set(Phase), Phase.IDLE),
+}
 
 
 class Runtime:
@@ -508,19 +503,11 @@ class Runtime:
     Args:
         units: The root unit first.
         mesh: Through which ranks agree.
-        sharding: When to reshard and to reduce.
-        prefetch: How far ahead to gather.
-        uneven: Whether ranks may use different units in a step.
+        options: When to reshard and to reduce, how far ahead to gather, and whether ranks may use
+            different units in a step.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        mesh: Mesh,
-        sharding: ShardingStrategy,
-        prefetch: Prefetch,
-        uneven: bool = False,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, options: Options) -> None:
         self.progresses = [UnitProgress(unit=unit, index=index) for index, unit in enumerate(units)]
         self.phase = Phase.IDLE
         self.sync_gradients = True
@@ -531,11 +518,12 @@ class Runtime:
 
         self._root = self.progresses[0]
         self.mesh = mesh
-        self.sharding = sharding
-        self._prefetch = prefetch
+        self.options = options
+        self.sharding = sharding = options.sharding
+        self._prefetch = options.prefetch
         self._reducer = Reducer(self.progresses, mesh, sharding)
         self.agreement = OrderAgreement(
-            self.progresses, mesh, sharding, self._reducer, apart=uneven
+            self.progresses, mesh, sharding, self._reducer, apart=options.uneven_units
         )
         self._keeps_graph = False  # the backward that is running records a graph of itself
         self._step_name = "forward"
@@ -569,8 +557,8 @@ class Runtime:
             else [attach_hooks(self, progress) for progress in self.progresses]
         )
 
-        self.options: object = None
-        """Settings that decided on the units, compared when the model is set up again."""
+        self.precision: object = None
+        """Trainer's precision that decided on dtypes, compared when the model is set up again."""
         self._structure = _Structure(self.root_module)
 
     @property
@@ -674,7 +662,7 @@ class Runtime:
             progress.forget_forwards()
             for group in progress.unit.groups:
                 group.gradients.drop_waiting()
-        self.phase = Phase.IDLE
+        self._enter_phase("a failure")
         self._step_name = "forward"
         self._reshard_idle()
 
@@ -762,7 +750,7 @@ class Runtime:
         if progress is self._root:
             if progress.active == 0:
                 self.agreement.end(self._step_name)
-                self.phase = Phase.IDLE
+                self._enter_phase("the end of the root's forward")
                 self._reshard_idle()
         elif progress.active == 0 and self._reshards_after_forward(progress):
             progress.unit.reshard(before_backward=progress.awaiting_backward)
@@ -785,12 +773,13 @@ class Runtime:
                 progress.unit.reshard()
 
     def _begin_pass(self) -> None:
+        self.mesh.settle()
         if self.sharding.reshard is Reshard.NEVER and self.mesh.written.pending:
             # Only changed parameters are gathered anew: all ranks must have changed them.
             self.mesh.data_fingerprints.call(
                 f"the first step since {', '.join(self.mesh.written.pending)} was written to"
             )
-        self.phase = Phase.FORWARD
+        self._enter_phase("the root's forward")
         self._saved.clear()
         self._backwards = 0
         for progress in self.progresses:
@@ -878,7 +867,8 @@ class Runtime:
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
             return
-        self.phase = Phase.BACKWARD
+        self.mesh.settle()
+        self._enter_phase("a backward")
         engine.queue_callback(self._end_backward)
         self._backward_kind = backward_kind(self._backwards)
         self._backwards += 1
@@ -886,7 +876,7 @@ class Runtime:
         self._keeps_graph = torch.is_grad_enabled()
         for progress in self.progresses:
             progress.begin_backward()
-        self._reducer.begin(self.sync_gradients)
+        self._reducer.begin(self._backward_kind, self.sync_gradients)
 
     def gradient_ready(self, progress: UnitProgress, index: int) -> None:
         """Autograd has left a gradient on a parameter of the unit."""
@@ -912,7 +902,8 @@ class Runtime:
     def _end_backward(self) -> None:
         self.agreement.end(self._backward_kind)
         self._reducer.end()
-        self.phase = Phase.FORWARD if self._root.active else Phase.IDLE
+        inside = " inside of a step" if self._root.active else ""
+        self._enter_phase(f"the end of a backward{inside}")
         if self._keeps_graph and not self._reducer.leaves_gradients:
             return  # `autograd.grad` for another backward: the parameters are part of its graph
         for progress in self.progresses:
@@ -920,6 +911,16 @@ class Runtime:
         self._reshard_idle(also_root=True)
 
     # -- Shared by forward and backward
+
+    def _enter_phase(self, event: str) -> None:
+        sources, target = PHASES[event]
+        if self.phase not in sources:
+            raise RuntimeError(
+                f"{event} of {type(self.root_module).__name__}: expected phase "
+                f"{' or '.join(sorted(it.value for it in sources))}, found {self.phase.value} (a "
+                f"bug of shardeddp; please report it)"
+            )
+        self.phase = target
 
     def _in_backward(self) -> bool:
         return current_backward() != -1
@@ -931,7 +932,7 @@ class Runtime:
         if unit.state is UnitState.UNSHARDING:
             unit.wait()
         if unit.registration_pending:
-            unit.tidy()
+            unit.restore_registration()
         if unit.stale:
             unit.refresh()
 
@@ -947,4 +948,4 @@ class Runtime:
             if unit.state is UnitState.UNSHARDED and not busy:
                 unit.reshard()
             if unit.registration_pending:
-                unit.tidy()
+                unit.restore_registration()

@@ -11,9 +11,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardeddp.comm import Mesh, agree_on_layout, run_on_all_ranks
+from shardeddp.config import Options
 from shardeddp.engine.deferred_init import Materializer, record_resets
 from shardeddp.engine.recording import Recording, storage_of
-from shardeddp.engine.runtime import Prefetch, Runtime
+from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.takeover import Takeover
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import ConfigurationError
@@ -40,14 +41,11 @@ def place_module(module: nn.Module, device: torch.device) -> None:
 def shard_model(
     specs: Sequence[UnitSpec],
     mesh: Mesh,
-    sharding: ShardingStrategy,
-    prefetch: Prefetch,
+    options: Options,
     *,
     recording: Recording | None = None,
     takeover: Takeover | None = None,
     load: Callable[[], None] | None = None,
-    passthrough: bool = True,
-    uneven: bool = False,
 ) -> Runtime:
     """Shard every unit in place and attach the runtime's hooks; a collective of all ranks.
 
@@ -58,23 +56,20 @@ def shard_model(
     Args:
         specs: The model's units, the root first.
         mesh: The ranks that share it.
-        sharding: When to reshard and to reduce.
-        prefetch: How far ahead to gather.
+        options: How they share it.
         recording: How what is on the meta device was built; None: nobody has recorded it.
         takeover: Of parameters that were sharded before; None: there are none.
         load: Loads a checkpoint into the shards; what it leaves out is initialised. None: there is
             none.
-        passthrough: Whether a single rank may leave parameters as they are.
-        uneven: Whether ranks may use different units in a step.
 
     Raises:
         LayoutMismatchError: The ranks do not hold the same model; nothing has been touched.
         ConfigurationError: Something on the meta device cannot be given values.
         RankError: Some rank failed while it cut its parameters, or initialised them.
     """
-    # Options that decide the order of gathers.
-    options = [f"{prefetch}", f"uneven_units={uneven}"]
-    agree_on_layout([*options, *fingerprint(specs, mesh, sharding)], mesh.control)
+    sharding, offload = options.sharding, options.offload
+    order_of_gathers = [f"{options.prefetch}", f"uneven_units={options.uneven_units}"]
+    agree_on_layout([*order_of_gathers, *fingerprint(specs, mesh, sharding)], mesh.control)
     recording = recording or Recording()
 
     def find_deferred() -> Materializer:
@@ -90,13 +85,13 @@ def shard_model(
         mesh.world_control,
     )
     follow_rank_zero(specs, mesh)
-    _let_go_of_parameters(specs[0].module)
+    _detach_computed(specs[0].module)
     former = _former_memory(specs, mesh.device)
     strided = {
         it.fqn for spec in specs for it in spec.parameters if not it.parameter.is_contiguous()
     }
-    if passthrough and mesh.data.size == mesh.tensor.size == 1:
-        specs = [_set_idle(spec, mesh.device) for spec in specs]
+    if mesh.data.size == mesh.tensor.size == 1 and not (offload.params or offload.optimizer):
+        specs = [_pass_through(spec, mesh.device) for spec in specs]
     units = run_on_all_ranks(
         "sharding the model",
         lambda: [Unit(spec, mesh, sharding) for spec in specs],
@@ -111,7 +106,7 @@ def shard_model(
         sharded = {spec.fqn for unit in units for spec in unit.spec.parameters}
         _warn_of_former_memory(former, sharded)
         _warn_of_strides(strided & sharded, mesh)
-    return Runtime(units, mesh, sharding, prefetch, uneven)
+    return Runtime(units, mesh, options)
 
 
 def _held_views(
@@ -153,7 +148,7 @@ def _held_views(
     return found
 
 
-def _let_go_of_parameters(root: nn.Module) -> None:
+def _detach_computed(root: nn.Module) -> None:
     """Detach what modules computed from parameters, and give it memory of its own."""
     for module in root.modules():
         for attribute, value in vars(module).items():
@@ -208,7 +203,7 @@ def _place(tensor: torch.Tensor) -> object:
     return (storage_of(tensor), tensor.storage_offset()) if tensor.is_meta else tensor.data_ptr()
 
 
-def _set_idle(spec: UnitSpec, device: torch.device) -> UnitSpec:
+def _pass_through(spec: UnitSpec, device: torch.device) -> UnitSpec:
     """Keep the parameters of a single rank out of a unit that has nothing to do with them.
 
     Training with them costs what it costs without a strategy.

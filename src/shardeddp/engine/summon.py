@@ -50,7 +50,7 @@ def summon(
         rank0_only: Whether rank 0 alone gets them; the others go on holding their shards.
         offload_to_cpu: Whether they are in host memory.
     """
-    passthrough = [] if writeback and not offload_to_cpu else list(_idle(module))
+    passthrough = [] if writeback and not offload_to_cpu else list(_passthrough_in(module))
     summoned = list(_find(module).values())
     try:
         for parameter, values in passthrough:
@@ -99,7 +99,7 @@ def _find(module: nn.Module) -> dict[int, _Summoned]:
     return found
 
 
-def _idle(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+def _passthrough_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
     """The parameters of a single rank that are whole anyway, and their values."""
     inside = {id(parameter) for parameter in module.parameters()}
     for parameter in (spec.parameter for unit in units_of_all() for spec in unit.spec.passthrough):

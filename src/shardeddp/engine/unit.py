@@ -97,8 +97,8 @@ class Unit:
         self.spec = spec
         self.state = UnitState.SHARDED
         # Whole parameters that modules hold during summon_full_params.
-        self._lent: list[torch.Tensor] = []
-        self._lent_version = 0
+        self._summoned: list[torch.Tensor] = []
+        self._summoned_version = 0
         self.registration_pending = False
         """Whether other code had replaced parameters when the unit's state changed last."""
 
@@ -162,7 +162,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Allocate the gathered buffers and issue the all-gathers; :meth:`wait` completes it."""
-        if self._lent and self._version_of_lent() != self._lent_version:
+        if self._summoned and self._version_of_summoned() != self._summoned_version:
             raise RuntimeError(
                 f"parameters of unit {self.label} were written to inside of summon_full_params and "
                 f"the unit is run before the context has ended, which brings them to the shards. "
@@ -185,7 +185,7 @@ class Unit:
                 continue
             if found is slot.resting:
                 register(slot.owner, slot.attribute, slot.unsharded)
-            elif _is_lent(found, slot.resting):
+            elif _is_temporary(found, slot.resting):
                 self.registration_pending = True
             else:
                 raise ConfigurationError(
@@ -250,7 +250,7 @@ class Unit:
                 computed.
         """
         self._move("reshard")
-        self.tidy()
+        self.restore_registration()
         for slot in self._slots:
             if slot.buffer is not None:
                 slot.unsharded = slot.buffer.parameters[slot.index]
@@ -259,7 +259,7 @@ class Unit:
         for group in self.groups:
             group.release(before_backward)
 
-    def tidy(self) -> None:
+    def restore_registration(self) -> None:
         """Register the parameters of the unit's state with its modules.
 
         ``torch.func.functional_call`` puts back the parameters that it found, which may be those of
@@ -290,10 +290,10 @@ class Unit:
                 former, slot.resting = slot.resting, resting
                 if slot.owner._parameters.get(slot.attribute) is former:
                     register(slot.owner, slot.attribute, resting)
-        self._lent = [
+        self._summoned = [
             slot.resting for slot in self._slots if not isinstance(slot.resting, ShardTensor)
         ]
-        self._lent_version = self._version_of_lent()
+        self._summoned_version = self._version_of_summoned()
 
     def overrides(self) -> Iterator[tuple[torch.Tensor, ShardTensor]]:
         """Whole parameters that modules hold for a while, with their sharded ones."""
@@ -305,7 +305,7 @@ class Unit:
     @property
     def is_overridden(self) -> bool:
         """Whether modules hold whole parameters meanwhile."""
-        return bool(self._lent)
+        return bool(self._summoned)
 
     def dissolve(self) -> None:
         """Dissolve the unit: modules keep sharded parameters, each with a copy of its shard."""
@@ -317,8 +317,8 @@ class Unit:
                 sharded.leave_unit(local)
         self.groups, self._slots, self._copies = [], [], {}
 
-    def _version_of_lent(self) -> int:
-        return sum(each._version for each in self._lent)
+    def _version_of_summoned(self) -> int:
+        return sum(each._version for each in self._summoned)
 
     def reduce_gradients(self, across_replicas: bool) -> list[Reduction]:
         """Pack the unsharded gradients and issue their reduction; possible in any state."""
@@ -412,7 +412,7 @@ class Unit:
         self.state = target
 
 
-def _is_lent(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
+def _is_temporary(found: torch.Tensor | None, sharded: torch.Tensor) -> bool:
     """Whether a module computes with a temporary tensor, as under ``torch.func.functional_call``.
 
     A parameter that is to be trained has come to stay.
@@ -442,11 +442,15 @@ def _make_groups(
     members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy
 ) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
-    lenders: dict[int, FlatGroup] = {}  # by memory, the group of the first parameter that has it
+    memory_owners: dict[
+        int, FlatGroup
+    ] = {}  # by memory, the group of the first parameter that has it
     for specs in members:
-        lender = lenders.get(specs[0].memory)
-        group = FlatGroup(specs, layout_of(specs, mesh.topology.num_slices), mesh, sharding, lender)
-        lenders.setdefault(specs[0].memory, group)
+        memory_owner = memory_owners.get(specs[0].memory)
+        group = FlatGroup(
+            specs, layout_of(specs, mesh.topology.num_slices), mesh, sharding, memory_owner
+        )
+        memory_owners.setdefault(specs[0].memory, group)
         groups.append(group)
     return groups
 

@@ -4,213 +4,24 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
-from typing import Any, TypeAlias, TypeGuard, cast
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from shardeddp.config import ActivationCheckpointing, Modules
+from shardeddp.config import LIKE_UNITS, ActivationCheckpointing, resolve_modules
 from shardeddp.engine.runtime import find_tensors
 from shardeddp.errors import ConfigurationError
-from shardeddp.torch_private import (
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
-    all_operation_names,
-    has_kernel,
-    higher_order_operations,
-    pytree,
-)
-from shardeddp.wrap import AutoPolicy, Policy, PolicyLike, resolve_policy
-from shardeddp.wrap.tree import class_of, compiled_shells, imported, nearest, uncompiled
-
-# -- Kept operations of selective activation checkpointing
-
-Operation = OpOverload | HigherOrderOperator
-
-PRESETS: dict[str, tuple[str, ...]] = {
-    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"),
-    "attention": (
-        "aten._scaled_dot_product_flash_attention",
-        "aten._scaled_dot_product_efficient_attention",
-        "aten._scaled_dot_product_cudnn_attention",
-        "aten._scaled_dot_product_flash_attention_for_cpu",
-        "aten._scaled_dot_product_fused_attention_overrideable",
-        "higher_order.flex_attention",
-    ),
-}
-"""Names that stand for several operations.
-
-Those are the products of linear layers, and every kernel behind scaled dot-product attention.
-"""
-
-_EXPECTED = (
-    f"expected names of operations ('aten.mm.default', 'aten.mm', 'mm'), "
-    f"{' or '.join(map(repr, PRESETS))}, objects of torch.ops, or one policy function"
-)
-
-
-def selective_contexts(save_ops: object) -> ContextFunction | None:
-    """Context function that keeps results of some operations for recomputation; None: keep nothing.
-
-    Raises:
-        ConfigurationError: Something in it is no operation, or one that autograd takes apart before
-            it runs.
-    """
-    policy = _policy_of(save_ops)
-    if policy is not None:
-        return functools.partial(create_selective_checkpoint_contexts, policy)
-    operations = find_operations(_entries(save_ops))
-    return (
-        functools.partial(create_selective_checkpoint_contexts, operations) if operations else None
-    )
-
-
-def check_save_ops(save_ops: object) -> None:
-    """Refuse wrong entries before libraries with their own operations are imported.
-
-    Raises:
-        ConfigurationError: As :func:`selective_contexts`.
-    """
-    if _policy_of(save_ops) is None:
-        find_operations(
-            entry
-            for entry in _entries(save_ops)
-            if not isinstance(entry, str)
-            or entry in PRESETS
-            or _qualified(entry).startswith("aten.")
-        )
-
-
-def find_operations(entries: Iterable[object]) -> list[Operation]:
-    """Operations that names and objects stand for; without an overload, all overloads of one name.
-
-    Raises:
-        ConfigurationError: An entry stands for none, or for one that autograd takes apart before it
-            runs.
-    """
-    found: dict[Operation, None] = {}
-    for entry in entries:
-        if isinstance(entry, str):
-            names = PRESETS.get(entry, (entry,))
-            operations = [operation for name in names for operation in _named(name)]
-        elif isinstance(entry, OpOverloadPacket):
-            operations = _overloads(entry)
-        elif isinstance(entry, (OpOverload, HigherOrderOperator)):
-            operations = [entry]
-        else:
-            raise ConfigurationError(
-                f"ActivationCheckpointing.save_ops: {_EXPECTED}; found {entry!r} of type "
-                f"{type(entry).__name__}."
-            )
-        if all(_is_composite(operation) for operation in operations):
-            raise ConfigurationError(
-                f"ActivationCheckpointing.save_ops: {entry!r} is taken apart into other operations "
-                f"before autograd sees it, so there would be nothing to keep. Name what it "
-                f"becomes: 'matmul' stands for the products of linear layers and torch.matmul, "
-                f"'attention' for the kernels of scaled dot-product attention."
-            )
-        found.update(dict.fromkeys(operations))
-    return list(found)
-
-
-def _policy_of(save_ops: object) -> Callable[..., Any] | None:
-    """The policy function, given directly or by import path; None where operations are listed."""
-    if isinstance(save_ops, str) and save_ops not in PRESETS:
-        target = imported(save_ops)
-        return target if _is_function(target) else None
-    return save_ops if _is_function(save_ops) else None
-
-
-def _is_function(value: object) -> TypeGuard[Callable[..., Any]]:
-    return callable(value) and not isinstance(
-        value, (OpOverload, OpOverloadPacket, HigherOrderOperator, type)
-    )
-
-
-def _entries(save_ops: object) -> list[object]:
-    if save_ops is None:
-        return []
-    if isinstance(save_ops, (list, tuple, set, frozenset)):
-        return list(save_ops)
-    return [save_ops]
-
-
-def _named(name: str) -> list[Operation]:
-    """Operations of a name, with or without namespace and overload.
-
-    ``.`` or ``::`` may follow the namespace.
-    """
-    qualified = _qualified(name)
-    namespace, _, rest = qualified.partition(".")
-    if namespace == "higher_order" and rest in higher_order_operations:
-        return [higher_order_operations[rest]]
-    operation, _, overload = rest.partition(".")
-    registered = _registered()
-    overloads = registered.get(f"{namespace}.{operation}", [])
-    if overload in overloads or (overloads and not overload):
-        packet = getattr(getattr(torch.ops, namespace), operation)
-        return [getattr(packet, overload)] if overload else _overloads(packet)
-    near = [f"{namespace}.{operation}.{each}" for each in overloads]
-    known = (
-        near
-        or [other for other in registered if other.startswith(f"{namespace}.")]
-        or list(registered)
-    )
-    raise ConfigurationError(
-        f"ActivationCheckpointing.save_ops: {_EXPECTED}; found {name!r}, which is not registered: "
-        f"{nearest(qualified, known)} (Operations of other libraries exist once their library is "
-        f"imported.)"
-    )
-
-
-def _qualified(name: str) -> str:
-    """The name with its namespace.
-
-    The namespace is ``aten`` for a name of one part, or one whose first part is an operation of
-    aten.
-    """
-    dotted = name.replace("::", ".").removeprefix("torch.ops.").removeprefix("torch.")
-    first, _, rest = dotted.partition(".")
-    if dotted in higher_order_operations:
-        return f"higher_order.{dotted}"
-    return f"aten.{dotted}" if not rest or f"aten.{first}" in _registered() else dotted
-
-
-def _registered() -> dict[str, list[str]]:
-    """Overload names of every operation registered now, by ``namespace.operation``."""
-    operations: defaultdict[str, list[str]] = defaultdict(list)
-    for name in all_operation_names():
-        namespace, _, rest = name.partition("::")
-        operation, _, overload = rest.partition(".")
-        operations[f"{namespace}.{operation}"].append(overload or "default")
-    return {name: sorted(operations[name]) for name in sorted(operations)}
-
-
-def _overloads(packet: OpOverloadPacket) -> list[Operation]:
-    """All overloads that give a new tensor; autograd records none that write into an argument."""
-    overloads: list[OpOverload] = [
-        getattr(packet, overload) for overload in sorted(packet.overloads())
-    ]
-    return [overload for overload in overloads if not overload._schema.is_mutable] or [*overloads]
-
-
-def _is_composite(operation: Operation) -> bool:
-    if isinstance(operation, HigherOrderOperator):
-        return False
-    return has_kernel(operation.name(), "CompositeImplicitAutograd")
-
+from shardeddp.torch_private import pytree
+from shardeddp.wrap import AutoPolicy, Policy
+from shardeddp.wrap.kept_operations import ContextFunction, selective_contexts
+from shardeddp.wrap.tree import class_of, compiled_shells, uncompiled
 
 # -- Recomputation: a forward that keeps its inputs and runs again in backward
-
-ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Makes the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""
 
 _ONLY_READS = "_can_checkpoint_with_cache"
 """Attribute of transformers' layers that take a cache and do not add to it."""
@@ -368,41 +179,6 @@ def _refuse_compiled_offload() -> None:
 
 # -- Activation checkpointing: the modules that are recomputed
 
-ActivationCheckpointingLike: TypeAlias = (
-    bool | ActivationCheckpointing | Mapping[str, Any] | PolicyLike
-)
-"""Everything that ``resolve_activation_checkpointing`` understands."""
-
-_FIELDS = tuple(field.name for field in fields(ActivationCheckpointing))
-
-
-def resolve_activation_checkpointing(value: object) -> ActivationCheckpointing | None:
-    """The options that a value of ``activation_checkpointing`` means.
-
-    Args:
-        value: None, False or ``"none"`` (off); True or ``"auto"`` (the repeated blocks of the
-            model); modules, written as ``auto_wrap_policy`` is: a module class or its name, a list
-            or set of those, a function ``(name, module) -> bool``, a Policy; a mapping with the
-            fields of :class:`ActivationCheckpointing`, or with the ``class_path`` and ``init_args``
-            of a policy; or that itself.
-
-    Returns:
-        The options, with a Policy as ``modules``; None for off.
-
-    Raises:
-        ConfigurationError: The value is none of these, or one of the options is wrong.
-    """
-    if value is None or value is False or (isinstance(value, str) and value.lower() == "none"):
-        return None
-    if isinstance(value, ActivationCheckpointing):
-        options = value
-    elif isinstance(value, Mapping):
-        options = _from_mapping(value)
-    else:
-        options = ActivationCheckpointing(modules="auto" if value is True else cast(Modules, value))
-    check_save_ops(options.save_ops)
-    return replace(options, modules=_policy(options.modules))
-
 
 def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) -> list[str]:
     """Let the chosen modules of a model recompute their activations in backward.
@@ -424,7 +200,7 @@ def checkpoint_activations(root: nn.Module, options: ActivationCheckpointing) ->
     """
     context_fn = selective_contexts(options.save_ops)
     modules = dict(root.named_modules(remove_duplicate=False))
-    chosen = _outermost(_select(root, _policy(options.modules)), modules)[:: options.every]
+    chosen = _outermost(_select(root, resolve_modules(options.modules)), modules)[:: options.every]
     shells = compiled_shells(root)
     for name in chosen:
         _, module = uncompiled(name, modules[name])
@@ -457,56 +233,12 @@ def keep_activations(root: nn.Module) -> None:
                 module.forward = forward.__wrapped__
 
 
-def _from_mapping(value: Mapping[Any, Any]) -> ActivationCheckpointing:
-    if "class_path" in value:
-        return ActivationCheckpointing(modules=_build_policy(value))
-    for key in value:
-        if key not in _FIELDS:
-            raise ConfigurationError(
-                f"activation_checkpointing: expected a mapping with some of {', '.join(_FIELDS)}; "
-                f"found {key!r}: {nearest(str(key), _FIELDS)}"
-            )
-    return ActivationCheckpointing(**value)
-
-
-def _policy(modules: Any) -> Policy:
-    """The policy that chooses the modules; a mapping is a policy as YAML writes an object."""
-    if isinstance(modules, Mapping):
-        return _build_policy(modules)
-    if modules is None or (isinstance(modules, str) and modules.lower() == "none"):
-        raise ConfigurationError(
-            "ActivationCheckpointing.modules: expected which modules to compute again, found "
-            "None. Write 'auto' for the repeated blocks, classes or a policy; "
-            "activation_checkpointing=None turns it off."
-        )
-    try:
-        return resolve_policy(modules)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{_LIKE_UNITS} {error}") from error
-
-
-def _build_policy(written: Mapping[str, Any]) -> Policy:
-    path, arguments = written.get("class_path"), written.get("init_args") or {}
-    target = imported(path) if isinstance(path, str) else None
-    if set(written) - {"class_path", "init_args"} or not (
-        isinstance(target, type) and issubclass(target, Policy)
-    ):
-        raise ConfigurationError(
-            f"ActivationCheckpointing.modules: expected a mapping with the class_path of a policy, "
-            f"such as 'shardeddp.wrap.NamePolicy', and its init_args; found {dict(written)!r}."
-        )
-    return target(**arguments)
-
-
-_LIKE_UNITS = "ActivationCheckpointing.modules is written as auto_wrap_policy is, and what was found does not do:"
-
-
 def _select(root: nn.Module, policy: Policy) -> list[str]:
     """Names of the modules that the policy chooses, at least one."""
     try:
         names = policy.select(root)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{_LIKE_UNITS} {error}") from error
+        raise ConfigurationError(f"{LIKE_UNITS} {error}") from error
     if not names and isinstance(policy, AutoPolicy) and policy.min_numel is None:
         # Blocks too small to be gathered alone may still be worth recomputing; their activations
         # are another matter.

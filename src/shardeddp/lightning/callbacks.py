@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from shardeddp.checkpoint.restore import load_model
 from shardeddp.comm import Mesh
-from shardeddp.config import UnevenBatches, check_uneven_batches
+from shardeddp.config import UnevenBatches
 from shardeddp.engine.runtime import BufferSync, Runtime, runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -273,7 +273,7 @@ class CallbackAdapters:
 
     def __init__(self, uneven_batches: UnevenBatches) -> None:
         self.averages = Averages()
-        self.uneven_batches: UnevenBatches = check_uneven_batches(uneven_batches)
+        self.uneven_batches: UnevenBatches = uneven_batches
         self._training: EvenTraining | None = None  # both: in a run of several ranks
         self._evaluation: UnevenEvaluation | None = None
 
@@ -281,7 +281,7 @@ class CallbackAdapters:
         """A copy, of a Trainer for instance, accompanies no run yet."""
         return type(self), (self.uneven_batches,)
 
-    def meet(self, trainer: Trainer, module: LightningModule) -> None:
+    def before_sharding(self, trainer: Trainer, module: LightningModule) -> None:
         """The module of a run is about to be sharded.
 
         Raises:
@@ -291,7 +291,7 @@ class CallbackAdapters:
             _refuse_callbacks(trainer)
         self.averages.end_deferral(module)
 
-    def join(
+    def after_sharding(
         self, trainer: Trainer, module: LightningModule, runtime: Runtime
     ) -> Callable[[], None] | None:
         """The module has been sharded; a collective of all ranks.
@@ -307,7 +307,7 @@ class CallbackAdapters:
             private.replace_summary(summary, _summarize)
         return self.averages.shard(trainer, module, runtime.mesh)
 
-    def meet_loaders(self, trainer: Trainer) -> bool:
+    def align_loaders(self, trainer: Trainer) -> bool:
         """Training loaders exist before training starts: someone has asked for the number of steps.
 
         Returns:
@@ -336,12 +336,12 @@ class CallbackAdapters:
         if self._evaluation is not None:
             self._evaluation.end()
 
-    def weigh(self, loss: torch.Tensor) -> None:
+    def zero_repeated_loss(self, loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch; see ``uneven_batches``."""
         if self._training is not None:
-            self._training.weigh(loss)
+            self._training.zero_repeated_loss(loss)
 
-    def leave(self, trainer: Trainer, module: LightningModule) -> None:
+    def end_run(self, trainer: Trainer, module: LightningModule) -> None:
         """The run is over, or has failed."""
         self.end_evaluation()
         self._training = self._evaluation = None

@@ -21,11 +21,11 @@ from shardeddp.checkpoint import clean
 from shardeddp.checkpoint.durable import is_remote, local_path, resolve
 from shardeddp.checkpoint.find import last_checkpoints
 from shardeddp.checkpoint.full import save_full, stream_full
-from shardeddp.checkpoint.manifest import Run
+from shardeddp.checkpoint.manifest import TrainingRun
 from shardeddp.checkpoint.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.checkpoint.write import Saver
 from shardeddp.comm import Mesh, agree_on_any, run_on_all_ranks
-from shardeddp.config import CheckpointOptions, StateDictType, check_state_dict_type
+from shardeddp.config import Options
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
     LIGHTNING_VERSION,
@@ -48,38 +48,24 @@ class Checkpoints:
 
     Args:
         group: Ranks of the run.
-        sharding_strategy: Name for the record in each checkpoint.
-        state_dict_type: Kind of checkpoint.
-        options: Everything else about it.
+        options: Kind of checkpoint, everything else about it, and the sharding strategy's name for
+            the record in each.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        sharding_strategy: str,
-        state_dict_type: StateDictType,
-        options: CheckpointOptions,
-    ) -> None:
-        self._group = group
-        self._sharding_strategy = sharding_strategy
-        self._kind = check_state_dict_type(state_dict_type)
-        self._options = options
-        self._saver = Saver(options)
+    def __init__(self, group: ProcessGroup, options: Options) -> None:
+        self._group, self.options = group, options
+        self._saver = Saver(options.checkpoint_options)
         self._told = False  # that checkpoints are directories
         self._written: set[str] = set()
 
-    def adopt(self, sharding_strategy: str) -> None:
-        """Record a strategy that was chosen later."""
-        self._sharding_strategy = sharding_strategy
-
     def check_io(self, io: CheckpointIO) -> None:
         """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
-        if type(io) is TorchCheckpointIO or self._kind == "full":
+        if type(io) is TorchCheckpointIO or self.options.state_dict_type == "full":
             return
-        if self._kind == "sharded" or self._options.asynchronous:
+        if self.options.state_dict_type == "sharded" or self.options.checkpoint_options.asynchronous:
             raise ConfigurationError(
                 f"checkpoint_io={type(io).__name__} writes checkpoints that are one file, and "
-                f"state_dict_type={self._kind!r}, asynchronous={self._options.asynchronous} writes "
+                f"state_dict_type={self.options.state_dict_type!r}, asynchronous={self.options.checkpoint_options.asynchronous} writes "
                 f"directories by itself. Use state_dict_type='full' with it; for saves behind the "
                 f"back of training, checkpoint_options=CheckpointOptions(asynchronous=True) "
                 f"without it"
@@ -127,7 +113,7 @@ class Checkpoints:
                     mesh,
                     names(),
                     self._describe(checkpoint, mesh),
-                    self._options,
+                    self.options.checkpoint_options,
                 )
             else:
                 _write_by_plugin(checkpoint, filepath, storage_options, io, mesh)
@@ -154,9 +140,9 @@ class Checkpoints:
 
         The reason is "" where the user has said so, and None where it is to be a file.
         """
-        options = self._options
-        if self._kind != "auto":
-            return "" if self._kind == "sharded" else None
+        options = self.options.checkpoint_options
+        if self.options.state_dict_type != "auto":
+            return "" if self.options.state_dict_type == "sharded" else None
         if options.asynchronous:
             return "CheckpointOptions(asynchronous=True) is for directories"
         if not options.zip_crc:
@@ -166,14 +152,14 @@ class Checkpoints:
             return None
         return f"one has {nbytes / 1e9:.1f} GB and CheckpointOptions(max_file_gb={options.max_file_gb:g}) is less"
 
-    def _describe(self, checkpoint: Mapping[str, Any], mesh: Mesh) -> Run:
-        return Run(
+    def _describe(self, checkpoint: Mapping[str, Any], mesh: Mesh) -> TrainingRun:
+        return TrainingRun(
             uuid=uuid.uuid4().hex,
             step=checkpoint.get("global_step", 0),
             epoch=checkpoint.get("epoch", 0),
             world_size=mesh.topology.world_size,
             shard_size=mesh.topology.shard_size,
-            sharding_strategy=self._sharding_strategy,
+            sharding_strategy=self.options.sharding_strategy,
             versions={
                 "torch": str(torch.__version__),
                 "lightning": LIGHTNING_VERSION,

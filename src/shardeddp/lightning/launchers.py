@@ -144,7 +144,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
     ) -> None:
         super().__init__(strategy, start_method)
         self._gather, self._materialize = gather, materialize
-        self._on_error = on_error
+        self._on_error, self._forks = on_error, start_method == "fork"
 
     @override
     def launch(
@@ -156,7 +156,7 @@ class ShardedMultiProcessingLauncher(private.RankLauncher):
     ) -> Any:
         if trainer is not None:
             resolve_last(trainer)
-            if self._start_method != "fork":
+            if not self._forks:
                 # Its recording stays in this process, and so do relations between meta
                 # tensors.
                 self._materialize(trainer.lightning_module)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from shardeddp.comm import agree_on_any, run_on_all_ranks
-from shardeddp.config import ActivationCheckpointing, CPUOffload, MixedPrecision
+from shardeddp.config import Options
 from shardeddp.engine.deferred_init import materialize, record_resets
 from shardeddp.engine.recording import Recording
-from shardeddp.engine.runtime import Prefetch, Runtime, parameters_changed, runtime_of
+from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.shard_model import place_module, shard_model
 from shardeddp.engine.takeover import Takeover, is_taken_over
 from shardeddp.errors import ConfigurationError
@@ -38,16 +37,15 @@ from shardeddp.lightning.tensor_parallel import (
     refuse_untried,
     tensor_axis,
 )
-from shardeddp.optim.attach import set_down
+from shardeddp.optim.attach import suspend
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.report import describe_units
 from shardeddp.tensor.distributed import Distribution, take_apart
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import TracingContext
-from shardeddp.wrap import Policy, build_units
+from shardeddp.wrap import build_units
 from shardeddp.wrap.tensor_plan import (
     PlannedLayer,
-    TensorPlan,
     find_layers,
     parameters_to_cut,
     split_layers,
@@ -111,51 +109,14 @@ class ModelSharding:
     Args:
         group: Ranks of the run.
         restore: Checkpoint that may wait for the shards.
-        sharding_strategy: Name of the sharding strategy, for people.
-        sharding: Sharding strategy.
-        policy: Choice of the modules that are units.
-        mixed_precision: Dtypes of the user; None: those of the Trainer's precision.
-        activation_checkpointing: Modules that recompute; None: none.
-        offload: Tensors that live in host memory.
-        prefetch: Units that are gathered ahead.
-        uneven_units: Whether ranks may use different units in a step.
-        tensor_size: Ranks that split layers among them.
-        tensor_plan: Which layers they split, beside those that the module has split itself.
+        options: Which units a module has, in which dtypes, what is recomputed, and how it is
+            sharded.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        restore: Restore,
-        *,
-        sharding_strategy: str,
-        sharding: ShardingStrategy,
-        policy: Policy,
-        mixed_precision: MixedPrecision | None,
-        activation_checkpointing: ActivationCheckpointing | None,
-        offload: CPUOffload,
-        prefetch: Prefetch,
-        uneven_units: bool,
-        tensor_size: int = 1,
-        tensor_plan: TensorPlan | None = None,
-    ) -> None:
-        self._group, self._restore = group, restore
-        self._sharding_strategy, self._sharding, self._policy = sharding_strategy, sharding, policy
-        self._mixed_precision, self._activation_checkpointing = (
-            mixed_precision,
-            activation_checkpointing,
-        )
-        self._tensor_size = tensor_size
-        self._tensor_plan: TensorPlan | None = tensor_plan
-        self._prefetch, self._uneven_units = prefetch, uneven_units
-        # A world of one rank has nothing to shard, unless states are offloaded.
-        self._passthrough = not (offload.params or offload.optimizer)
+    def __init__(self, group: ProcessGroup, restore: Restore, options: Options) -> None:
+        self._group, self._restore, self.options = group, restore, options
         # Recording of every module that is built; several may be before one is sharded.
         self._recording = Recording()
-
-    def adopt(self, sharding_strategy: str, sharding: ShardingStrategy) -> None:
-        """Shard by a strategy that was chosen later."""
-        self._sharding_strategy, self._sharding = sharding_strategy, sharding
 
     @contextmanager
     def building(self, precision: Precision, empty_init: bool | None) -> Generator[None]:
@@ -203,9 +164,10 @@ class ModelSharding:
             # The mesh of the Trainer that has sharded the module replaces this Trainer's.
             self._group.current = runtime.mesh
             return runtime
-        refuse_sharded(module, self._tensor_size)
-        if self._tensor_size > 1:
-            refuse_untried(module, self._tensor_plan)
+        tensor_size = self.options.tensor_parallel_size
+        refuse_sharded(module, tensor_size)
+        if tensor_size > 1:
+            refuse_untried(module, self.options.tensor_parallel_plan)
         takeover = self._take_over(module)
         try:
             run_on_all_ranks(
@@ -224,30 +186,14 @@ class ModelSharding:
         That is so where it has got or lost layers, parameters or buffers since, where the options
         are others now, and where this holds on any rank.
         """
-        outdated = not (runtime.options == self._options(precision) and runtime.is_current)
+        same = runtime.options == self.options and runtime.precision == _compared(precision)
+        outdated = not (same and runtime.is_current)
         return agree_on_any([outdated], self._group.mesh.world_control)[0]
-
-    def _options(self, precision: Precision) -> object:
-        """All that decides, for a given module, on its units and how they work; to be compared."""
-        recomputes = self._activation_checkpointing
-        return (
-            self._sharding,
-            self._prefetch,
-            self._uneven_units,
-            self._passthrough,
-            self._tensor_size,
-            str(self._tensor_plan),
-            _compared(self._policy),
-            self._mixed_precision,
-            (type(precision), precision.precision),
-            recomputes and (replace(recomputes, modules=None), _compared(recomputes.modules)),
-            self._group.debug,
-        )
 
     def _take_over(self, module: nn.Module) -> Takeover:
         """Parameters that are sharded already, of this module or of others, as plain ones."""
         sharded = [it for it in module.parameters() if isinstance(it, ShardTensor)]
-        set_down(sharded, parameters_changed)
+        suspend(sharded, parameters_changed)
         takeover = Takeover(module)
         for root in takeover.roots:
             keep_activations(root)
@@ -276,32 +222,31 @@ class ModelSharding:
         runtime = shard_model(
             units,
             mesh,
-            self._sharding,
-            self._prefetch,
+            self.options,
             recording=self._recording,
             takeover=takeover,
             load=load if is_deferred else None,
-            passthrough=self._passthrough,
-            uneven=self._uneven_units,
         )
-        runtime.options = self._options(precision)
+        runtime.precision = _compared(precision)
         place_module(module, mesh.device)
-        private.tell_device(module, mesh.device)
-        synchronize_generation(module, self._sharding)
+        private.set_device(module, mesh.device)
+        synchronize_generation(module, self.options.sharding)
         self._restore.load(None if is_deferred else load, module)
         if self._group.is_rank_zero:
-            rank_zero_info(f"ShardedDP: {describe_units(self._sharding_strategy, runtime)}")
+            name = self.options.sharding_strategy
+            rank_zero_info(f"ShardedDP: {describe_units(name, runtime)}")
         return runtime
 
     @torch.no_grad()
     def _find_split_layers(self, module: nn.Module) -> list[PlannedLayer]:
         """The layers that the plan splits; those that split one have one rank's values of it."""
-        mesh, plan = self._group.mesh, self._tensor_plan
-        if plan is None or self._tensor_size == 1:
+        mesh, plan = self._group.mesh, self.options.tensor_parallel_plan
+        size = self.options.tensor_parallel_size
+        if plan is None or size == 1:
             return []
         layers = run_on_all_ranks(
             "reading tensor_parallel_plan",
-            lambda: find_layers(module, plan, self._tensor_size),
+            lambda: find_layers(module, plan, size),
             mesh.world_control,
         )
         for parameter in {id(it): it for it in parameters_to_cut(layers)}.values():
@@ -322,19 +267,19 @@ class ModelSharding:
             parallelize(layers, device_mesh)
             split |= take_apart(module, device_mesh)
             split |= split_layers(module, layers, tensor_axis(self._group.mesh))
-        units = build_units(module, self._policy, split)
+        units = build_units(module, self.options.policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
-        dtypes = resolve_dtypes(self._mixed_precision, autocast)
+        dtypes = resolve_dtypes(self.options.mixed_precision, autocast)
         units = assign_dtypes(module, units, dtypes)
         cast_at_boundaries(module, units, dtypes)
-        if self._activation_checkpointing is not None:
-            checkpoint_activations(module, self._activation_checkpointing)
+        if self.options.activation_checkpointing is not None:
+            checkpoint_activations(module, self.options.activation_checkpointing)
         return units
 
 
-def _compared(policy: object) -> object:
-    """Comparable form of a policy: equal for policies that choose the same modules."""
-    return type(policy), vars(policy) if isinstance(policy, Policy) else policy
+def _compared(precision: Precision) -> object:
+    """Comparable form of a precision: equal for those that choose the same dtypes."""
+    return type(precision), precision.precision
 
 
 def _refuse_sync_batch_norm(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
@@ -12,7 +12,7 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import nn
 
-from shardeddp.config import MixedPrecision
+from shardeddp.config import MixedPrecision, Options
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -28,7 +28,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.planner.hardware import GIB, GPUS, find_gpu, gpu_of_device
+from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.search import Choice
 from shardeddp.planner.source import configured, without_weights
@@ -66,6 +66,43 @@ def planned_precision(precision: object, mixed_precision: MixedPrecision | None)
         return "bf16"
     return {"16-true": "bf16-true", "16-mixed": "bf16-mixed"}.get(
         str(precision).removeprefix("bf"), "32-true"
+    )
+
+
+def setting_of(
+    options: Options,
+    precision: object,
+    *,
+    device: torch.device,
+    num_nodes: int,
+    ranks_per_node: int,
+    accumulates: int,
+) -> Setting:
+    """What a run has set, as far as plans depend on it.
+
+    Args:
+        options: Of the strategy.
+        precision: Of the Trainer.
+        device: Of this rank.
+        num_nodes: Number of machines.
+        ranks_per_node: Number of ranks on each.
+        accumulates: Micro-batches of an optimizer step.
+    """
+    recomputes, offload = options.activation_checkpointing, options.offload
+    return Setting(
+        policy=options.policy,
+        precision=planned_precision(precision, options.mixed_precision),
+        recompute="none"
+        if recomputes is None
+        else "selective"
+        if recomputes.save_ops
+        else "full",
+        offload="params" if offload.params else "optimizer" if offload.optimizer else "none",
+        prefetch=options.prefetch.backward,
+        device=device,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        accumulates=accumulates,
     )
 
 
@@ -126,40 +163,19 @@ def _tokens_of(batch: Any) -> int:
 # -- dry run
 
 
-def check_plan_only(value: object) -> bool | str:
-    """The value of ``plan_only``, GPUs by their name in the table.
-
-    Raises:
-        ConfigurationError: It is none, or the GPU is not known.
-    """
-    if isinstance(value, str):
-        return find_gpu(value).name
-    if not isinstance(value, bool):
-        raise ConfigurationError(
-            f"plan_only={value!r}: expected True, False, or the name of a GPU such as 'A100-80'"
-        )
-    return value
-
-
 class PlanLauncher:
     """Launcher that starts no ranks and runs no training: it plans the run and shows the plan.
 
     Args:
         strategy: Whose run; its ``planned`` becomes the plan.
-        gpu: Name of the GPU to plan for; None: that of this machine.
-        setting: What is set, once the Trainer has said it.
-        configured: Name of the strategy that is set, and its shard size; None: not chosen yet.
+        options: What is set, and the GPU to plan for; where none is named, that of this machine.
+        setting: The rest of it, once the Trainer has said it.
     """
 
     def __init__(
-        self,
-        strategy: Any,
-        gpu: str | None,
-        setting: Callable[[Trainer], Setting],
-        configured: tuple[str, int] | None,
+        self, strategy: Any, options: Options, setting: Callable[[Trainer], Setting]
     ) -> None:
-        self._strategy, self._gpu, self._setting = strategy, gpu, setting
-        self._configured = configured
+        self._strategy, self._options, self._setting = strategy, options, setting
 
     is_interactive_compatible = True
     """Works in a notebook: it starts nothing."""
@@ -181,23 +197,28 @@ class PlanLauncher:
         module: LightningModule = given["model"] or self._strategy.lightning_module
         batch = _first_batch(module, given.get("train_dataloaders"), given.get("datamodule"))
         setting = self._setting(trainer)
-        plan, note = plan_of_run(module, batch, setting, self._gpu)
+        asked = self._options.plan_only
+        gpu = asked if isinstance(asked, str) else None
+        plan, note = plan_of_run(module, batch, setting, gpu)
         self._strategy.planned = plan
         rank_zero_only(print)("\n".join([*self._lines(plan, setting, batch), *note]))
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
 
     def _lines(self, plan: Plan, setting: Setting, batch: Any) -> list[str]:
         lines = [str(plan), ""]
+        name, sharding = self._options.sharding_strategy, self._options.sharding
+        size = sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
         mine = {
+            "strategy": name,
+            "shard_size": size,
             "recompute": setting.recompute,
             "offload": setting.offload,
             "micro_batch": samples_of(batch),
             "micro_batches": setting.accumulates,
         }
-        for it in plan.plans if self._configured else ():
+        for it in plan.plans:  # none of which is ``auto``
             choice: Choice = it.choice
-            same = all(getattr(choice, key) == value for key, value in mine.items())
-            if same and (choice.strategy, choice.shard_size) == self._configured:
+            if all(getattr(choice, key) == value for key, value in mine.items()):
                 fits = "fits" if it.fits else "may not fit"
                 lines.append(
                     f"As configured ({choice.strategy} over {choice.shard_size}, micro-batch "
@@ -300,7 +321,7 @@ class Chosen:
 
 
 def choose(
-    module: LightningModule | None, candidates: dict[str, ShardingStrategy], setting: Setting
+    module: LightningModule | None, candidates: Mapping[str, ShardingStrategy], setting: Setting
 ) -> Chosen:
     """Choose a sharding strategy for a run by its plan.
 
@@ -348,7 +369,7 @@ def choose(
 
 
 def _fastest(
-    module: LightningModule, candidates: dict[str, ShardingStrategy], setting: Setting, gpu: str
+    module: LightningModule, candidates: Mapping[str, ShardingStrategy], setting: Setting, gpu: str
 ) -> Chosen:
     count = setting.num_nodes * setting.ranks_per_node
     example = module.example_input_array
@@ -385,7 +406,7 @@ def _fastest(
 
 def by_states(
     module: nn.Module,
-    candidates: dict[str, ShardingStrategy],
+    candidates: Mapping[str, ShardingStrategy],
     setting: Setting,
     memory_nbytes: int,
     note: str = "",

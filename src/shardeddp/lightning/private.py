@@ -81,7 +81,7 @@ def trainer_of(module: Any) -> Any:
     return module._trainer
 
 
-def tell_device(module: nn.Module, device: torch.device) -> None:
+def set_device(module: nn.Module, device: torch.device) -> None:
     """Let ``module.device`` of a LightningModule and those in it name a device; nothing moves."""
     for child in module.modules():
         if isinstance(child, DeviceDtypeModuleMixin):

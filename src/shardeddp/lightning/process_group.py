@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import socket
-import time
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -27,7 +27,7 @@ from shardeddp.comm.mesh import count_connections
 from shardeddp.comm.propagation import has_broken_transfers, is_transfer_error
 from shardeddp.comm.rendezvous import meet, reserve_open_files, stay_on_loopback
 from shardeddp.comm.store import StoreClient
-from shardeddp.config import check_backend
+from shardeddp.config import Options
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import (
@@ -40,7 +40,6 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.lightning.tensor_parallel import make_device_mesh
-from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.plan.topology import RankInfo
 
 # -- Build id: the version and a digest of the files
@@ -100,35 +99,15 @@ class ProcessGroup:
     """Ranks of a run and their communication.
 
     Args:
-        sharding: Sharding strategy; decides which ranks share a model.
-        backend: Backend of the default process group; None: the device's own.
-        timeout: Limit of a collective.
-        saving_timeout_s: Limit of a collective while checkpoints are saved; None: ``timeout``.
-        debug: Whether communication of users is compared over ranks before it happens.
-        tensor_size: Ranks that split layers among them.
+        options: Which ranks share a model and which split layers, by which backend they
+            communicate, for how long they wait, and whether calls of users are compared.
     """
 
-    def __init__(
-        self,
-        sharding: ShardingStrategy,
-        backend: str | None,
-        timeout: timedelta,
-        saving_timeout_s: float | None,
-        *,
-        debug: bool,
-        tensor_size: int = 1,
-    ) -> None:
-        self._sharding = sharding
-        self._tensor_size = tensor_size
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        """Others where ``auto`` has chosen since, before the mesh is made."""
         self.device_mesh: DeviceMesh | None = None
         """Axes of ranks as torch has them; None: there is no tensor axis."""
-        self._backend = check_backend(backend)
-        self._timeout = timeout
-        self._saving_timeout = (
-            timeout if saving_timeout_s is None else timedelta(seconds=saving_timeout_s)
-        )
-        self.debug = debug
-        """Whether communication of users is compared over ranks before it happens."""
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
         self.current: Mesh | None = None
         """The communicators of this rank.
@@ -166,72 +145,112 @@ class ProcessGroup:
 
     # -- Set-up
 
-    def set_up(
+    def connect(
         self,
         environment: ClusterEnvironment,
         device: torch.device,
         num_nodes: int,
         ranks_per_node: int,
-        module: nn.Module | None,
-        choose: Callable[[Callable[[Callable[[], str]], str]], ShardingStrategy] | None = None,
     ) -> None:
-        """Make missing process group and mesh, and begin a run; a collective of all ranks.
+        """Make the process group where there is none; a collective of all ranks.
 
         Args:
             environment: Source of ranks and addresses.
             device: Device of this rank.
             num_nodes: Number of machines.
             ranks_per_node: Number of ranks on each.
-            module: Module of the run; one that another Trainer has sharded in the same way brings
-                its communicators along.
-            choose: Chooses the sharding strategy, where options leave it open and there is no mesh
-                yet; is given a function that makes a text on rank 0 for all ranks.
 
         Raises:
             ConfigurationError: Ranks run different code or options, or one may not open as many
                 files as it has connections.
         """
         _note_functions_of_one_rank()
-        problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
         if num_nodes == 1:
             stay_on_loopback()
         if not torch.distributed.is_initialized():
-            self._connect(environment, device, num_nodes, ranks_per_node, problem)
-        elif problem:
-            raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
-        elif self.debug:
+            self._meet(environment, device, num_nodes, ranks_per_node)
+        elif self.options.debug:
             rank_zero_warn(
                 "debug=True: calls through Lightning are compared over ranks; what "
                 "torch.distributed itself is asked for is not, as the process group was made "
                 "before, without that. Start a new process for it"
             )
-        if choose is not None and self.current is None:
-            self._sharding = choose(partial(self._on_rank_zero, "choice"))
-            problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
-            if problem:
-                raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
+
+    def on_rank_zero(self, topic: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """What rank 0 makes, on all ranks; a collective that needs no mesh yet.
+
+        Args:
+            topic: What it is.
+            make: Makes it; other ranks do not call it.
+
+        Raises:
+            ConfigurationError: Rank 0 failed, whose own error is raised there, or took longer than
+                ``timeout``.
+        """
+        rank, within_s = torch.distributed.get_rank(), self.options.timeout.total_seconds()
+        notes = StoreClient(topic, rank, patient=True)
+        if rank == 0:
+            try:
+                made = make()
+            except Exception as error:
+                notes.write("answer", json.dumps(f"{type(error).__name__}: {error}"))
+                raise
+            notes.write("answer", json.dumps(made))
+            return made
+        answer = notes.wait_for(["answer"], within_s).get("answer")
+        found: dict[str, str] | str = (
+            f"nothing within {within_s:.0f} s" if answer is None else json.loads(answer)
+        )
+        if isinstance(found, str):
+            raise ConfigurationError(f"rank 0 could not make the {topic}: {found}")
+        return found
+
+    def begin_run(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        num_nodes: int,
+        ranks_per_node: int,
+        module: nn.Module | None,
+    ) -> None:
+        """Make the mesh where there is none, and begin a run; a collective of all ranks.
+
+        Args:
+            environment: As for :meth:`connect`, which has been called.
+            device: As there.
+            num_nodes: As there.
+            ranks_per_node: As there.
+            module: Module of the run; one that another Trainer has sharded in the same way brings
+                its communicators along.
+
+        Raises:
+            ConfigurationError: This rank may not open as many files as it has connections.
+        """
+        options, tensor_size = self.options, self.options.tensor_parallel_size
+        # Of a process group that was made before, or of a strategy that was chosen since.
+        problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
+        if problem:
+            raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
         runtime = None if module is None else runtime_of(module)
         if (
             self.current is None
             and runtime is not None
-            and runtime.sharding == self._sharding
-            and runtime.mesh.compares == self.debug
-            and runtime.mesh.topology.tensor_size == self._tensor_size
+            and runtime.sharding == options.sharding
+            and runtime.mesh.compares == options.debug
+            and runtime.mesh.topology.tensor_size == tensor_size
         ):
             self.current = runtime.mesh
         elif self.current is None:
-            topology = self._sharding.topology(
-                num_nodes, ranks_per_node, self._order, self._tensor_size
-            )
+            saving_s = options.checkpoint_options.timeout
             self.current = Mesh(
-                topology,
+                options.sharding.topology(num_nodes, ranks_per_node, self._order, tensor_size),
                 device,
-                self._timeout,
-                self._sharding.regather_size,
-                saving_timeout=self._saving_timeout,
-                debug=self.debug,
+                options.timeout,
+                options.sharding.regather_size,
+                saving_timeout=options.timeout if saving_s is None else timedelta(seconds=saving_s),
+                debug=options.debug,
             )
-        if self._tensor_size > 1 and self.device_mesh is None:
+        if tensor_size > 1 and self.device_mesh is None:
             self.device_mesh = make_device_mesh(self.current)
         self.current.begin_run()
         self._broken = False
@@ -242,29 +261,6 @@ class ProcessGroup:
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
 
-    def _on_rank_zero(self, topic: str, make: Callable[[], str]) -> str:
-        """The text that rank 0 makes, on all ranks; or the error that it ran into."""
-        rank = torch.distributed.get_rank()
-        notes = StoreClient(topic, rank, patient=True)
-        if rank == 0:
-            try:
-                text = make()
-            except Exception as error:
-                notes.write("error", f"{type(error).__name__}: {error}")
-                raise
-            notes.write("made", text)
-            return text
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while time.monotonic() < deadline:
-            if (text := notes.read("made")) is not None:
-                return text
-            if (error := notes.read("error")) is not None:
-                raise ConfigurationError(f"rank 0 could not make the {topic}: {error}")
-            time.sleep(0.02)
-        raise ConfigurationError(
-            f"rank 0 has not made the {topic} within {self._timeout.total_seconds():.0f} s"
-        )
-
     def _reserve_connections(
         self,
         environment: ClusterEnvironment,
@@ -274,22 +270,22 @@ class ProcessGroup:
     ) -> str:
         """Let this process open as many files as it needs; why it cannot, or empty."""
         made = torch.distributed.is_initialized()
-        backend = torch.distributed.get_backend() if made else self._backend
+        backend = torch.distributed.get_backend() if made else self.options.process_group_backend
         if backend == "fake":  # which connects to nobody
             return ""
-        topology = self._sharding.topology(num_nodes, ranks_per_node, None, self._tensor_size)
-        regather_size = self._sharding.regather_size
+        sharding, tensor_size = self.options.sharding, self.options.tensor_parallel_size
+        topology = sharding.topology(num_nodes, ranks_per_node, None, tensor_size)
         rank = environment.global_rank()
-        return reserve_open_files(count_connections(topology, rank, device, regather_size))
+        return reserve_open_files(count_connections(topology, rank, device, sharding.regather_size))
 
-    def _connect(
+    def _meet(
         self,
         environment: ClusterEnvironment,
         device: torch.device,
         num_nodes: int,
         ranks_per_node: int,
-        problem: str,
     ) -> None:
+        options = self.options
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
         info = RankInfo(
             rank=environment.global_rank(),
@@ -299,18 +295,20 @@ class ProcessGroup:
             world_size=environment.world_size(),
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
-            run=f"{versions}, {self._sharding}, "
-            f"tensor_parallel_size={self._tensor_size}, debug={self.debug}",  # the same on all ranks that may meet
-            problem=problem,
+            # The same on all ranks that may meet.
+            run=f"{versions}, {options.sharding_strategy} as {options.sharding}, "
+            f"tensor_parallel_size={options.tensor_parallel_size}, debug={options.debug}",
+            problem=self._reserve_connections(environment, device, num_nodes, ranks_per_node),
         )
         store, self._order = meet(
-            environment.main_address, environment.main_port, info, self._timeout
+            environment.main_address, environment.main_port, info, options.timeout
         )
-        with torch_compares() if self.debug else nullcontext():
+        with torch_compares() if options.debug else nullcontext():
             init_dist_connection(
                 environment,
-                self._backend or torch.distributed.get_default_backend_for_device(device),
-                timeout=self._timeout,
+                options.process_group_backend
+                or torch.distributed.get_default_backend_for_device(device),
+                timeout=options.timeout,
                 device_id=None if device.type == "cpu" else device,
                 store=store,
             )
@@ -323,7 +321,7 @@ class ProcessGroup:
             # Users may give one barrier several names. Lightning does not, and never means one of
             # theirs.
             of_lightning = lightning_calls()
-            named = f"{name or ''}" if self.debug or of_lightning else ""
+            named = f"{name or ''}" if self.options.debug or of_lightning else ""
             barrier(self.current, f"barrier({named}){' of Lightning' if of_lightning else ''}")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -346,6 +344,8 @@ class ProcessGroup:
     def gather(self, tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
         """The tensors of all ranks, stacked."""
         self._compare(f"all_gather({_describe(tensor)})")
+        if self.current is not None:
+            self.current.settle()
         with self.explaining():
             return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
 

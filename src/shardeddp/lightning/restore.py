@@ -34,7 +34,7 @@ from shardeddp.checkpoint.restore import (
     materialize_expanded_buffers,
     parameter_names,
     place_weights,
-    stage,
+    read_shards_ahead,
 )
 from shardeddp.checkpoint.safetensors import read_safetensors, safetensors_in
 from shardeddp.checkpoint.schema import check_fields, check_like
@@ -172,10 +172,10 @@ class Restore:
     ) -> None:
         """Load the model's part of a checkpoint, at once or as soon as there are shards for it."""
         state = checkpoint["state_dict"]
-        staged = [state, checkpoint.get("optimizer_states", ())] if fitting else [state]
+        wanted = [state, checkpoint.get("optimizer_states", ())] if fitting else [state]
 
         def load() -> None:
-            stage(staged, module)
+            read_shards_ahead(wanted, module)
             materialize_expanded_buffers(module)
             # The optimizers are made when the model is there; not before can they refuse what is
             # stored for them.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,29 +24,20 @@ from shardeddp.checkpoint.restore import parameter_names
 from shardeddp.comm import Mesh, Traffic
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
+    ActivationCheckpointingLike,
     CheckpointOptions,
     CPUOffload,
     MixedPrecision,
+    Options,
     Scope,
     StartMethod,
     StateDictType,
     UnevenBatches,
-    check_flags,
-    check_start_method,
-    resolve_checkpoint_options,
-    resolve_mixed_precision,
-    resolve_offload,
-    resolve_optimizer_scope,
-    resolve_timeout,
 )
-from shardeddp.engine.runtime import Prefetch, Runtime, parameters_changed, runtime_of
+from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
-from shardeddp.lightning.activation_checkpointing import (
-    ActivationCheckpointingLike,
-    resolve_activation_checkpointing,
-)
 from shardeddp.lightning.api import (
     Accelerator,
     CheckpointIO,
@@ -72,31 +62,23 @@ from shardeddp.lightning.planning import (
     Chosen,
     PlanLauncher,
     Setting,
-    check_plan_only,
     choose,
-    planned_precision,
+    setting_of,
 )
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
 from shardeddp.lightning.restore import Restore, clear_away
 from shardeddp.lightning.resume import Resume
-from shardeddp.lightning.tensor_parallel import check_options, refuse_optimizer, refuse_untried_in
+from shardeddp.lightning.tensor_parallel import refuse_optimizer, refuse_untried_in
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import (
-    AUTO,
-    OptimizerShard,
-    ShardingStrategy,
-    ShardingStrategyName,
-    candidates,
-    choose_sharding,
-)
+from shardeddp.plan.sharding_strategy import AUTO, OptimizerShard, ShardingStrategyName
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.report import print_units
-from shardeddp.translate import explain_unknown, prefetch_of, sharding_of
-from shardeddp.wrap import PolicyLike, require_parameters, resolve_policy
-from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
+from shardeddp.translate import explain_unknown
+from shardeddp.wrap import PolicyLike, require_parameters
+from shardeddp.wrap.tensor_plan import TensorPlan
 
 # An instance as default gives the command line a flag for each field.
 _DEFAULTS = CheckpointOptions()
@@ -113,10 +95,7 @@ class Parts:
     group: ProcessGroup
     model_sharding: ModelSharding
     checkpoints: Checkpoints
-    options: CheckpointOptions
-    optimizer_scope: Mapping[str, Scope]
-    offloads_optimizer: bool
-    """Whether optimizer states alone live in host memory."""
+    options: Options
 
 
 class ShardedDP(ParallelStrategy):
@@ -239,104 +218,35 @@ class ShardedDP(ParallelStrategy):
         precision_plugin: Precision | None = None,
         **others: Any,
     ) -> None:
+        arguments = locals()
         if others:
             known = {**signature(ShardedDP).parameters}
             given = {
                 name: value
-                for name, value in locals().items()
+                for name, value in arguments.items()
                 if name in known and name != "others" and _differs(value, known[name].default)
             }
             raise TypeError(explain_unknown(others, {**given, **others}, known.keys() - {"others"}))
-        if (other := sharding_of(sharding_strategy)) is not None:
-            sharding_strategy = other["sharding_strategy"]
-            if reshard_after_forward is None:
-                reshard_after_forward = other.get("reshard_after_forward")
-        depth = prefetch_of(backward_prefetch)
         check_lightning()
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
-        check_flags(uneven_units=uneven_units, debug=debug)
-        checkpoint_options = resolve_checkpoint_options(checkpoint_options)
-        offload = self.offload = resolve_offload(cpu_offload)
-        chosen_with: dict[str, Any] = {
-            "shard_size": shard_size,
-            "reduce_every_backward": reduce_every_backward,
-            "reshard_after_forward": reshard_after_forward,
-            "offload_params": offload.params,
-            "optimizer_shard": optimizer_shard,
-        }
-        self._candidates: dict[str, ShardingStrategy] = {}
-        if str(sharding_strategy).lower() == AUTO:
-            self._candidates = candidates(**chosen_with)
-            sharding_strategy = next(iter(self._candidates))
-        self.sharding = choose_sharding(sharding_strategy, **chosen_with)
+        self.options = options = Options(
+            **{it.name: arguments[it.name] for it in fields(Options) if it.init}
+        )
         self.chosen: Chosen | None = None
         """What ``auto`` has chosen, and why; exists from ``setup_environment`` on."""
-        self.plan_only = check_plan_only(plan_only)
         self.planned: Plan | None = None
         """Plan that ``plan_only`` has made."""
-        check_options(
-            tensor_parallel_size,
-            **{
-                "cpu_offload": offload.params or offload.optimizer,
-                "optimizer_shard='world'": self.sharding.split_replicas,
-                "reshard_after_forward=<number>": self.sharding.regather_size is not None,
-                "uneven_batches": uneven_batches != "error",
-                "uneven_units": uneven_units,
-                "sharding_strategy='auto'": bool(self._candidates),
-                "plan_only": bool(self.plan_only),
-            },
-        )
-        self.tensor_parallel_size = tensor_parallel_size
-        self.tensor_parallel_plan: TensorPlan | None = check_plan(
-            tensor_parallel_plan, tensor_parallel_size
-        )
-        self.policy = resolve_policy(auto_wrap_policy)
-        self.mixed_precision = resolve_mixed_precision(mixed_precision)
-        self.activation_checkpointing = resolve_activation_checkpointing(activation_checkpointing)
-        self.optimizer_scope = resolve_optimizer_scope(optimizer_scope)
-        self.prefetch = Prefetch(
-            forward=int(forward_prefetch) if forward_prefetch is True else forward_prefetch,
-            backward=cast(int, backward_prefetch) if depth is None else depth,
-        )
-        self.uneven_units = uneven_units
-        self.checkpoint_options = checkpoint_options
-        self.timeout = resolve_timeout(timeout)
-        self.debug = debug
         self.num_nodes = 1  # set by the Trainer
         self._alone: ClusterEnvironment | None = None  # of one rank that the cluster's cannot tell
-        self._sharding_strategy = sharding_strategy.lower()
-        self._start_method: StartMethod = check_start_method(start_method)
-        self._group = ProcessGroup(
-            self.sharding,
-            process_group_backend,
-            self.timeout,
-            checkpoint_options.timeout,
-            debug=debug,
-            tensor_size=tensor_parallel_size,
-        )
-        self._checkpoints = Checkpoints(
-            self._group, self._sharding_strategy, state_dict_type, checkpoint_options
-        )
-        self._restore = Restore(self._group, checkpoint_options)
-        self._model_sharding = ModelSharding(
-            self._group,
-            self._restore,
-            sharding_strategy=self._sharding_strategy,
-            sharding=self.sharding,
-            policy=self.policy,
-            mixed_precision=self.mixed_precision,
-            activation_checkpointing=self.activation_checkpointing,
-            offload=self.offload,
-            prefetch=self.prefetch,
-            uneven_units=uneven_units,
-            tensor_size=tensor_parallel_size,
-            tensor_plan=self.tensor_parallel_plan,
-        )
+        self._group = ProcessGroup(options)
+        self._checkpoints = Checkpoints(self._group, options)
+        self._restore = Restore(self._group, options.checkpoint_options)
+        self._model_sharding = ModelSharding(self._group, self._restore, options)
         self._resume = Resume(self._group)
         self._guards = Guards(self._group)
-        self._callbacks = CallbackAdapters(uneven_batches)
+        self._callbacks = CallbackAdapters(options.uneven_batches)
         self._runtime: Runtime | None = None
 
     plan = staticmethod(make_plan)
@@ -349,14 +259,12 @@ class ShardedDP(ParallelStrategy):
             group=self._group,
             model_sharding=self._model_sharding,
             checkpoints=self._checkpoints,
-            options=self.checkpoint_options,
-            optimizer_scope=self.optimizer_scope,
-            offloads_optimizer=self.offload.optimizer and not self.offload.params,
+            options=self.options,
         )
 
     @override
     def __repr__(self) -> str:
-        return introduction(self._sharding_strategy)
+        return introduction(self.options.sharding_strategy)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -450,8 +358,7 @@ class ShardedDP(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        size = self.tensor_parallel_size
-        if size == 1:
+        if self.options.tensor_parallel_size == 1:
             ranks = self.num_nodes * self.num_processes
             return {"num_replicas": ranks, "rank": self.global_rank}
         topology = self.mesh.topology
@@ -516,8 +423,8 @@ class ShardedDP(ParallelStrategy):
         """Predicted bytes of this rank without activations, at two optimizer states per element."""
         return plan_memory(
             [progress.unit.costs() for progress in self.runtime.progresses],
-            self.sharding,
-            prefetch=self.prefetch.backward,
+            self.options.sharding,
+            prefetch=self.options.prefetch.backward,
             staged=self.root_device.type == "cpu",
             accumulates=self.trainer is not None and self.trainer.accumulate_grad_batches > 1,
             offload_optimizer=self._offloads_optimizer,
@@ -526,7 +433,7 @@ class ShardedDP(ParallelStrategy):
     @property
     def _offloads_optimizer(self) -> bool:
         # Where the host is the device, its states are there already.
-        return self.offload.optimizer and not self.offload.params and self.root_device.type != "cpu"
+        return self.options.offload.optimizer_alone and self.root_device.type != "cpu"
 
     def print_units(self) -> None:
         """Print the units, and the bytes that each rank stores of them.
@@ -538,7 +445,7 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP has no units yet: the Trainer shards the model when it starts to run"
             )
-        print_units(self._sharding_strategy, runtime)
+        print_units(self.options.sharding_strategy, runtime)
 
     @contextmanager
     def summon_full_params(
@@ -591,19 +498,14 @@ class ShardedDP(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         # A shard_size that does not fit fails here, before any process is started.
-        self.sharding.topology(
-            self.num_nodes, self.num_processes, tensor_size=self.tensor_parallel_size
+        options = self.options
+        options.sharding.topology(
+            self.num_nodes, self.num_processes, tensor_size=options.tensor_parallel_size
         )
-        if self.plan_only:
-            size = self.sharding.topology(self.num_nodes, self.num_processes).shard_size
-            launcher: Any = PlanLauncher(
-                self,
-                self.plan_only if isinstance(self.plan_only, str) else None,
-                self._setting,
-                None if self._candidates else (self._sharding_strategy, size),
-            )
+        if options.plan_only:
+            launcher: Any = PlanLauncher(self, options, self._setting)
             self._launcher = launcher
-        elif self._start_method == "popen":
+        elif options.start_method == "popen":
             self._launcher = ShardedScriptLauncher(
                 self._environment, self.num_processes, self.num_nodes
             )
@@ -611,7 +513,7 @@ class ShardedDP(ParallelStrategy):
             leave = self._group.explain_and_leave
             materialize = self._model_sharding.materialize
             self._launcher = ShardedMultiProcessingLauncher(
-                self, self._start_method, gather_full, materialize, leave
+                self, options.start_method, gather_full, materialize, leave
             )
 
     def set_world_ranks(self) -> None:
@@ -627,51 +529,38 @@ class ShardedDP(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        environment, ranks_per_node = self._environment, self.num_processes
-        self._group.set_up(
-            environment,
-            self.root_device,
-            self.num_nodes,
-            ranks_per_node,
-            self.lightning_module,
-            self._choose if self._candidates else None,
-        )
+        ranks = (self._environment, self.root_device, self.num_nodes, self.num_processes)
+        self._group.connect(*ranks)
+        if self.options.sharding_strategy == AUTO:
+            self._choose_sharding()
+        self._group.begin_run(*ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
             self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
 
     def _setting(self, trainer: Trainer | None) -> Setting:
-        """All that a plan of this run depends on."""
-        recomputes, offload = self.activation_checkpointing, self.offload
-        selective = recomputes is not None and bool(recomputes.save_ops)
-        on_host = "params" if offload.params else "optimizer" if offload.optimizer else "none"
-        return Setting(
-            policy=self.policy,
-            precision=planned_precision(self.precision_plugin.precision, self.mixed_precision),
-            recompute="none" if recomputes is None else "selective" if selective else "full",
-            offload=on_host,
-            prefetch=self.prefetch.backward,
+        return setting_of(
+            self.options,
+            self.precision_plugin.precision,
             device=self.root_device,
             num_nodes=self.num_nodes,
             ranks_per_node=self.num_processes,
             accumulates=1 if trainer is None else trainer.accumulate_grad_batches,
         )
 
-    def _choose(self, agree: Callable[[Callable[[], str]], str]) -> ShardingStrategy:
-        """Choose a sharding strategy for ``auto``, as rank 0 does."""
-
-        def choice() -> str:
-            chosen = choose(self.lightning_module, self._candidates, self._setting(self.trainer))
-            return json.dumps(vars(chosen))
-
-        self.chosen = chosen = Chosen(**json.loads(agree(choice)))
-        self._sharding_strategy = chosen.sharding_strategy
-        self.sharding = self._candidates[chosen.sharding_strategy]
-        self._model_sharding.adopt(self._sharding_strategy, self.sharding)
-        self._checkpoints.adopt(self._sharding_strategy)
+    def _choose_sharding(self) -> None:
+        """Go on as if the strategy that rank 0 chooses for ``auto`` had been set."""
+        module, setting = self.lightning_module, self._setting(self.trainer)
+        found = self._group.on_rank_zero(
+            "choice of a sharding strategy",
+            lambda: vars(choose(module, self.options.candidates, setting)),
+        )
+        self.chosen = chosen = Chosen(**found)
+        self.options = replace(self.options, sharding_strategy=chosen.sharding_strategy)
+        for part in (self._group, self._model_sharding, self._checkpoints):
+            part.options = self.options
         rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}, {chosen.reason}")
-        return self.sharding
 
     @contextmanager
     @override
@@ -705,7 +594,7 @@ class ShardedDP(ParallelStrategy):
         if self._fitting and self.is_distributed:
             # Only training needs parameters, as under DistributedDataParallel.
             require_parameters(module)
-        self._restore.load(self._callbacks.join(trainer, module, self._runtime), module)
+        self._restore.load(self._callbacks.after_sharding(trainer, module, self._runtime), module)
         self._restore.load(self._resume.take_kept(module), module)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Tensors of inference mode could not be used in a later training.
@@ -720,14 +609,14 @@ class ShardedDP(ParallelStrategy):
             raise RuntimeError(
                 "ShardedDP.setup() needs the accelerator and the module that a Trainer connects"
             )
-        if self.tensor_parallel_size > 1:
-            refuse_untried_in(trainer, module, self.tensor_parallel_plan)
+        if self.options.tensor_parallel_size > 1:
+            refuse_untried_in(trainer, module, self.options.tensor_parallel_plan)
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
         if self.is_global_zero:
             clear_away([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))
-        self._callbacks.meet(trainer, module)
+        self._callbacks.before_sharding(trainer, module)
         return module
 
     @override
@@ -735,19 +624,20 @@ class ShardedDP(ParallelStrategy):
         super().setup_optimizers(trainer)
         # `trainer.estimated_stepping_batches` has set the loaders up.
         if private.combined_loader(trainer.fit_loop) is not None:
-            if self._callbacks.meet_loaders(trainer):
+            if self._callbacks.align_loaders(trainer):
                 super().setup_optimizers(trainer)
             if trainer.ckpt_path is not None:
                 self._resume.ask_loaders_again(trainer.fit_loop)
-        for optimizer in self.optimizers if self.tensor_parallel_size > 1 else ():
-            refuse_optimizer(optimizer, self.optimizer_scope)
+        scopes = self.options.optimizer_scope
+        for optimizer in self.optimizers if self.options.tensor_parallel_size > 1 else ():
+            refuse_optimizer(optimizer, scopes)
         follow_optimizers(parameters_changed)
         for optimizer in () if self.runtime.passthrough else self.optimizers:
             attach_optimizer(
                 optimizer,
                 self.runtime.parameters_changed,
                 self._offloads_optimizer,
-                self.optimizer_scope,
+                scopes,
             )
 
     @override
@@ -803,7 +693,7 @@ class ShardedDP(ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Zero the gradients of a repeated batch (``uneven_batches="join"``)."""
-        self._callbacks.weigh(closure_loss)
+        self._callbacks.zero_repeated_loss(closure_loss)
 
     @contextmanager
     @override
@@ -892,7 +782,7 @@ class ShardedDP(ParallelStrategy):
     def find_last(self, candidates: list[str], folders: list[str]) -> str | None:
         """Checkpoint that ``ckpt_path="last"`` means: the one of the highest step."""
         # In a spawned or forked rank it is not known yet which one it is.
-        clears = self._start_method == "popen" and self.is_global_zero
+        clears = self.options.start_method == "popen" and self.is_global_zero
         return self._checkpoints.find_last(candidates, folders, clears=clears)
 
     @override
@@ -922,7 +812,7 @@ class ShardedDP(ParallelStrategy):
             trainer.lightning_module, checkpoint, strict=strict, fitting=self._fitting
         )
         self._callbacks.averages.defer_loads(
-            trainer, trainer.lightning_module, self.checkpoint_options.cast
+            trainer, trainer.lightning_module, self.options.checkpoint_options.cast
         )
 
     @override
@@ -950,7 +840,7 @@ class ShardedDP(ParallelStrategy):
         self._guards.end_run(self.trainer)
         self._resume.end_run()
         if self.trainer is not None:
-            self._callbacks.leave(self.trainer, self.trainer.lightning_module)
+            self._callbacks.end_run(self.trainer, self.trainer.lightning_module)
         self._environment.teardown()
         leave_loopback()
         self.precision_plugin.teardown()

@@ -36,28 +36,6 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
     return DeviceMesh(mesh.device.type, groups, mesh_dim_names=(DATA_PARALLEL, TENSOR_PARALLEL))
 
 
-def check_options(size: int, **untried: bool) -> None:
-    """Refuse options that have not been tried with tensor parallelism.
-
-    Args:
-        size: ``tensor_parallel_size``.
-        untried: By description, whether an option is set.
-
-    Raises:
-        ConfigurationError: The size is no positive integer, or one of them is set.
-    """
-    if type(size) is not int or size < 1:
-        raise ConfigurationError(
-            f"expected tensor_parallel_size to be a whole number of at least 1, found {size!r}"
-        )
-    found = [name for name, is_set in untried.items() if is_set]
-    if size > 1 and found:
-        raise ConfigurationError(
-            f"tensor_parallel_size={size} does not work together with {', '.join(found)} yet: "
-            f"leave out one of the two"
-        )
-
-
 def refuse_sharded(module: nn.Module, size: int) -> None:
     """Refuse modules that another run has sharded, if that or this one splits layers.
 

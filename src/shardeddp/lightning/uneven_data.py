@@ -91,7 +91,7 @@ class EvenTraining:
 
     A rank that joins others with no batch of its own goes through all that a batch does, with the
     last that it had: whatever the module communicates meets what the others communicate. Its loss
-    has no weight (:meth:`weigh`).
+    has no weight (:meth:`zero_repeated_loss`).
     """
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
@@ -176,7 +176,7 @@ class EvenTraining:
             watched.repeat()
         progress.is_last_batch = over
 
-    def weigh(self, loss: torch.Tensor) -> None:
+    def zero_repeated_loss(self, loss: torch.Tensor) -> None:
         """Let a loss have gradients of zero where the batch was trained on before."""
         if self._repeats and loss.requires_grad:
             loss.register_hook(torch.zeros_like)

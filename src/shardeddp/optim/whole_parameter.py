@@ -36,7 +36,7 @@ class Ownership:
         self.costs = [0] * num_ranks
         """Number of elements that each rank owns."""
 
-    def deal(self, shapes: Sequence[Sequence[int]]) -> list[int]:
+    def assign_owners(self, shapes: Sequence[Sequence[int]]) -> list[int]:
         """Deal some more.
 
         Returns:
@@ -227,7 +227,7 @@ class WholeParameters:
         """Deal out those that are new; called with the same parameters on every rank."""
         new = [it for it in parameters if isinstance(it, ShardTensor) and it not in self._known]
         for parameter, owner in zip(
-            new, self._ownership.deal([tuple(it.shape) for it in new]), strict=True
+            new, self._ownership.assign_owners([tuple(it.shape) for it in new]), strict=True
         ):
             self._known[parameter] = self._assign(parameter, owner)
 
@@ -259,7 +259,7 @@ class WholeParameters:
 Number = bool | int | float
 
 
-def form_of(value: Any, optimizer: str) -> Any:
+def state_structure(value: Any, optimizer: str) -> Any:
     """The form of a state, or of a part of one.
 
     Raises:
@@ -271,9 +271,9 @@ def form_of(value: Any, optimizer: str) -> Any:
             [list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type],
         ]
     if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        return ["dict", [[key, form_of(item, optimizer)] for key, item in value.items()]]
+        return ["dict", [[key, state_structure(item, optimizer)] for key, item in value.items()]]
     if type(value) in (list, tuple):
-        return [type(value).__name__, [form_of(item, optimizer) for item in value]]
+        return [type(value).__name__, [state_structure(item, optimizer) for item in value]]
     if isinstance(value, Number):
         return ["number", None]
     if value is None or isinstance(value, str):
@@ -460,7 +460,7 @@ class OwnedStates(OutsideStates):
     def _form_of(self, whole: torch.Tensor) -> Any:
         """Form of this rank's state of a parameter; None without any."""
         state = self.inside.get(whole)
-        return None if state is None else form_of(state, type(self._optimizer).__name__)
+        return None if state is None else state_structure(state, type(self._optimizer).__name__)
 
     def _from_owners(self, answers: Sequence[bytes]) -> Iterator[tuple[int, Any]]:
         for rank in self._mesh.owners.ranks:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardeddp.planner.collectives import Collective
-from shardeddp.planner.hardware import Cluster
+from shardeddp.plan.hardware import Cluster
 from shardeddp.planner.trace import Work
 
 BACKWARD_ATTENTION = 2.5

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
-from shardeddp.planner.hardware import Cluster, find_gpu
+from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import Dimensions
@@ -104,7 +104,7 @@ def make_plan(
         model: A LightningModule, which is copied without its weights and stays as it is; its class,
             or the import path of that (or a YAML file of LightningCLI); the ``config`` of a
             transformers model as a mapping (``config.to_dict()``), or dimensions.
-        gpu: Name of the GPU, as ``shardeddp.planner.hardware`` lists them.
+        gpu: Name of the GPU, as ``shardeddp.plan.hardware`` lists them.
         gpus: All of them; one rank each.
         per_node: GPUs of a node.
         network_gbits: Of a GPU's share of its node's network; None: unknown, a usual one.

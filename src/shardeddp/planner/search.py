@@ -21,7 +21,7 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import FITTED, Setting, Step, time_of_work
-from shardeddp.planner.hardware import GIB, Cluster
+from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shardeddp.planner.cost import FITTED
-from shardeddp.planner.hardware import GIB, Cluster
+from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.planner.search import MEMORY_INTERVAL, TIME_INTERVAL, Planned
 from shardeddp.report import Column, text_table
 

@@ -50,6 +50,13 @@ class Policy(ABC):
             ConfigurationError: The model has no such module.
         """
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both choose the same modules of any model."""
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({options})"

@@ -20,7 +20,7 @@ from support.torture_training import Scored
 from support.trainers import make_trainer
 from world import Worlds
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
 TESTS = Path(__file__).resolve().parents[2]
 SECONDS, NBYTES = 1.0, 50_000_000
@@ -97,7 +97,6 @@ def text_nbytes(folder: Path, number: str) -> int:
     return sum(file.stat().st_blocks * 512 for file in files if file.is_file())
 
 
-@pytest.mark.slow
 def test_the_honest_one_is_read(found: dict[str, tuple[str, float, int, int]]) -> None:
     assert found["honest"][0] == "read"
 
@@ -122,7 +121,6 @@ def test_what_other_tools_would_run_is_not_read(
     assert not marker.exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", ["{folder}/../victim", "{folder}/../victim.ckpt", "{victim}", "{folder}/link/victim"]
 )

@@ -5,7 +5,7 @@ import pytest
 from shardeddp.errors import ConfigurationError
 from shardeddp.planner.collectives import Collective
 from shardeddp.planner.cost import Constants, time_collective
-from shardeddp.planner.hardware import GPUS, Cluster, find_gpu, gpu_of_device
+from shardeddp.plan.hardware import GPUS, Cluster, find_gpu, gpu_of_device
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.lightning.activation_checkpointing import (
+from shardeddp.wrap.kept_operations import (
     PRESETS,
     check_save_ops,
     find_operations,

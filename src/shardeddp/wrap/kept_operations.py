@@ -1,0 +1,198 @@
+"""Kept operations: what selective activation checkpointing does not compute again, by name."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    all_operation_names,
+    has_kernel,
+    higher_order_operations,
+)
+from shardeddp.wrap.tree import imported, nearest
+
+ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Makes the contexts of forward and recomputation for ``torch.utils.checkpoint.checkpoint``."""
+
+Operation = OpOverload | HigherOrderOperator
+
+PRESETS: dict[str, tuple[str, ...]] = {
+    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "higher_order.flex_attention",
+    ),
+}
+"""Names that stand for several operations.
+
+Those are the products of linear layers, and every kernel behind scaled dot-product attention.
+"""
+
+_EXPECTED = (
+    f"expected names of operations ('aten.mm.default', 'aten.mm', 'mm'), "
+    f"{' or '.join(map(repr, PRESETS))}, objects of torch.ops, or one policy function"
+)
+
+
+def selective_contexts(save_ops: object) -> ContextFunction | None:
+    """Context function that keeps results of some operations for recomputation; None: keep nothing.
+
+    Raises:
+        ConfigurationError: Something in it is no operation, or one that autograd takes apart before
+            it runs.
+    """
+    policy = _policy_of(save_ops)
+    if policy is not None:
+        return functools.partial(create_selective_checkpoint_contexts, policy)
+    operations = find_operations(_entries(save_ops))
+    return (
+        functools.partial(create_selective_checkpoint_contexts, operations) if operations else None
+    )
+
+
+def check_save_ops(save_ops: object) -> None:
+    """Refuse wrong entries before libraries with their own operations are imported.
+
+    Raises:
+        ConfigurationError: As :func:`selective_contexts`.
+    """
+    if _policy_of(save_ops) is None:
+        find_operations(
+            entry
+            for entry in _entries(save_ops)
+            if not isinstance(entry, str)
+            or entry in PRESETS
+            or _qualified(entry).startswith("aten.")
+        )
+
+
+def find_operations(entries: Iterable[object]) -> list[Operation]:
+    """Operations that names and objects stand for; without an overload, all overloads of one name.
+
+    Raises:
+        ConfigurationError: An entry stands for none, or for one that autograd takes apart before it
+            runs.
+    """
+    found: dict[Operation, None] = {}
+    for entry in entries:
+        if isinstance(entry, str):
+            names = PRESETS.get(entry, (entry,))
+            operations = [operation for name in names for operation in _named(name)]
+        elif isinstance(entry, OpOverloadPacket):
+            operations = _overloads(entry)
+        elif isinstance(entry, (OpOverload, HigherOrderOperator)):
+            operations = [entry]
+        else:
+            raise ConfigurationError(
+                f"ActivationCheckpointing.save_ops: {_EXPECTED}; found {entry!r} of type "
+                f"{type(entry).__name__}."
+            )
+        if all(_is_composite(operation) for operation in operations):
+            raise ConfigurationError(
+                f"ActivationCheckpointing.save_ops: {entry!r} is taken apart into other operations "
+                f"before autograd sees it, so there would be nothing to keep. Name what it "
+                f"becomes: 'matmul' stands for the products of linear layers and torch.matmul, "
+                f"'attention' for the kernels of scaled dot-product attention."
+            )
+        found.update(dict.fromkeys(operations))
+    return list(found)
+
+
+def _policy_of(save_ops: object) -> Callable[..., Any] | None:
+    """The policy function, given directly or by import path; None where operations are listed."""
+    if isinstance(save_ops, str) and save_ops not in PRESETS:
+        target = imported(save_ops)
+        return target if _is_function(target) else None
+    return save_ops if _is_function(save_ops) else None
+
+
+def _is_function(value: object) -> TypeGuard[Callable[..., Any]]:
+    return callable(value) and not isinstance(
+        value, (OpOverload, OpOverloadPacket, HigherOrderOperator, type)
+    )
+
+
+def _entries(save_ops: object) -> list[object]:
+    if save_ops is None:
+        return []
+    if isinstance(save_ops, (list, tuple, set, frozenset)):
+        return list(save_ops)
+    return [save_ops]
+
+
+def _named(name: str) -> list[Operation]:
+    """Operations of a name, with or without namespace and overload.
+
+    ``.`` or ``::`` may follow the namespace.
+    """
+    qualified = _qualified(name)
+    namespace, _, rest = qualified.partition(".")
+    if namespace == "higher_order" and rest in higher_order_operations:
+        return [higher_order_operations[rest]]
+    operation, _, overload = rest.partition(".")
+    registered = _registered()
+    overloads = registered.get(f"{namespace}.{operation}", [])
+    if overload in overloads or (overloads and not overload):
+        packet = getattr(getattr(torch.ops, namespace), operation)
+        return [getattr(packet, overload)] if overload else _overloads(packet)
+    near = [f"{namespace}.{operation}.{each}" for each in overloads]
+    known = (
+        near
+        or [other for other in registered if other.startswith(f"{namespace}.")]
+        or list(registered)
+    )
+    raise ConfigurationError(
+        f"ActivationCheckpointing.save_ops: {_EXPECTED}; found {name!r}, which is not registered: "
+        f"{nearest(qualified, known)} (Operations of other libraries exist once their library is "
+        f"imported.)"
+    )
+
+
+def _qualified(name: str) -> str:
+    """The name with its namespace.
+
+    The namespace is ``aten`` for a name of one part, or one whose first part is an operation of
+    aten.
+    """
+    dotted = name.replace("::", ".").removeprefix("torch.ops.").removeprefix("torch.")
+    first, _, rest = dotted.partition(".")
+    if dotted in higher_order_operations:
+        return f"higher_order.{dotted}"
+    return f"aten.{dotted}" if not rest or f"aten.{first}" in _registered() else dotted
+
+
+def _registered() -> dict[str, list[str]]:
+    """Overload names of every operation registered now, by ``namespace.operation``."""
+    operations: defaultdict[str, list[str]] = defaultdict(list)
+    for name in all_operation_names():
+        namespace, _, rest = name.partition("::")
+        operation, _, overload = rest.partition(".")
+        operations[f"{namespace}.{operation}"].append(overload or "default")
+    return {name: sorted(operations[name]) for name in sorted(operations)}
+
+
+def _overloads(packet: OpOverloadPacket) -> list[Operation]:
+    """All overloads that give a new tensor; autograd records none that write into an argument."""
+    overloads: list[OpOverload] = [
+        getattr(packet, overload) for overload in sorted(packet.overloads())
+    ]
+    return [overload for overload in overloads if not overload._schema.is_mutable] or [*overloads]
+
+
+def _is_composite(operation: Operation) -> bool:
+    if isinstance(operation, HigherOrderOperator):
+        return False
+    return has_kernel(operation.name(), "CompositeImplicitAutograd")
