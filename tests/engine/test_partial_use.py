@@ -266,7 +266,7 @@ def drawn(seed: int, model: nn.Module, rank: int, step: int) -> torch.Tensor:
     return square(model, rank, step)
 
 
-def train_drawn(seed: int, sharding: Sharding, *, assigns: bool = True) -> None:
+def train_drawn(seed: int, sharding: Sharding) -> None:
     draws = random.Random(seed)
     trial = Trial(Skipping(), sharding)
     with another_order():
@@ -279,7 +279,7 @@ def train_drawn(seed: int, sharding: Sharding, *, assigns: bool = True) -> None:
             if last:
                 trial.step()
                 trial.check_parameters()
-            elif assigns and number > 20 and draws.random() < 0.2:
+            elif number > 20 and draws.random() < 0.2:
                 index = draws.randrange(
                     20
                 )  # whose gradient is replaced before the next micro-batch
@@ -303,7 +303,7 @@ def test_drawn_steps_are_those_of_the_whole_model(strategy: str, seed: int) -> N
 @on_ranks(4)
 def test_drawn_steps_of_replicas_are_those_of_the_whole_model(seed: int, split: bool) -> None:
     sharding = Sharding(strategy="hybrid_shard", shard_size=2, units=("layers.*",), split=split)
-    train_drawn(seed, sharding, assigns=False)
+    train_drawn(seed, sharding)
 
 
 def skipped_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:

@@ -491,9 +491,8 @@ class GroupGradients:
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
         self._summed[index] = False
-        if self._partly_used[index]:
-            self._memory.drop_partial_of(index)
-            self._partly_used[index] = False
+        self._memory.drop_partial_of(index)  # which also has what others of the shard group have used
+        self._partly_used[index] = False
 
     def used(self) -> list[bool]:
         """Whether this rank has a gradient, by parameter.
