@@ -491,7 +491,8 @@ class GroupGradients:
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
         self._summed[index] = False
-        self._memory.drop_partial_of(index)  # which also has what others of the shard group have used
+        # Whoever has used it: what others of the shard group have is in there, too.
+        self._memory.drop_partial_of(index)
         self._partly_used[index] = False
 
     def used(self) -> list[bool]:
