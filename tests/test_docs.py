@@ -20,7 +20,11 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)\s#]*)(?:#([^)\s]*))?", flags=re.MULTILINE)
-FOREIGN = {"IsADirectoryError", "The total norm of order 2.0 ... is non-finite"}
+FOREIGN = {
+    "IsADirectoryError",
+    "The total norm of order 2.0 ... is non-finite",
+    "Unknown type name 'nn.Module'",
+}
 """Messages of Lightning and of torch."""
 
 

@@ -36,6 +36,7 @@ import gc
 import importlib
 import inspect
 import multiprocessing
+import os
 import pickle
 import shutil
 import signal
@@ -157,9 +158,9 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        # What is slow to import. Where the package under test cannot be imported, no test file can.
+        # What is slow to import; not the package under test, whose failure to import belongs into a test.
         self._context.set_forkserver_preload(
-            ["torch.distributed", "torch.testing", "lightning.pytorch", "pytest", "shardeddp"]
+            ["torch.distributed", "torch.testing", "lightning.pytorch", "pytest"]
         )
         self._folder = Path(tempfile.mkdtemp(prefix="world-"))
         self._ranks: list[Rank] = []
@@ -302,6 +303,7 @@ def serve(rank: int, connection: Connection, stack_file: str) -> None:
     """What a rank process does: answer calls until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends its ranks itself
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning sets another number
     gc.freeze()  # what is imported stays: collections between calls need not look at it
     with open(stack_file, "a") as stacks, contextlib.suppress(EOFError, ConnectionError):
         faulthandler.enable(stacks)

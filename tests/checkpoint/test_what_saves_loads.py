@@ -1,5 +1,6 @@
 """States, hyper-parameters and modules of any tree come back bit by bit, or are refused before a byte is written."""
 
+import io
 import math
 import os
 import string
@@ -175,11 +176,16 @@ def save_and_load(path: str, name: str, kind: str, drawn: Any, tree: Any, state:
     assert picture(full_weights(third)) == picture(full_weights(model))
 
 
+def save_and_load_drawn(path: str, name: str, kind: str, drawn: bytes) -> None:
+    save_and_load(path, name, kind, *torch.load(io.BytesIO(drawn), weights_only=False))
+
+
 def check(world: Worlds, tmp_path: Path, ranks: int, count: int) -> None:
     number = iter(range(10**6))
 
     @settings(
         max_examples=count,
+        derandomize=count < 100,  # the same in each run of CI
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -188,7 +194,9 @@ def check(world: Worlds, tmp_path: Path, ranks: int, count: int) -> None:
     @given(st.sampled_from(STRATEGIES), st.sampled_from(["sharded", "full"]), parts, trees, trees)
     def property_holds(name: str, kind: str, drawn: Any, tree: Any, state: Any) -> None:
         path = tmp_path / f"{next(number)}.ckpt"
-        world(ranks).run(save_and_load, str(path), name, kind, drawn, tree, state)
+        file = io.BytesIO()
+        torch.save((drawn, tree, state), file)  # pickle alone loses some dtypes
+        world(ranks).run(save_and_load_drawn, str(path), name, kind, file.getvalue())
 
     property_holds()
 

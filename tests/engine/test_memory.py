@@ -153,7 +153,7 @@ def settled_nbytes() -> int:
 def living_nbytes() -> int:
     """Bytes of all tensors that exist, each memory counted once."""
     gc.collect()
-    storages: dict[int, int] = {}
+    memory: set[tuple[int, int]] = set()  # where it begins, and minus its bytes
     with torch._C.DisableTorchFunctionSubclass():
         for candidate in gc.get_objects():
             if issubclass(type(candidate), torch.Tensor) and not issubclass(
@@ -161,8 +161,13 @@ def living_nbytes() -> int:
             ):
                 storage = torch.Tensor.untyped_storage(candidate)
                 if storage.device.type != "meta":  # of what a compiler has traced; without memory
-                    storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+                    memory.add((storage.data_ptr(), -storage.nbytes()))
+    # An unsharded parameter's storage is a part of its unit's.
+    total = end = 0
+    for start, negative in sorted(memory):
+        counted = max(0, start - negative - max(start, end))
+        total, end = total + counted, max(end, start - negative)
+    return total
 
 
 # -- the worst moment

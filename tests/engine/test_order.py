@@ -82,9 +82,11 @@ def test_replicas_use_units_of_their_own() -> None:
     def four(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         return routed(model, rank, step, [[[0], [1, 2], [3], []], [[], [], [1, 0], [2, 2]]])
 
-    choices: list[dict[str, Any]] = [{}, {"split": True}, {"regather": 1}]
-    for options in choices:
-        sharding = units("hybrid_shard", shard_size=2, **options)
+    for sharding in (
+        units("hybrid_shard", shard_size=2),
+        units("hybrid_shard", shard_size=2, split=True),
+        units("full_shard", regather=2),
+    ):
         Trial(Experts(), sharding).train(four, steps=3)
 
 

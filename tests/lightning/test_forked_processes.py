@@ -298,5 +298,6 @@ def test_a_process_that_is_forked_during_a_look_at_frames_collects_its_own_garba
 @on_ranks(1)
 def test_a_process_that_is_forked_from_a_single_rank_may_compute() -> None:
     model = fitted()
-    assert in_fork(lambda: model.loss(TOKENS).backward()) == ""
+    said = in_fork(lambda: model.loss(TOKENS).backward())
+    assert said == "", said
     assert dist.is_initialized()

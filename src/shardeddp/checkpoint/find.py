@@ -211,10 +211,15 @@ def carries_manifest(path: StrPath) -> bool:
 
     That is so if its manifest begins as those of this package do.
     """
+    manifest = os.path.join(path, MANIFEST)
     try:
-        with open_regular(os.path.join(path, MANIFEST)) as (descriptor, _):
+        # Any other error of the disk says nothing about what is in there.
+        with disk_errors("reading", manifest), open_regular(manifest) as (descriptor, _):
             return _BEGINNING.match(os.pread(descriptor, 256, 0)) is not None
-    except (OSError, CheckpointError):
+    except CheckpointError as error:
+        refused = (FileNotFoundError, NotADirectoryError, PermissionError)
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, refused):
+            raise
         return False
 
 

@@ -151,6 +151,7 @@ class GatheredBuffer:
         self._carrier = torch.empty(0, dtype=dtype, device=device)
         # Addresses of the storages of usable parameters; empty while released.
         self._storages: list[int] = []
+        self._bound: torch.Tensor | None = None  # the buffer that they are parts of
         # Reference count of each parameter without a graph or view.
         self._references: list[int] = []
         # Parameters' memory of former gathers that outlives them, by address: number and storage.
@@ -186,6 +187,8 @@ class GatheredBuffer:
             raise RuntimeError(
                 f"the unit of {self.layout.slots[0].fqn} is used before its all-gather"
             )
+        if self._bound is self.flat:
+            return  # gathered anew into the same memory, whose views stay those of its parameters
         storages: list[int] = []
         with _outside_inference():
             carrier, whole = self._carrier, self.flat.untyped_storage()
@@ -195,7 +198,7 @@ class GatheredBuffer:
                 set_data(parameter, carrier.set_(storage, *geometry))
                 storages.append(storage._cdata)
             carrier.set_()  # pyright: ignore[reportCallIssue]
-        self._storages = storages
+        self._storages, self._bound = storages, self.flat
         if self.watched is not None:
             self.watched.update(dict.fromkeys(storages, self))
 
@@ -232,7 +235,7 @@ class GatheredBuffer:
                 if not is_saved:
                     set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
-        self.flat, self._storages = None, []
+        self.flat, self._storages, self._bound = None, [], None
 
     # -- Views that outlive their gather
 
