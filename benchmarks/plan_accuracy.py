@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from shardeddp.engine.unit import costs_of
+from shardeddp.plan.hardware import GIB, GPUS, Cluster, find_gpu
 from shardeddp.plan.memory import backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy, choose_sharding
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, Setting, time_of_work
-from shardeddp.plan.hardware import GIB, GPUS, Cluster, find_gpu
 from shardeddp.planner.search import MEMORY_INTERVAL, Memory, at_loss, combined, memory_of
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.planner.transformer import Decoder, Dimensions

@@ -532,7 +532,7 @@ class Options:
 
     # What several of them say together, or one of them in more than one type.
     sharding: ShardingStrategy = field(init=False)
-    """The first candidate, until one is chosen."""
+    """Under ``auto`` the first candidate, until one is chosen."""
     candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
     """Those that ``auto`` chooses from, by name; else the one that is set."""
     policy: Policy = field(init=False)
@@ -560,19 +560,16 @@ class Options:
         reshard = known.get("reshard_after_forward") if reshard is None else reshard
         backward = prefetch_of(self.backward_prefetch)
         offload = resolve_offload(self.cpu_offload)
-        choices = {
+        choices: dict[str, Any] = {
             "shard_size": self.shard_size,
             "reduce_every_backward": self.reduce_every_backward,
             "reshard_after_forward": reshard,
             "offload_params": offload.params,
             "optimizer_shard": self.optimizer_shard,
         }
-        strategy = str(strategy).lower()
-        chosen_later = strategy == AUTO
+        name = str(strategy).lower()
         shardings = (
-            candidates(**choices)
-            if chosen_later
-            else {strategy: choose_sharding(strategy, **choices)}
+            candidates(**choices) if name == AUTO else {name: choose_sharding(strategy, **choices)}
         )
         sharding = next(iter(shardings.values()))
         _check_tensor_size(
@@ -583,12 +580,12 @@ class Options:
                 "reshard_after_forward=<number>": sharding.regather_size is not None,
                 "uneven_batches": self.uneven_batches != "error",
                 "uneven_units": self.uneven_units,
-                "sharding_strategy='auto'": chosen_later,
+                "sharding_strategy='auto'": name == AUTO,
                 "plan_only": self.plan_only is not False,
             },
         )
         resolved = {
-            "sharding_strategy": strategy,
+            "sharding_strategy": name,
             "reshard_after_forward": reshard,
             "mixed_precision": resolve_mixed_precision(self.mixed_precision),
             "activation_checkpointing": resolve_activation_checkpointing(
@@ -608,8 +605,8 @@ class Options:
             "offload": offload,
             "described_plan": str(check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)),
         }
-        for name, value in resolved.items():
-            object.__setattr__(self, name, value)
+        for option, value in resolved.items():
+            object.__setattr__(self, option, value)
 
 
 def _check_backend(name: str | None) -> None:

@@ -108,6 +108,16 @@ def test_options_are_equal_if_they_shard_alike() -> None:
     assert again.sharding == choose_sharding("hybrid_shard", reshard_after_forward=False)
 
 
+def test_a_strategy_that_auto_has_chosen_makes_the_options_that_name_it() -> None:
+    asked = {"reshard_after_forward": False, "timeout": 1}
+    auto = Options(sharding_strategy="Auto", **asked)  # type: ignore[arg-type]
+    assert list(auto.candidates) == ["full_shard", "hybrid_shard", "shard_grad_op"]
+    for name in auto.candidates:
+        chosen = dataclasses.replace(auto, sharding_strategy=name)
+        named = Options(sharding_strategy=name, **asked)  # type: ignore[arg-type]
+        assert vars(chosen) == vars(named)
+
+
 # -- configurations
 
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -262,6 +272,7 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("process_group_backend", "glo", ["gloo", "nccl", "'glo'"]),
     ("timeout", "soon", ["h:m:s", "soon"]),
     ("timeout", -5, ["positive number of seconds"]),
+    ("plan_only", "H1000", ["H1000", "A100-80", "did you mean H100"]),
     ("start_method", "thread", ["popen", "spawn", "fork", "thread"]),
     ("shardsize", 2, ["shardsize"]),
 ]

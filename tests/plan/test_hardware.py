@@ -3,9 +3,9 @@
 import pytest
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.plan.hardware import GPUS, Cluster, find_gpu, gpu_of_device
 from shardeddp.planner.collectives import Collective
 from shardeddp.planner.cost import Constants, time_collective
-from shardeddp.plan.hardware import GPUS, Cluster, find_gpu, gpu_of_device
 
 
 @pytest.mark.parametrize(

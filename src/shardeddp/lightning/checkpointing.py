@@ -60,12 +60,13 @@ class Checkpoints:
 
     def check_io(self, io: CheckpointIO) -> None:
         """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
-        if type(io) is TorchCheckpointIO or self.options.state_dict_type == "full":
+        kind, saves = self.options.state_dict_type, self.options.checkpoint_options
+        if type(io) is TorchCheckpointIO or kind == "full":
             return
-        if self.options.state_dict_type == "sharded" or self.options.checkpoint_options.asynchronous:
+        if kind == "sharded" or saves.asynchronous:
             raise ConfigurationError(
                 f"checkpoint_io={type(io).__name__} writes checkpoints that are one file, and "
-                f"state_dict_type={self.options.state_dict_type!r}, asynchronous={self.options.checkpoint_options.asynchronous} writes "
+                f"state_dict_type={kind!r}, asynchronous={saves.asynchronous} writes "
                 f"directories by itself. Use state_dict_type='full' with it; for saves behind the "
                 f"back of training, checkpoint_options=CheckpointOptions(asynchronous=True) "
                 f"without it"

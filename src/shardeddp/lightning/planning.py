@@ -26,9 +26,9 @@ from shardeddp.lightning.api import (
     is_overridden,
     rank_zero_only,
 )
+from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
-from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.search import Choice
 from shardeddp.planner.source import configured, without_weights
@@ -92,11 +92,7 @@ def setting_of(
     return Setting(
         policy=options.policy,
         precision=planned_precision(precision, options.mixed_precision),
-        recompute="none"
-        if recomputes is None
-        else "selective"
-        if recomputes.save_ops
-        else "full",
+        recompute="none" if recomputes is None else "selective" if recomputes.save_ops else "full",
         offload="params" if offload.params else "optimizer" if offload.optimizer else "none",
         prefetch=options.prefetch.backward,
         device=device,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardeddp.planner.collectives import Collective
 from shardeddp.plan.hardware import Cluster
+from shardeddp.planner.collectives import Collective
 from shardeddp.planner.trace import Work
 
 BACKWARD_ATTENTION = 2.5

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.plan.hardware import Cluster, find_gpu
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import Dimensions

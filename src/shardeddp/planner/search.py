@@ -12,6 +12,7 @@ from torch import nn
 
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import ConfigurationError
+from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.plan.memory import GroupCost, MemoryPlan, backward_moments, plan_memory
 from shardeddp.plan.sharding_strategy import (
     SHARDING_STRATEGIES,
@@ -21,7 +22,6 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import FITTED, Setting, Step, time_of_work
-from shardeddp.plan.hardware import GIB, Cluster
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shardeddp.planner.cost import FITTED
 from shardeddp.plan.hardware import GIB, Cluster
+from shardeddp.planner.cost import FITTED
 from shardeddp.planner.search import MEMORY_INTERVAL, TIME_INTERVAL, Planned
 from shardeddp.report import Column, text_table
 
