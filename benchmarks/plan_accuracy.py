@@ -194,7 +194,7 @@ def memory_at_peak(
         found,
         recompute,
         plan_memory(units, sharding, prefetch=1, **options),
-        at_loss(units, sharding),
+        at_loss(units, sharding, accumulates=bool(options["accumulates"])),
         backward_moments(units, sharding, prefetch=1, **options),
     )
 

@@ -13,7 +13,13 @@ from torch import nn
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.hardware import GIB, Cluster
-from shardeddp.plan.memory import GroupCost, MemoryPlan, backward_moments, plan_memory
+from shardeddp.plan.memory import (
+    GroupCost,
+    MemoryPlan,
+    backward_moments,
+    plan_memory,
+    waiting_gradients,
+)
 from shardeddp.plan.sharding_strategy import (
     SHARDING_STRATEGIES,
     Reshard,
@@ -303,7 +309,7 @@ class Planner:
                         work,
                         recompute,
                         resting[offload, count > 1],
-                        at_loss(units, sharding),
+                        at_loss(units, sharding, accumulates=count > 1),
                         moments[count > 1],
                     )
                     yield _timed(
@@ -357,14 +363,17 @@ def _timed(
     )
 
 
-def at_loss(units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy) -> int:
-    """Bytes of unsharded parameters between forward and backward."""
+def at_loss(
+    units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, *, accumulates: bool
+) -> int:
+    """Bytes of unsharded parameters, and of gradients that wait, between forward and backward."""
     full = [sum(group.full_nbytes for group in unit) for unit in units]
-    return {
+    unsharded = {
         Reshard.NEVER: 0,
         Reshard.AFTER_BACKWARD: sum(full),
         Reshard.AFTER_FORWARD: sum(full[:1]) + sum(full[1:][-1:]),
     }[sharding.reshard]
+    return unsharded + waiting_gradients(units, sharding, accumulates=accumulates)
 
 
 def memory_of(
