@@ -1,7 +1,9 @@
 """A checkpoint is what its manifest says, and the latest is the one of the highest step, whatever clocks say."""
 
+import errno
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from shardeddp.checkpoint.clean import remove
+from shardeddp.checkpoint.directory import require_replaceable
 from shardeddp.checkpoint.find import carries_manifest, find_checkpoints, read_manifest
 from shardeddp.checkpoint.manifest import MANIFEST, manifest_to_bytes
 from shardeddp.checkpoint.verify import verify
@@ -147,6 +151,35 @@ def test_what_is_no_directory_is_no_checkpoint(tmp_path: Path) -> None:
         ):
             read_manifest(tmp_path / name)
         assert not carries_manifest(tmp_path / name)
+
+
+def test_a_manifest_that_is_no_file_is_none_of_ours(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / MANIFEST))
+        assert not carries_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_what_cannot_be_read_at_the_moment_is_neither_called_ours_nor_foreign(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    real = getattr(os, call)
+
+    def failing(first: Any, *arguments: Any, **options: Any) -> Any:
+        if call == "open" and not str(first).endswith(MANIFEST):
+            return real(first, *arguments, **options)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        carries_manifest(checkpoint)
+    with pytest.raises(CheckpointError, match=f"reading .* failed: {os.strerror(number)}"):
+        require_replaceable(checkpoint)
+    with pytest.warns(UserWarning, match=f"was not deleted: .*{os.strerror(number)}"):
+        assert not remove(checkpoint, written=True)
+    monkeypatch.undo()
+    assert carries_manifest(checkpoint)
 
 
 def test_a_manifest_of_ours_is_known_even_when_it_is_damaged_behind_its_beginning(

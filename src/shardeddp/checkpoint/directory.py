@@ -307,8 +307,9 @@ def require_replaceable(target: Path) -> None:
         return
     if stat.S_ISLNK(mode) or (stat.S_ISREG(mode) and target.suffix == PLAIN_SUFFIX):
         return
-    if stat.S_ISDIR(mode) and (carries_manifest(target) or not os.listdir(target)):
-        return
+    with disk_errors("reading", target):
+        if stat.S_ISDIR(mode) and (carries_manifest(target) or not os.listdir(target)):
+            return
     raise CheckpointError(
         f"{target} is {kind_of(mode)} that is no checkpoint of this package, expected nothing "
         f"there, a sharded checkpoint (a directory with {MANIFEST}), or a file named "

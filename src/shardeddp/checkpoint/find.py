@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -206,21 +207,30 @@ def is_checkpoint(directory: StrPath) -> bool:
     return carries_manifest(directory) or os.path.lexists(os.path.join(directory, DCP_METADATA))
 
 
+_NO_MANIFEST = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM),
+    *(errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG),
+}
+
+
 def carries_manifest(path: StrPath) -> bool:
     """Whether a directory is a checkpoint of this package, even a damaged one.
 
     That is so if its manifest begins as those of this package do.
+
+    Raises:
+        OSError: The disk, or the number of open files, does not let it be read: that says nothing
+            about what is in there.
     """
-    manifest = os.path.join(path, MANIFEST)
     try:
-        # Any other error of the disk says nothing about what is in there.
-        with disk_errors("reading", manifest), open_regular(manifest) as (descriptor, _):
+        with open_regular(os.path.join(path, MANIFEST)) as (descriptor, _):
             return _BEGINNING.match(os.pread(descriptor, 256, 0)) is not None
-    except CheckpointError as error:
-        refused = (FileNotFoundError, NotADirectoryError, PermissionError)
-        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, refused):
-            raise
+    except CheckpointError:
         return False
+    except OSError as error:
+        if error.errno in _NO_MANIFEST:
+            return False
+        raise
 
 
 def read_manifest(path: StrPath, part: tuple[int, int] = (0, 1)) -> Manifest:
