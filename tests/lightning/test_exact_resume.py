@@ -285,8 +285,15 @@ def test_between_epochs_with_shards_and_without(
     ("loader", "save"),
     [
         *((loader, "epoch end") for loader in LOADERS if loader != "own order"),
-        ("plain", "validation end"),
-        ("generated", "validation end"),  # the others: in the middle, with validation in between
+        *(
+            pytest.param(
+                loader,
+                "validation end",
+                marks=() if loader in ("plain", "generated") else pytest.mark.torture,
+            )
+            for loader in LOADERS
+            if loader != "own order"
+        ),
     ],
 )
 def test_between_epochs_with_every_loader(
