@@ -48,7 +48,7 @@ class FlatGroup:
     ) -> None:
         self.layout = layout
         self._memory_owner = memory_owner
-        self._sharing: list[FlatGroup] = []  # the memory_owner and all that borrow from it
+        self._sharing: list[FlatGroup] = []  # the owner and all that borrow from it
         if memory_owner is not None:
             memory_owner._sharing = memory_owner._sharing or [memory_owner]
             self._sharing = memory_owner._sharing

@@ -301,7 +301,7 @@ class GatheredBuffer:
                 f"and its backward (by an optimizer step, a copy or a write to `.data`): the "
                 f"gradients would belong to neither state. Run backward first"
             )
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # mostly: a context would take as long again
             return _as_strided(parameter, saved.size, saved.stride, saved.offset)
         with torch.no_grad():
             return _as_strided(parameter, saved.size, saved.stride, saved.offset)

@@ -442,15 +442,11 @@ def _make_groups(
     members: Sequence[Sequence[ParameterSpec]], mesh: Mesh, sharding: ShardingStrategy
 ) -> list[FlatGroup]:
     groups: list[FlatGroup] = []
-    memory_owners: dict[
-        int, FlatGroup
-    ] = {}  # by memory, the group of the first parameter that has it
+    owners: dict[int, FlatGroup] = {}  # by memory, the group of the first parameter that has it
     for specs in members:
-        memory_owner = memory_owners.get(specs[0].memory)
-        group = FlatGroup(
-            specs, layout_of(specs, mesh.topology.num_slices), mesh, sharding, memory_owner
-        )
-        memory_owners.setdefault(specs[0].memory, group)
+        layout, memory = layout_of(specs, mesh.topology.num_slices), specs[0].memory
+        group = FlatGroup(specs, layout, mesh, sharding, owners.get(memory))
+        owners.setdefault(memory, group)
         groups.append(group)
     return groups
 
