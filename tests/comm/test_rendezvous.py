@@ -21,6 +21,7 @@ from shardeddp.comm.rendezvous import (
 )
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.topology import RankInfo
+from support.ports import free_port
 from support.sockets import listening
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,12 +35,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(variable, "")  # so that it is put back
         monkeypatch.delenv(variable)
     yield
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def info(rank: int, num_nodes: int = 2, ranks_per_node: int = 2) -> RankInfo:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.ports import free_port
 from support.said import TRAINING, Said
 from support.sockets import listening
 
@@ -131,15 +131,12 @@ def elastic(
         environment: More of it.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     job = ElasticJob(
         out=out,
         nodes=nodes,
         arguments=arguments,
         ranks_per_node=ranks_per_node,
-        endpoint=endpoint,
+        endpoint=f"127.0.0.1:{free_port()}",
         environment=environment,
     )
     try:

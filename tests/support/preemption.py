@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shardeddp import ShardedDP
+from support.ports import free_port
 from support.tasks import Recorded
 from support.trainers import EXPECTED_WARNINGS, full_weights
 
@@ -269,9 +269,7 @@ def kill_session(leader: int) -> None:
 
 
 def _rendezvous() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def _as_slurm_sets(scontrol: Path) -> list[dict[str, str]]:
