@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from shardeddp.engine.unit import costs_of
-from shardeddp.plan.sharding_strategy import choose_sharding
+from shardeddp.plan.hardware import GIB, GPUS, Cluster, find_gpu
+from shardeddp.plan.memory import backward_moments, plan_memory
+from shardeddp.plan.sharding_strategy import ShardingStrategy, choose_sharding
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import FITTED, Constants, Setting, time_of_work
-from shardeddp.planner.hardware import GPUS, Cluster, find_gpu
+from shardeddp.planner.search import MEMORY_INTERVAL, Memory, at_loss, combined, memory_of
 from shardeddp.planner.trace import ModelProfile, Work, profile
 from shardeddp.planner.transformer import Decoder, Dimensions
 from shardeddp.wrap import resolve_policy
@@ -51,7 +53,7 @@ class Run:
     cluster: Cluster
     setting: Setting
     profile: ModelProfile
-    costs: list[Any]
+    memory: Memory
     measured: float | None
 
     @property
@@ -123,7 +125,9 @@ def as_run(row: dict[str, Any]) -> Run:
     )
     length, micro_batch = run["seq_len"], run["micro_batch"]
     precision = "bf16-true" if run["precision"] == "bf16-true" else "bf16"
-    found = decoder_profile(dims, length, micro_batch, precision, run.get("reduce_dtype") or "fp32")
+    # Megatron's gradients travel in the dtype of its parameters where nothing else is said.
+    reduce = run.get("reduce_dtype") or ("bf16" if run["precision"] == "fp16" else "fp32")
+    found = decoder_profile(dims, length, micro_batch, precision, reduce)
     gpu = hardware["gpu"]
     figures = (
         {}
@@ -151,6 +155,7 @@ def as_run(row: dict[str, Any]) -> Run:
         micro_batches=accumulation,
         recomputes=RECOMPUTES[run.get("activation_checkpointing") or "none"],
         optimizer_nbytes=7.0 * trained,  # AdamW reads four and writes three
+        overlaps=row["system"] not in UNFUSED,
     )
     return Run(
         row=row,
@@ -160,17 +165,38 @@ def as_run(row: dict[str, Any]) -> Run:
         cluster=cluster,
         setting=setting,
         profile=found,
-        costs=units,
+        memory=memory_at_peak(run, found, units, sharding),
         measured=seconds_of(row, found),
     )
 
 
-def combined(collectives: Sequence[Collective]) -> list[Collective]:
-    """Equal collectives of different units as one that happens several times."""
-    counts: defaultdict[Collective, int] = defaultdict(int)
-    for it in collectives:
-        counts[replace(it, unit=0, times=1)] += it.times
-    return [replace(it, times=times) for it, times in counts.items()]
+def memory_at_peak(
+    run: dict[str, Any], found: ModelProfile, units: Sequence[Any], sharding: ShardingStrategy
+) -> Memory:
+    """The plan's memory of a run."""
+    options: dict[str, Any] = {"staged": False, "accumulates": (run.get("grad_accum") or 1) > 1}
+    recompute = run.get("activation_checkpointing") or "none"
+    if recompute == "selective-op":  # torchtitan keeps attention and every other matmul
+        # of a unit with parameters of its own: its input is as large as attention's result
+        half = [
+            replace(it, costly_nbytes=(it.costly_nbytes + it.input_nbytes) // 2)
+            for it in found.work
+        ]
+        found, recompute = replace(found, work=half), "selective"
+    elif recompute == "selective":  # Megatron computes attention's core again: fused keeps none
+        recompute = "none"
+    if run.get("compile") and recompute == "none":
+        kept = [
+            replace(it, saved_nbytes=int(COMPILED_KEPT * it.saved_nbytes)) for it in found.work[1:]
+        ]
+        found = replace(found, work=[found.work[0], *kept])
+    return memory_of(
+        found,
+        recompute,
+        plan_memory(units, sharding, prefetch=1, **options),
+        at_loss(units, sharding, accumulates=bool(options["accumulates"])),
+        backward_moments(units, sharding, prefetch=1, **options),
+    )
 
 
 def seconds_of(row: dict[str, Any], found: ModelProfile) -> float | None:
@@ -207,16 +233,20 @@ PRIORS = {
     "micro_batch_ms": 0.5,
     "kernel_us": 0.5,
     "launch_us": 0.4,
-    "link": 0.2,
+    "launch_backward": 0.3,
+    "link": 0.1,
     "network": 0.2,
-    "network_gbits": 0.6,
+    "network_unstated": 0.4,
     "latency_us": 0.7,
+    "hop_us": 0.5,
     "interference": 0.6,
     "optimizer": 0.4,
     "step_ms": 0.7,
     "compiled_moved": 0.3,  # shares of element-wise bytes and of kernels that torch.compile leaves
     "compiled_launch": 0.3,
 }
+COMPILED_KEPT = 0.6
+"""Share of saved tensors that torch.compile keeps; the rest it computes again in backward."""
 COMPILED = {"compiled_moved": 0.5, "compiled_launch": 0.5}
 RATE, LAUNCH = 0.08, 0.4
 NOISE = 0.03
@@ -354,6 +384,46 @@ def order_of_pairs(runs: Sequence[Run], constants: Constants) -> str:
     )
 
 
+def memory_errors(run: Run) -> dict[str, float]:
+    """Errors of the planned peak by the kind that was published: in use, or reserved."""
+    measured, memory = run.row["measured"], run.memory
+    reserved = memory.peak - memory.context
+    planned = {"reserved": reserved, "in use": reserved - memory.slack}
+    published = {
+        "reserved" if "reserved" in str(measured.get("peak_kind")) else "in use": measured.get(
+            "peak_mem_gib"
+        )
+    }
+    if measured.get("peak_reserved_gib"):
+        published["reserved"] = measured["peak_reserved_gib"]
+    return {key: planned[key] / GIB / it - 1 for key, it in published.items() if it}
+
+
+def report_memory(runs: Sequence[Run], verbose: bool) -> None:
+    """Errors of peaks by kind, engine and compilation; and what is said of runs out of memory."""
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    verdicts: defaultdict[bool, list[bool]] = defaultdict(list)
+    for run in runs:
+        compiled = ", compiled" if run.row["run"].get("compile") else ""
+        for kind, error in memory_errors(run).items():
+            groups[f"memory {kind}, {run.row['source']['key']}, {run.engine}{compiled}"].append(
+                error
+            )
+            groups[f"memory {kind}"].append(error)
+            if verbose:
+                planned = {key: round(it / GIB, 2) for key, it in vars(run.memory).items() if it}
+                print(f"{run.row['id']:18s} {kind:9s} {100 * error:+6.1f} %  {planned}")
+        limit = run.cluster.gpu.memory_gb * 1e9
+        fits = run.memory.peak * (1 + MEMORY_INTERVAL) <= limit
+        verdicts[bool(run.row["measured"].get("oom"))].append(fits)
+    for name in sorted(groups):
+        print(f"{name:58s} {statistics_of(groups[name])}")
+    print(
+        f"runs that ran: {sum(verdicts[False])} of {len(verdicts[False])} are said to fit; out of "
+        f"memory: {sum(verdicts[True])} of {len(verdicts[True])} are said to fit"
+    )
+
+
 def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> list[float]:
     timed = [run for run in runs if run.measured]
     errors = {id(run): predicted(run, constants) / run.measured - 1 for run in timed}  # type: ignore[operator]
@@ -374,6 +444,7 @@ def report(runs: Sequence[Run], constants: Constants, verbose: bool = False) -> 
     for name in sorted(groups):
         print(f"{name:58s} {statistics_of(groups[name])}")
     print(order_of_pairs(timed, constants))
+    report_memory(runs, verbose)
     return list(errors.values())
 
 
@@ -412,7 +483,7 @@ def main() -> None:
             [run for run in timed if run.cluster.count > 8], fit(rest), options.verbose
         )
     else:
-        shipped = with_constants(FITTED, {"compiled_moved": 0.321, "compiled_launch": 0.489})
+        shipped = with_constants(FITTED, {"compiled_moved": 0.317, "compiled_launch": 0.485})
         constants = fit(timed) if timed else shipped
         if options.print_constants:
             print(constants)

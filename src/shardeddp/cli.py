@@ -43,11 +43,10 @@ from shardeddp.errors import CheckpointError, ConfigurationError, printable
 from shardeddp.migrate import migrate as read_file
 from shardeddp.migrate import report
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
-from shardeddp.planner.hardware import Cluster, find_gpu
-from shardeddp.planner.search import RECOMPUTES, Planner, why
+from shardeddp.planner.plan import make_plan
+from shardeddp.planner.search import RECOMPUTES
 from shardeddp.planner.source import Source, of_dimensions, of_module, of_transformers_config
 from shardeddp.planner.transformer import Dimensions
-from shardeddp.planner.view import picture, plan_lines
 from shardeddp.report import (
     human_bytes,
     inspection_view,
@@ -55,7 +54,6 @@ from shardeddp.report import (
     terminal_width,
     verification_view,
 )
-from shardeddp.wrap import resolve_policy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -225,46 +223,35 @@ def metadata(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Say what fits on some machines, how fast it is, and what to set."""
-    cluster = Cluster(
-        gpu=find_gpu(
-            options.gpu,
-            bf16_tflops=options.bf16_tflops,
-            memory_gb=options.memory_gb,
-            memory_tbs=options.memory_tbs,
-            link_gbs=options.link_gbs,
-        ),
-        count=options.gpus,
+    made = make_plan(
+        _source(options),
+        gpu=options.gpu,
+        gpus=options.gpus,
         per_node=options.per_node,
         network_gbits=options.network,
-    )
-    source = _source(options)
-    planner = Planner(
-        build=source.build,
-        step=source.step,
+        gpu_figures={
+            name: getattr(options, name)
+            for name in ("bf16_tflops", "memory_gb", "memory_tbs", "link_gbs")
+        },
         length=options.length,
-        policy=resolve_policy(options.auto_wrap_policy),
-    )
-    plans = planner.plans(
-        cluster,
         global_batch=options.global_batch,
         strategies=options.strategy or tuple(SHARDING_STRATEGIES),
         precisions=options.precision or ("bf16-mixed",),
         recomputes=options.recompute or tuple(RECOMPUTES),
         offloads=options.offload or ("none",),
         micro_batches=options.micro_batch or (1, 2, 4, 8, 16),
+        auto_wrap_policy=options.auto_wrap_policy,
     )
-    best = plans[0]
-    configuration = best.choice.yaml(cluster)
     if options.html is not None:
-        options.html.write_text(picture(best, cluster, source.name, configuration))
+        options.html.write_text(made.html())
     if options.json:
-        print(json.dumps([it.as_json() for it in plans], indent=2))
-        return 0 if best.fits else 1
-    lines = plan_lines(plans, cluster, source.name, options.top, terminal_width(80))
-    lines += ["", *why(best, plans[1:], cluster)] if options.why else []
-    lines += ["", configuration] if best.fits else []
+        print(made.as_json())
+        return 0 if made.fits else 1
+    lines = made.lines(options.top, terminal_width(80))
+    lines += ["", *made.why()] if options.why else []
+    lines += ["", made.yaml] if made.fits else []
     print("\n".join(lines))
-    return 0 if best.fits else 1
+    return 0 if made.fits else 1
 
 
 def _source(options: argparse.Namespace) -> Source:

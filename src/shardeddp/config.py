@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategy, choose_sharding
+from shardeddp.plan.hardware import find_gpu
+from shardeddp.plan.sharding_strategy import (
+    AUTO,
+    OptimizerShard,
+    ShardingStrategy,
+    candidates,
+    choose_sharding,
+)
 from shardeddp.translate import options_of, prefetch_of, sharding_of
 from shardeddp.wrap import Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.kept_operations import check_save_ops
@@ -519,10 +526,15 @@ class Options:
     process_group_backend: str | None = field(default=None, compare=False)
     timeout: timedelta = field(default=timedelta(minutes=10), compare=False)
     debug: bool = False
+    plan_only: bool | str = field(default=False, compare=False)
+    """A GPU has the name that the planner knows it by."""
     start_method: StartMethod = field(default="popen", compare=False)
 
     # What several of them say together, or one of them in more than one type.
     sharding: ShardingStrategy = field(init=False)
+    """Under ``auto`` the first candidate, until one is chosen."""
+    candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
+    """Those that ``auto`` chooses from, by name; else the one that is set."""
     policy: Policy = field(init=False)
     prefetch: Prefetch = field(init=False)
     offload: CPUOffload = field(init=False)
@@ -548,14 +560,18 @@ class Options:
         reshard = known.get("reshard_after_forward") if reshard is None else reshard
         backward = prefetch_of(self.backward_prefetch)
         offload = resolve_offload(self.cpu_offload)
-        sharding = choose_sharding(
-            strategy,
-            self.shard_size,
-            self.reduce_every_backward,
-            reshard,
-            offload.params,
-            self.optimizer_shard,
+        choices: dict[str, Any] = {
+            "shard_size": self.shard_size,
+            "reduce_every_backward": self.reduce_every_backward,
+            "reshard_after_forward": reshard,
+            "offload_params": offload.params,
+            "optimizer_shard": self.optimizer_shard,
+        }
+        name = str(strategy).lower()
+        shardings = (
+            candidates(**choices) if name == AUTO else {name: choose_sharding(strategy, **choices)}
         )
+        sharding = next(iter(shardings.values()))
         _check_tensor_size(
             self.tensor_parallel_size,
             {
@@ -564,10 +580,12 @@ class Options:
                 "reshard_after_forward=<number>": sharding.regather_size is not None,
                 "uneven_batches": self.uneven_batches != "error",
                 "uneven_units": self.uneven_units,
+                "sharding_strategy='auto'": name == AUTO,
+                "plan_only": self.plan_only is not False,
             },
         )
         resolved = {
-            "sharding_strategy": strategy.lower(),
+            "sharding_strategy": name,
             "reshard_after_forward": reshard,
             "mixed_precision": resolve_mixed_precision(self.mixed_precision),
             "activation_checkpointing": resolve_activation_checkpointing(
@@ -576,7 +594,9 @@ class Options:
             "optimizer_scope": resolve_optimizer_scope(self.optimizer_scope),
             "checkpoint_options": resolve_checkpoint_options(self.checkpoint_options),
             "timeout": resolve_timeout(self.timeout),
+            "plan_only": _resolve_plan_only(self.plan_only),
             "sharding": sharding,
+            "candidates": shardings,
             "policy": resolve_policy(self.auto_wrap_policy),
             "prefetch": Prefetch(
                 forward=1 if self.forward_prefetch is True else self.forward_prefetch,
@@ -585,8 +605,8 @@ class Options:
             "offload": offload,
             "described_plan": str(check_plan(self.tensor_parallel_plan, self.tensor_parallel_size)),
         }
-        for name, value in resolved.items():
-            object.__setattr__(self, name, value)
+        for option, value in resolved.items():
+            object.__setattr__(self, option, value)
 
 
 def _check_backend(name: str | None) -> None:
@@ -599,6 +619,17 @@ def _check_backend(name: str | None) -> None:
             f"kind of device (cpu:gloo,cuda:nccl); a backend of a package of its own is known once "
             f"that package is imported"
         )
+
+
+def _resolve_plan_only(value: object) -> bool | str:
+    """The value of ``plan_only``, a GPU by its name in the table."""
+    if isinstance(value, str):
+        return find_gpu(value).name
+    if not isinstance(value, bool):
+        raise ConfigurationError(
+            f"plan_only={value!r}: expected True, False, or the name of a GPU such as 'A100-80'"
+        )
+    return value
 
 
 def _check_tensor_size(size: int, untried: Mapping[str, bool]) -> None:

@@ -32,6 +32,7 @@ from shardeddp.lightning.restore import open_any
 from shardeddp.lightning.strategy import ShardedDP as TrainerStrategy
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
+from shardeddp.plan.sharding_strategy import AUTO
 from shardeddp.tensor.shard_tensor import ShardTensor
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -87,6 +88,11 @@ class ShardedDP(DDPStrategy):
                 "asynchronous=True and uneven_batches go with the Trainer: a loop of one's own ends "
                 "epochs by itself, and nobody would wait for the last checkpoint. Leave them out"
             )
+        if parts.options.sharding_strategy == AUTO or parts.options.plan_only:
+            raise ConfigurationError(
+                "sharding_strategy='auto' and plan_only go with the Trainer, which knows the model "
+                "when a run is set up; ShardedDP.plan(model) says which strategy to write here"
+            )
         if options.get("tensor_parallel_size", 1) != 1:
             raise ConfigurationError(
                 "tensor_parallel_size goes with the Trainer, where it has been tried: leave it out"
@@ -105,7 +111,9 @@ class ShardedDP(DDPStrategy):
         self.cluster_environment.set_global_rank(self.node_rank * processes + self.local_rank)
         self.cluster_environment.set_world_size(nodes * processes)
         rank_zero_only.rank = self.global_rank  # pyright: ignore[reportFunctionMemberAccess]
-        self._group.set_up(self.cluster_environment, self.root_device, nodes, processes, None)
+        ranks = (self.cluster_environment, self.root_device, nodes, processes)
+        self._group.connect(*ranks)
+        self._group.begin_run(*ranks, None)
         follow_optimizers(parameters_changed)
 
     @override

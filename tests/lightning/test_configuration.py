@@ -20,7 +20,7 @@ from shardeddp import (
 )
 from shardeddp.config import Options
 from shardeddp.lightning.api import ParallelStrategy
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, choose_sharding
+from shardeddp.plan.sharding_strategy import AUTO, SHARDING_STRATEGIES, choose_sharding
 from support.command_line import STRATEGY, printed, refusal, strategy_of, write
 from support.tasks import TinyGpt
 
@@ -108,6 +108,16 @@ def test_options_are_equal_if_they_shard_alike() -> None:
     assert again.sharding == choose_sharding("hybrid_shard", reshard_after_forward=False)
 
 
+def test_a_strategy_that_auto_has_chosen_makes_the_options_that_name_it() -> None:
+    asked = {"reshard_after_forward": False, "timeout": 1}
+    auto = Options(sharding_strategy="Auto", **asked)  # type: ignore[arg-type]
+    assert list(auto.candidates) == ["full_shard", "hybrid_shard", "shard_grad_op"]
+    for name in auto.candidates:
+        chosen = dataclasses.replace(auto, sharding_strategy=name)
+        named = Options(sharding_strategy=name, **asked)  # type: ignore[arg-type]
+        assert vars(chosen) == vars(named)
+
+
 # -- configurations
 
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -191,6 +201,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     },
     {"tensor_parallel_size": 2, "tensor_parallel_plan": {"blocks.*.up": "colwise"}},
     {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto"},
+    {"sharding_strategy": "auto", "plan_only": "A100-80"},
 ]
 
 
@@ -261,6 +272,7 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("process_group_backend", "glo", ["gloo", "nccl", "'glo'"]),
     ("timeout", "soon", ["h:m:s", "soon"]),
     ("timeout", -5, ["positive number of seconds"]),
+    ("plan_only", "H1000", ["H1000", "A100-80", "did you mean H100"]),
     ("start_method", "thread", ["popen", "spawn", "fork", "thread"]),
     ("shardsize", 2, ["shardsize"]),
 ]
@@ -342,7 +354,7 @@ def choices(annotation: Any) -> set[str]:
 def test_the_document_lists_the_choices_of_every_option() -> None:
     table, hints = rows("All options"), get_type_hints(ShardedDP.__init__)
     expected = {name: choices(hints[name]) for name in table}
-    assert expected["sharding_strategy"] == set(SHARDING_STRATEGIES)
+    assert expected["sharding_strategy"] == {*SHARDING_STRATEGIES, AUTO}
     assert sum(map(len, expected.values())) > 10
     for name, wanted in expected.items():
         assert wanted <= set(re.findall(r"`(\w+)`", table[name][0])), name

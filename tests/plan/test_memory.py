@@ -163,6 +163,13 @@ def test_gradients_that_accumulate_unsharded_are_all_in_flight_with_the_one_that
     assert plan(units, "full_shard", accumulates=True) == plan(units, "full_shard")
 
 
+def test_sums_that_replicas_have_not_shared_yet_are_in_flight_once_more() -> None:
+    units = [[replace(group(numel), replicas=2)] for numel in (16, 32, 64, 48)]
+    accumulated, alone = (plan(units, "hybrid_shard", accumulates=it) for it in (True, False))
+    # A shard of everything that is trained.
+    assert accumulated.in_flight_nbytes == alone.in_flight_nbytes + 320
+
+
 def test_gathering_in_half_the_bytes_halves_the_unsharded_parameters_and_not_the_packed_gradients() -> (
     None
 ):

@@ -146,6 +146,7 @@ class FlatGroup:
             param_itemsize=self.buffer.dtype.itemsize,
             reduce_itemsize=self._reduce_dtype.itemsize,
             split=self._mesh.collect.size,
+            replicas=self._mesh.replicate.size,
         )
 
     # -- Gathering

@@ -461,6 +461,7 @@ def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
             param_itemsize=specs[0].param_dtype.itemsize,
             reduce_itemsize=specs[0].reduce_dtype.itemsize,
             split=topology.num_slices // topology.shard_size,
+            replicas=topology.replicate_size,
         )
         for specs in by_buffer(spec.parameters)
     ]

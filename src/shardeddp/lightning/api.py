@@ -141,7 +141,7 @@ PUBLIC = {
     "fabric.utilities.rank_zero": "rank_zero_only",
     "fabric.utilities.seed": "reset_seed",
     "fabric.utilities.types": "Optimizable Steppable",
-    "pytorch": "LightningModule Trainer",
+    "pytorch": "LightningDataModule LightningModule Trainer",
     "pytorch.accelerators": "Accelerator",
     "pytorch.callbacks": (
         "Callback Checkpoint GradientAccumulationScheduler ModelCheckpoint ModelPruning "
@@ -151,8 +151,9 @@ PUBLIC = {
     "pytorch.plugins.precision": "DoublePrecision HalfPrecision MixedPrecision Precision",
     "pytorch.strategies": "ParallelStrategy Strategy StrategyRegistry",
     "pytorch.trainer.states": "TrainerFn TrainerStatus",
-    "pytorch.utilities": "GradClipAlgorithmType",
+    "pytorch.utilities": "CombinedLoader GradClipAlgorithmType",
     "pytorch.utilities.exceptions": "SIGTERMException",
+    "pytorch.utilities.model_helpers": "is_overridden",
     "pytorch.utilities.model_summary.model_summary": "get_human_readable_count",
     "pytorch.utilities.rank_zero": "rank_zero_info rank_zero_warn",
 }
@@ -166,7 +167,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.fabric.utilities.types import Optimizable, Steppable
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
     from lightning.pytorch import __version__ as LIGHTNING_VERSION
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import (
@@ -188,8 +189,9 @@ if TYPE_CHECKING:
     )
     from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-    from lightning.pytorch.utilities import GradClipAlgorithmType
+    from lightning.pytorch.utilities import CombinedLoader, GradClipAlgorithmType
     from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 else:

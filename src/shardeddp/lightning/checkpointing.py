@@ -53,21 +53,20 @@ class Checkpoints:
     """
 
     def __init__(self, group: ProcessGroup, options: Options) -> None:
-        self._group = group
-        self._sharding_strategy, self._kind = options.sharding_strategy, options.state_dict_type
-        self._options = options.checkpoint_options
-        self._saver = Saver(self._options)
+        self._group, self.options = group, options
+        self._saver = Saver(options.checkpoint_options)
         self._told = False  # that checkpoints are directories
         self._written: set[str] = set()
 
     def check_io(self, io: CheckpointIO) -> None:
         """Refuse, before anything is trained, a plugin that sharded checkpoints would go past."""
-        if type(io) is TorchCheckpointIO or self._kind == "full":
+        kind, saves = self.options.state_dict_type, self.options.checkpoint_options
+        if type(io) is TorchCheckpointIO or kind == "full":
             return
-        if self._kind == "sharded" or self._options.asynchronous:
+        if kind == "sharded" or saves.asynchronous:
             raise ConfigurationError(
                 f"checkpoint_io={type(io).__name__} writes checkpoints that are one file, and "
-                f"state_dict_type={self._kind!r}, asynchronous={self._options.asynchronous} writes "
+                f"state_dict_type={kind!r}, asynchronous={saves.asynchronous} writes "
                 f"directories by itself. Use state_dict_type='full' with it; for saves behind the "
                 f"back of training, checkpoint_options=CheckpointOptions(asynchronous=True) "
                 f"without it"
@@ -115,7 +114,7 @@ class Checkpoints:
                     mesh,
                     names(),
                     self._describe(checkpoint, mesh),
-                    self._options,
+                    self.options.checkpoint_options,
                 )
             else:
                 _write_by_plugin(checkpoint, filepath, storage_options, io, mesh)
@@ -142,9 +141,9 @@ class Checkpoints:
 
         The reason is "" where the user has said so, and None where it is to be a file.
         """
-        options = self._options
-        if self._kind != "auto":
-            return "" if self._kind == "sharded" else None
+        options = self.options.checkpoint_options
+        if self.options.state_dict_type != "auto":
+            return "" if self.options.state_dict_type == "sharded" else None
         if options.asynchronous:
             return "CheckpointOptions(asynchronous=True) is for directories"
         if not options.zip_crc:
@@ -161,7 +160,7 @@ class Checkpoints:
             epoch=checkpoint.get("epoch", 0),
             world_size=mesh.topology.world_size,
             shard_size=mesh.topology.shard_size,
-            sharding_strategy=self._sharding_strategy,
+            sharding_strategy=self.options.sharding_strategy,
             versions={
                 "torch": str(torch.__version__),
                 "lightning": LIGHTNING_VERSION,

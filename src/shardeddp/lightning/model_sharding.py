@@ -114,7 +114,7 @@ class ModelSharding:
     """
 
     def __init__(self, group: ProcessGroup, restore: Restore, options: Options) -> None:
-        self._group, self._restore, self._options = group, restore, options
+        self._group, self._restore, self.options = group, restore, options
         # Recording of every module that is built; several may be before one is sharded.
         self._recording = Recording()
 
@@ -164,10 +164,10 @@ class ModelSharding:
             # The mesh of the Trainer that has sharded the module replaces this Trainer's.
             self._group.current = runtime.mesh
             return runtime
-        tensor_size = self._options.tensor_parallel_size
+        tensor_size = self.options.tensor_parallel_size
         refuse_sharded(module, tensor_size)
         if tensor_size > 1:
-            refuse_untried(module, self._options.tensor_parallel_plan)
+            refuse_untried(module, self.options.tensor_parallel_plan)
         takeover = self._take_over(module)
         try:
             run_on_all_ranks(
@@ -186,7 +186,7 @@ class ModelSharding:
         That is so where it has got or lost layers, parameters or buffers since, where the options
         are others now, and where this holds on any rank.
         """
-        same = runtime.options == self._options and runtime.precision == _compared(precision)
+        same = runtime.options == self.options and runtime.precision == _compared(precision)
         outdated = not (same and runtime.is_current)
         return agree_on_any([outdated], self._group.mesh.world_control)[0]
 
@@ -222,7 +222,7 @@ class ModelSharding:
         runtime = shard_model(
             units,
             mesh,
-            self._options,
+            self.options,
             recording=self._recording,
             takeover=takeover,
             load=load if is_deferred else None,
@@ -230,18 +230,18 @@ class ModelSharding:
         runtime.precision = _compared(precision)
         place_module(module, mesh.device)
         private.set_device(module, mesh.device)
-        synchronize_generation(module, self._options.sharding)
+        synchronize_generation(module, self.options.sharding)
         self._restore.load(None if is_deferred else load, module)
         if self._group.is_rank_zero:
-            name = self._options.sharding_strategy
+            name = self.options.sharding_strategy
             rank_zero_info(f"ShardedDP: {describe_units(name, runtime)}")
         return runtime
 
     @torch.no_grad()
     def _find_split_layers(self, module: nn.Module) -> list[PlannedLayer]:
         """The layers that the plan splits; those that split one have one rank's values of it."""
-        mesh, plan = self._group.mesh, self._options.tensor_parallel_plan
-        size = self._options.tensor_parallel_size
+        mesh, plan = self._group.mesh, self.options.tensor_parallel_plan
+        size = self.options.tensor_parallel_size
         if plan is None or size == 1:
             return []
         layers = run_on_all_ranks(
@@ -267,13 +267,13 @@ class ModelSharding:
             parallelize(layers, device_mesh)
             split |= take_apart(module, device_mesh)
             split |= split_layers(module, layers, tensor_axis(self._group.mesh))
-        units = build_units(module, self._options.policy, split)
+        units = build_units(module, self.options.policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
-        dtypes = resolve_dtypes(self._options.mixed_precision, autocast)
+        dtypes = resolve_dtypes(self.options.mixed_precision, autocast)
         units = assign_dtypes(module, units, dtypes)
         cast_at_boundaries(module, units, dtypes)
-        if self._options.activation_checkpointing is not None:
-            checkpoint_activations(module, self._options.activation_checkpointing)
+        if self.options.activation_checkpointing is not None:
+            checkpoint_activations(module, self.options.activation_checkpointing)
         return units
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import warnings
 from collections.abc import Callable, Generator
@@ -24,6 +25,7 @@ from shardeddp.comm.liveness import lightning_calls
 from shardeddp.comm.mesh import count_connections
 from shardeddp.comm.propagation import has_broken_transfers, is_transfer_error
 from shardeddp.comm.rendezvous import meet, reserve_open_files, stay_on_loopback
+from shardeddp.comm.store import StoreClient
 from shardeddp.config import Options
 from shardeddp.engine.runtime import runtime_of
 from shardeddp.errors import ConfigurationError
@@ -101,7 +103,8 @@ class ProcessGroup:
     """
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        self.options = options
+        """Others where ``auto`` has chosen since, before the mesh is made."""
         self.device_mesh: DeviceMesh | None = None
         """Axes of ranks as torch has them; None: there is no tensor axis."""
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
@@ -141,7 +144,67 @@ class ProcessGroup:
 
     # -- Set-up
 
-    def set_up(
+    def connect(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        num_nodes: int,
+        ranks_per_node: int,
+    ) -> None:
+        """Make the process group where there is none; a collective of all ranks.
+
+        Args:
+            environment: Source of ranks and addresses.
+            device: Device of this rank.
+            num_nodes: Number of machines.
+            ranks_per_node: Number of ranks on each.
+
+        Raises:
+            ConfigurationError: Ranks run different code or options, or one may not open as many
+                files as it has connections.
+        """
+        _note_functions_of_one_rank()
+        if num_nodes == 1:
+            stay_on_loopback()
+        if not torch.distributed.is_initialized():
+            self._meet(environment, device, num_nodes, ranks_per_node)
+        elif self.options.debug:
+            rank_zero_warn(
+                "debug=True: calls through Lightning are compared over ranks; what "
+                "torch.distributed itself is asked for is not, as the process group was made "
+                "before, without that. Start a new process for it"
+            )
+
+    def on_rank_zero(self, topic: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """What rank 0 makes, on all ranks; a collective that needs no mesh yet.
+
+        Args:
+            topic: What it is.
+            make: Makes it; other ranks do not call it.
+
+        Raises:
+            ConfigurationError: Rank 0 failed, whose own error is raised there, or took longer than
+                ``timeout``.
+        """
+        rank, within_s = torch.distributed.get_rank(), self.options.timeout.total_seconds()
+        notes = StoreClient(topic, rank, patient=True)
+        if rank == 0:
+            try:
+                made = make()
+            except Exception as error:
+                notes.write("answer", json.dumps(f"{type(error).__name__}: {error}"))
+                raise
+            notes.write("answer", json.dumps(made))
+            return made
+        answer = notes.wait_for(["answer"], within_s).get("answer")
+        found: dict[str, str] | str = (
+            f"nothing within {within_s:.0f} s" if answer is None else json.loads(answer)
+        )
+        if isinstance(found, str):
+            raise ConfigurationError(f"rank 0 could not make the {topic}: {found}")
+        return found
+
+    def begin_run(
         self,
         environment: ClusterEnvironment,
         device: torch.device,
@@ -149,35 +212,24 @@ class ProcessGroup:
         ranks_per_node: int,
         module: nn.Module | None,
     ) -> None:
-        """Make missing process group and mesh, and begin a run; a collective of all ranks.
+        """Make the mesh where there is none, and begin a run; a collective of all ranks.
 
         Args:
-            environment: Source of ranks and addresses.
-            device: Device of this rank.
-            num_nodes: Number of machines.
-            ranks_per_node: Number of ranks on each.
+            environment: As for :meth:`connect`, which has been called.
+            device: As there.
+            num_nodes: As there.
+            ranks_per_node: As there.
             module: Module of the run; one that another Trainer has sharded in the same way brings
                 its communicators along.
 
         Raises:
-            ConfigurationError: Ranks run different code or options, or one may not open as many
-                files as it has connections.
+            ConfigurationError: This rank may not open as many files as it has connections.
         """
-        _note_functions_of_one_rank()
-        options, tensor_size = self._options, self._options.tensor_parallel_size
+        options, tensor_size = self.options, self.options.tensor_parallel_size
+        # Of a process group that was made before, or of a strategy that was chosen since.
         problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
-        if num_nodes == 1:
-            stay_on_loopback()
-        if not torch.distributed.is_initialized():
-            self._connect(environment, device, num_nodes, ranks_per_node, problem)
-        elif problem:
+        if problem:
             raise ConfigurationError(f"rank {torch.distributed.get_rank()} {problem}")
-        elif options.debug:
-            rank_zero_warn(
-                "debug=True: calls through Lightning are compared over ranks; what "
-                "torch.distributed itself is asked for is not, as the process group was made "
-                "before, without that. Start a new process for it"
-            )
         runtime = None if module is None else runtime_of(module)
         if (
             self.current is None
@@ -217,23 +269,22 @@ class ProcessGroup:
     ) -> str:
         """Let this process open as many files as it needs; why it cannot, or empty."""
         made = torch.distributed.is_initialized()
-        backend = torch.distributed.get_backend() if made else self._options.process_group_backend
+        backend = torch.distributed.get_backend() if made else self.options.process_group_backend
         if backend == "fake":  # which connects to nobody
             return ""
-        sharding, tensor_size = self._options.sharding, self._options.tensor_parallel_size
+        sharding, tensor_size = self.options.sharding, self.options.tensor_parallel_size
         topology = sharding.topology(num_nodes, ranks_per_node, None, tensor_size)
         rank = environment.global_rank()
         return reserve_open_files(count_connections(topology, rank, device, sharding.regather_size))
 
-    def _connect(
+    def _meet(
         self,
         environment: ClusterEnvironment,
         device: torch.device,
         num_nodes: int,
         ranks_per_node: int,
-        problem: str,
     ) -> None:
-        options = self._options
+        options = self.options
         versions = f"{describe_release()}, torch {torch.__version__}, Lightning {LIGHTNING_VERSION}"
         info = RankInfo(
             rank=environment.global_rank(),
@@ -244,9 +295,9 @@ class ProcessGroup:
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
             # The same on all ranks that may meet.
-            run=f"{versions}, {options.sharding}, "
+            run=f"{versions}, {options.sharding_strategy} as {options.sharding}, "
             f"tensor_parallel_size={options.tensor_parallel_size}, debug={options.debug}",
-            problem=problem,
+            problem=self._reserve_connections(environment, device, num_nodes, ranks_per_node),
         )
         store, self._order = meet(
             environment.main_address, environment.main_port, info, options.timeout
@@ -269,7 +320,7 @@ class ProcessGroup:
             # Users may give one barrier several names. Lightning does not, and never means one of
             # theirs.
             of_lightning = lightning_calls()
-            named = f"{name or ''}" if self._options.debug or of_lightning else ""
+            named = f"{name or ''}" if self.options.debug or of_lightning else ""
             barrier(self.current, f"barrier({named}){' of Lightning' if of_lightning else ''}")
 
     def broadcast(self, obj: T, src: int = 0) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from shardeddp.checkpoint.full import gather_full
+from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.restore import parameter_names
 from shardeddp.comm import Mesh, Traffic
 from shardeddp.comm.rendezvous import leave_loopback
@@ -47,6 +48,7 @@ from shardeddp.lightning.api import (
     Trainer,
     TrainerFn,
     introduction,
+    rank_zero_info,
     rank_zero_only,
     register_names,
     reset_seed,
@@ -56,6 +58,13 @@ from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
+from shardeddp.lightning.planning import (
+    Chosen,
+    PlanLauncher,
+    Setting,
+    choose,
+    setting_of,
+)
 from shardeddp.lightning.precision import shard_precision
 from shardeddp.lightning.private import check_lightning
 from shardeddp.lightning.process_group import ProcessGroup, environment_without_ranks
@@ -64,7 +73,8 @@ from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import refuse_optimizer, refuse_untried_in
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import OptimizerShard, ShardingStrategyName
+from shardeddp.plan.sharding_strategy import AUTO, OptimizerShard, ShardingStrategyName
+from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.report import print_units
 from shardeddp.translate import explain_unknown
 from shardeddp.wrap import PolicyLike, require_parameters
@@ -101,7 +111,8 @@ class ShardedDP(ParallelStrategy):
         sharding_strategy: The state split over the ranks: ``full_shard`` (all: ZeRO-3, FSDP),
             ``hybrid_shard`` (all inside a node, replicas across nodes: HSDP), ``shard_grad_op``
             (gradients and optimizer states: ZeRO-2), ``shard_optimizer`` (optimizer states: ZeRO-1)
-            or ``no_shard`` (nothing: DDP). Upper or lower case.
+            or ``no_shard`` (nothing: DDP). Upper or lower case. ``auto`` chooses one of them by its
+            plan when the first run is set up, on rank 0 for all ranks, and says which and why.
         shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of
             ranks. None: the ranks of one node.
         auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of
@@ -161,6 +172,9 @@ class ShardedDP(ParallelStrategy):
         debug: True compares what your code communicates over ranks before it happens: an error
             names both lines where ranks do different things, instead of a hang. Each such call then
             waits for a message on the host.
+        plan_only: True plans a ``fit`` instead of training: it shows what fits on this machine's
+            GPUs, how fast it is and why, without starting ranks. A name plans for that GPU
+            (``A100-80``).
         start_method: How this strategy starts ranks where the cluster environment does not:
             ``popen`` runs the script again, ``spawn`` and ``fork`` start functions (notebooks,
             tests).
@@ -195,6 +209,7 @@ class ShardedDP(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: float | timedelta = 600.0,
         debug: bool = False,
+        plan_only: bool | str = False,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -219,6 +234,10 @@ class ShardedDP(ParallelStrategy):
         self.options = options = Options(
             **{it.name: arguments[it.name] for it in fields(Options) if it.init}
         )
+        self.chosen: Chosen | None = None
+        """What ``auto`` has chosen, and why; exists from ``setup_environment`` on."""
+        self.planned: Plan | None = None
+        """Plan that ``plan_only`` has made."""
         self.num_nodes = 1  # set by the Trainer
         self._alone: ClusterEnvironment | None = None  # of one rank that the cluster's cannot tell
         self._group = ProcessGroup(options)
@@ -229,6 +248,9 @@ class ShardedDP(ParallelStrategy):
         self._guards = Guards(self._group)
         self._callbacks = CallbackAdapters(options.uneven_batches)
         self._runtime: Runtime | None = None
+
+    plan = staticmethod(make_plan)
+    """Plans a model that is not training: see :func:`shardeddp.planner.plan.make_plan`."""
 
     @property
     def parts(self) -> Parts:
@@ -480,7 +502,10 @@ class ShardedDP(ParallelStrategy):
         options.sharding.topology(
             self.num_nodes, self.num_processes, tensor_size=options.tensor_parallel_size
         )
-        if options.start_method == "popen":
+        if options.plan_only:
+            launcher: Any = PlanLauncher(self, options, self._setting)
+            self._launcher = launcher
+        elif options.start_method == "popen":
             self._launcher = ShardedScriptLauncher(
                 self._environment, self.num_processes, self.num_nodes
             )
@@ -504,14 +529,38 @@ class ShardedDP(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        environment, ranks_per_node = self._environment, self.num_processes
-        self._group.set_up(
-            environment, self.root_device, self.num_nodes, ranks_per_node, self.lightning_module
-        )
+        ranks = (self._environment, self.root_device, self.num_nodes, self.num_processes)
+        self._group.connect(*ranks)
+        if self.options.sharding_strategy == AUTO:
+            self._choose_sharding()
+        self._group.begin_run(*ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
             self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
+
+    def _setting(self, trainer: Trainer | None) -> Setting:
+        return setting_of(
+            self.options,
+            self.precision_plugin.precision,
+            device=self.root_device,
+            num_nodes=self.num_nodes,
+            ranks_per_node=self.num_processes,
+            accumulates=1 if trainer is None else trainer.accumulate_grad_batches,
+        )
+
+    def _choose_sharding(self) -> None:
+        """Go on as if the strategy that rank 0 chooses for ``auto`` had been set."""
+        module, setting = self.lightning_module, self._setting(self.trainer)
+        found = self._group.on_rank_zero(
+            "choice of a sharding strategy",
+            lambda: vars(choose(module, self.options.candidates, setting)),
+        )
+        self.chosen = chosen = Chosen(**found)
+        self.options = replace(self.options, sharding_strategy=chosen.sharding_strategy)
+        for part in (self._group, self._model_sharding, self._checkpoints):
+            part.options = self.options
+        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}, {chosen.reason}")
 
     @contextmanager
     @override
@@ -711,6 +760,8 @@ class ShardedDP(ParallelStrategy):
         names = partial(parameter_names, self.lightning_module, self.optimizers)
         with self._group.explaining():
             extended = self._resume.extended(checkpoint, self.lightning_module, names)
+            if self.chosen is not None and KEY in extended:
+                extended[KEY]["chosen"] = dict(vars(self.chosen))
             self._checkpoints.save(extended, filepath, storage_options, self.checkpoint_io, names)
             if self._guards.may_end(self.trainer):
                 self.wait_for_checkpoint()  # nobody else is going to

@@ -25,6 +25,9 @@ class GroupCost:
     split: int = 1
     """Replicas that split a shard among them."""
 
+    replicas: int = 1
+    """Shard groups that train on different batches."""
+
     @property
     def part_nbytes(self) -> int:
         """Bytes of the shard that this rank gathers from, where it owns only a slice of it."""
@@ -67,6 +70,11 @@ class GroupCost:
     def arriving_nbytes(self) -> int:
         """Bytes of the other ranks' gradients for this rank's slice."""
         return self.buffer_nbytes - self.buffer_nbytes * self.split // self.layout.shard_size
+
+    @property
+    def partial_nbytes(self) -> int:
+        """Bytes of the sums of micro-batches that replicas have not shared yet."""
+        return self.shard_nbytes * self.split if self.trainable and self.replicas > 1 else 0
 
     @property
     def sharing_nbytes(self) -> int:
@@ -145,7 +153,8 @@ def plan_memory(
         staged: Whether contributions arrive beside the packed gradients (gloo); NCCL adds them up
             on the way.
         accumulates: Whether several micro-batches make a step; gradients then wait unsharded where
-            the strategy does not reduce them each time.
+            the strategy does not reduce them each time, and in sums of the shard group where it
+            does and there are replicas.
         offload_optimizer: The optimizer's states live on the host, with copies of parameters and
             gradients.
     """
@@ -176,6 +185,24 @@ def plan_memory(
     )
 
 
+def waiting_gradients(
+    units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, *, accumulates: bool
+) -> int:
+    """Bytes of gradients that wait for a step's last micro-batch, beside the gradient shards.
+
+    All of them are there from the end of the first micro-batch to the last backward. Arguments as
+    in :func:`plan_memory`.
+    """
+    if not accumulates:
+        return 0
+    reduced = sharding.reduce_every_backward
+    return sum(
+        group.partial_nbytes if reduced else group.gradient_nbytes
+        for unit in units
+        for group in unit
+    )
+
+
 def backward_moments(
     units: Sequence[Sequence[GroupCost]],
     sharding: ShardingStrategy,
@@ -195,7 +222,8 @@ def backward_moments(
     parameters = [sum(group.full_nbytes for group in unit) for unit in units]
     packed = [buffer + more for buffer, more in zip(buffers, arriving, strict=True)]
     kept_root = 0 if sharding.reshard is Reshard.NEVER else sum(parameters[:1])
-    root = kept_root + sum(gradients[:1])
+    waiting = waiting_gradients(units, sharding, accumulates=accumulates)
+    root = kept_root + sum(gradients[:1]) + waiting
     if accumulates and not sharding.reduce_every_backward:
         # All of them lie where autograd left them, until each has been packed. A new one is there
         # twice until it has been added to that of the micro-batches before.
@@ -204,7 +232,7 @@ def backward_moments(
             for buffer, more, own in zip(buffers, packed, gradients, strict=True)
         ]
         largest = [group.largest_nbytes for unit in units for group in unit]
-        everything = kept_root + sum(gradients) + max(extra + largest, default=0)
+        everything = kept_root + waiting + max(extra + largest, default=0)
         return [(max(0, len(units) - 1), everything)]
     unsharded = _unsharded(parameters, sharding, prefetch)
     # The root's turn, the last inner unit being done.

@@ -120,7 +120,7 @@ def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] |
 
 
 ShardingStrategyName = Literal[
-    "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"
+    "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard", "auto"
 ]
 
 OptimizerShard = Literal["group", "world"]
@@ -157,11 +157,11 @@ def find_sharding(sharding_strategy: str) -> ShardingStrategy:
     name = str(sharding_strategy).lower()
     if name in SHARDING_STRATEGIES:
         return SHARDING_STRATEGIES[name]
-    near = difflib.get_close_matches(name, SHARDING_STRATEGIES, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, (*SHARDING_STRATEGIES, AUTO), n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigurationError(
         f"sharding_strategy={sharding_strategy!r} is not known; expected one of "
-        f"{', '.join(SHARDING_STRATEGIES)}{hint}"
+        f"{', '.join((*SHARDING_STRATEGIES, AUTO))}{hint}"
     )
 
 
@@ -219,6 +219,36 @@ def choose_sharding(
         )
     changes["split_replicas"] = optimizer_shard == "world"
     return replace(sharding, **changes, offload_params=offload_params)
+
+
+AUTO = "auto"
+"""Sharding strategy of a run that chooses one of the others by its plan when it is set up."""
+
+PREFERENCE = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
+"""Order of preference where nothing is known of the hardware: the least memory first."""
+
+
+def candidates(**options: Any) -> dict[str, ShardingStrategy]:
+    """The sharding strategies that go with other options, in the order of ``PREFERENCE``.
+
+    Args:
+        options: Of :func:`choose_sharding`.
+
+    Raises:
+        ConfigurationError: No strategy goes with them.
+    """
+    found: dict[str, ShardingStrategy] = {}
+    refusals: list[ConfigurationError] = []
+    for name in PREFERENCE:
+        try:
+            found[name] = choose_sharding(name, **options)
+        except ConfigurationError as error:
+            refusals.append(error)
+    if not found:
+        raise ConfigurationError(
+            f"sharding_strategy='auto': no strategy goes with the other options: {refusals[0]}"
+        ) from refusals[0]
+    return found
 
 
 def _resharding(

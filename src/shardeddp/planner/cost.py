@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardeddp.plan.hardware import Cluster
 from shardeddp.planner.collectives import Collective
-from shardeddp.planner.hardware import Cluster
 from shardeddp.planner.trace import Work
 
 BACKWARD_ATTENTION = 2.5
@@ -38,15 +38,19 @@ class Constants:
     kernel_us: float = 3.0
     """Time that each kernel takes on the device whatever its size."""
     launch_us: float = 20.0
-    """Host time of each kernel."""
-    link: float = 0.75
+    """Host time of each kernel of a forward."""
+    launch_backward: float = 2.0
+    """Host time of a backward's kernels per that of its forward's, which are fewer."""
+    link: float = 0.76
     """Share of the node's link that collectives reach."""
     network: float = 0.75
     """The same for the network between nodes."""
-    network_gbits: float = 200.0
-    """Of a GPU, where nobody says."""
+    network_unstated: float = 0.75
+    """Share of the reference machine's network that there is where nobody says."""
     latency_us: float = 30.0
-    """Of a collective, per doubling of its ranks."""
+    """Of a collective, whatever its ranks."""
+    hop_us: float = 7.0
+    """Of each step from one rank of a ring to the next."""
     interference: float = 0.2
     """Slowdown of computing by the communication that it hides."""
     optimizer: float = 1.5
@@ -62,31 +66,34 @@ class Constants:
 # `benchmarks/plan_accuracy.py --calibrate` on 221 published runs of MPT, Llama and GPT under FSDP1,
 # FSDP2, YaFSDP and Megatron-DeepSpeed on 1 to 128 A100 and H100; without what is theirs alone.
 FITTED = Constants(
-    matmul=0.970,
-    matmul_traffic=1.61,
+    matmul=0.982,
+    matmul_traffic=1.74,
     attention=0.269,
-    moved=0.705,
-    moved_backward=1.77,
-    root_moved=0.915,
-    recompute=0.801,
-    kernel_us=2.95,
-    launch_us=24.3,
-    link=0.564,
-    network=0.699,
-    latency_us=26.7,
-    interference=0.311,
-    optimizer=1.32,
-    micro_batch_ms=11.4,
-    step_ms=2.13,
+    moved=0.674,
+    moved_backward=1.67,
+    root_moved=0.923,
+    recompute=0.805,
+    kernel_us=4.29,
+    launch_us=24.6,
+    launch_backward=1.73,
+    link=0.727,
+    network=0.707,
+    network_unstated=0.591,
+    latency_us=25.4,
+    hop_us=6.55,
+    interference=0.371,
+    optimizer=1.23,
+    micro_batch_ms=12.6,
+    step_ms=2.05,
     rates={
         "A100-40": 1.08,
-        "A100-80": 1.12,
-        "H100-80": 1.01,
-        "H100-96-500W": 0.812,
+        "A100-80": 1.13,
+        "H100-80": 1.02,
+        "H100-96-500W": 0.798,
         "attention A100-40": 1.16,
         "attention A100-80": 1.16,
-        "attention H100-80": 0.650,
-        "attention H100-96-500W": 0.870,
+        "attention H100-80": 0.653,
+        "attention H100-96-500W": 0.859,
     },
 )
 
@@ -122,6 +129,8 @@ class Setting:
     """That a rank's optimizer step reads and writes."""
     host_gbs: float | None = None
     """Rate of an optimizer step on the host; None: it steps on the device."""
+    overlaps: bool = True
+    """Whether reductions run beside the backward; False: after it."""
 
 
 def time_of_work(
@@ -157,14 +166,20 @@ def time_of_work(
     again_launch = own_launch * sum(setting.recomputes) / 3
     forward_launch = own_launch + other_launch
     ahead, back, redone = sum(forward), sum(backward), sum(again)
-    hosts = {"forward": forward_launch, "backward": 2 * forward_launch + again_launch}
+    hosts = {
+        "forward": forward_launch,
+        "backward": c.launch_backward * forward_launch + again_launch,
+    }
     work = {"forward": ahead, "backward": back + redone}
-    waits = {key: _soft_max(work[key], hosts[key], 8) - work[key] for key in work}
+    waits = {key: _soft_max(work[key], hosts[key], 16) - work[key] for key in work}
     times = {"forward": [0.0, 0.0], "backward": [0.0, 0.0], "step": [0.0, 0.0]}
     for it in collectives:
         seconds = time_collective(it, cluster, c)
         times[it.phase][it.kind != "all_gather"] += seconds * it.times
     gathers = reductions = 0.0
+    if not setting.overlaps:
+        reductions = times["backward"][1] + times["step"][1]
+        times["backward"][1] = times["step"][1] = 0.0
     # What happens once per step hides with the rest: gathers in the first forward, reductions in
     # the last backward.
     for phase, once in (
@@ -211,16 +226,21 @@ def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
     """Seconds of one collective as a ring does it.
 
     Rings of the ranks of a node share its network: between nodes a ring has all of it, and groups
-    across replicas, of which a node has several, a part.
+    across replicas, of which a node has several, a part. A gather passes every rank in turn; an
+    all-reduce does so inside a node, and goes up and down a tree of nodes.
     """
     passes = 2 if it.kind == "all_reduce" else 1
     nodes = min(it.ranks, math.ceil(it.ranks * it.stride / cluster.ranks_per_node))
     rate = cluster.gpu.link_gbs * c.link
     if nodes > 1:
-        own = (cluster.network_gbits or c.network_gbits) / 8 * c.network
+        stated = cluster.network_gbits or cluster.gpu.network_gbits * c.network_unstated
+        own = stated / 8 * c.network
         inside = max(1, cluster.ranks_per_node // it.stride)
         rate = min(rate, own * inside)
-    latency = c.latency_us * 1e-6 * math.log2(it.ranks)
+    hops = it.ranks - 1
+    if it.kind == "all_reduce" and nodes > 1:
+        hops = math.ceil(it.ranks / nodes) - 1 + math.ceil(math.log2(nodes))
+    latency = (c.latency_us + c.hop_us * hops) * 1e-6
     return passes * (it.nbytes * (it.ranks - 1) / it.ranks / (rate * 1e9) + latency)
 
 

@@ -12,7 +12,14 @@ from torch import nn
 
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.memory import GroupCost, MemoryPlan, backward_moments, plan_memory
+from shardeddp.plan.hardware import GIB, Cluster
+from shardeddp.plan.memory import (
+    GroupCost,
+    MemoryPlan,
+    backward_moments,
+    plan_memory,
+    waiting_gradients,
+)
 from shardeddp.plan.sharding_strategy import (
     SHARDING_STRATEGIES,
     Reshard,
@@ -21,7 +28,6 @@ from shardeddp.plan.sharding_strategy import (
 )
 from shardeddp.planner.collectives import Collective, collectives_of_step
 from shardeddp.planner.cost import FITTED, Setting, Step, time_of_work
-from shardeddp.planner.hardware import GIB, Cluster
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
 
@@ -42,6 +48,9 @@ RECOMPUTES = {
     "selective": (0.0, 0.0, 1.0),
     "full": (1.0, 1.0, 1.0),
 }
+
+
+OFFLOADS = ("none", "optimizer", "params")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +219,17 @@ class Planner:
             offloads: ``none``, ``optimizer`` or ``params``.
             micro_batches: Samples of a rank's forward.
         """
+        for option, values, known in (
+            ("recomputes", recomputes, tuple(RECOMPUTES)),
+            ("offloads", offloads, OFFLOADS),
+        ):
+            for value in set(values) - set(known):
+                raise ConfigurationError(
+                    f"{option}: {value!r} is not known; expected some of {', '.join(known)}"
+                )
+        for size in micro_batches:
+            if size < 1:
+                raise ConfigurationError(f"micro_batches: {size} is no number of samples")
         found: list[Planned] = []
         for precision in precisions:
             for strategy, size in _shard_sizes(strategies, cluster):
@@ -289,7 +309,7 @@ class Planner:
                         work,
                         recompute,
                         resting[offload, count > 1],
-                        at_loss(units, sharding),
+                        at_loss(units, sharding, accumulates=count > 1),
                         moments[count > 1],
                     )
                     yield _timed(
@@ -343,14 +363,17 @@ def _timed(
     )
 
 
-def at_loss(units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy) -> int:
-    """Bytes of unsharded parameters between forward and backward."""
+def at_loss(
+    units: Sequence[Sequence[GroupCost]], sharding: ShardingStrategy, *, accumulates: bool
+) -> int:
+    """Bytes of unsharded parameters, and of gradients that wait, between forward and backward."""
     full = [sum(group.full_nbytes for group in unit) for unit in units]
-    return {
+    unsharded = {
         Reshard.NEVER: 0,
         Reshard.AFTER_BACKWARD: sum(full),
         Reshard.AFTER_FORWARD: sum(full[:1]) + sum(full[1:][-1:]),
     }[sharding.reshard]
+    return unsharded + waiting_gradients(units, sharding, accumulates=accumulates)
 
 
 def memory_of(

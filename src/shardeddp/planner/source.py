@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,21 +46,27 @@ def of_transformers_config(path: Path, length: int) -> Source:
 
 
 def of_module(
-    path: str, arguments: Mapping[str, Any], inputs: Sequence[str], length: int
+    named: str | type[nn.Module],
+    arguments: Mapping[str, Any],
+    inputs: Sequence[str],
+    length: int,
+    make_batch: Callable[[int], Any] | None = None,
 ) -> Source:
     """A LightningModule, unmodified; its ``training_step`` is what is planned.
 
     Args:
-        path: Import path of the class (``package.module.Class``), or a YAML file of LightningCLI
+        named: The class, its import path (``package.module.Class``), or a YAML file of LightningCLI
             whose ``model`` has ``class_path`` and ``init_args``.
         arguments: Of the constructor; they go before those of the file.
         inputs: Of a batch, as ``int64:B,S``; several are a tuple. Nothing: the module's
             ``example_input_array``.
         length: What ``S`` stands for.
+        make_batch: Makes a batch of so many samples; before ``inputs``.
 
     Raises:
         ConfigurationError: There is no such class, or it cannot be built without data.
     """
+    path = named if isinstance(named, str) else ""
     if path.endswith((".yaml", ".yml")):
         document: Any = yaml.safe_load(Path(path).read_text())
         entry: Any = document.get("model") if isinstance(document, dict) else None
@@ -68,17 +76,20 @@ def of_module(
             )
         model = cast("dict[str, Any]", entry)
         path, arguments = model["class_path"], {**(model.get("init_args") or {}), **arguments}
-    kind = imported(path.replace(":", "."))
+    kind = imported(path.replace(":", ".")) if path else named
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigurationError(
-            f"{path!r}: expected the import path of a LightningModule (package.module.Class), found "
-            f"{'nothing' if kind is None else repr(kind)}. Is its folder on PYTHONPATH?"
+            f"{path or named!r}: expected a LightningModule, or its class or the import path of "
+            f"that (package.module.Class), found {'nothing' if kind is None else repr(kind)}. Is "
+            f"its folder on PYTHONPATH?"
         )
     found = kind
 
     def build() -> nn.Module:
         try:
-            return found(**arguments)
+            return configured(found(**arguments))
+        except ConfigurationError:
+            raise
         except Exception as error:
             raise ConfigurationError(
                 f"{found.__name__} cannot be built on the meta device with the arguments "
@@ -87,14 +98,80 @@ def of_module(
                 f"'{{\"name\": value}}'"
             ) from error
 
+    return Source(name=found.__name__, build=build, step=_training_step(inputs, length, make_batch))
+
+
+def of_instance(
+    module: nn.Module,
+    inputs: Sequence[str],
+    length: int,
+    make_batch: Callable[[int], Any] | None = None,
+) -> Source:
+    """A LightningModule that is there; copies without its weights are planned.
+
+    Args:
+        module: Stays as it is.
+        inputs: As for :func:`of_module`.
+        length: What ``S`` stands for.
+        make_batch: As for :func:`of_module`.
+    """
+    return Source(
+        name=type(module).__name__,
+        build=lambda: configured(without_weights(module)),
+        step=_training_step(inputs, length, make_batch),
+    )
+
+
+def without_weights(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers are on the meta device.
+
+    Raises:
+        ConfigurationError: Something that it holds cannot be copied.
+    """
+    known: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
+        known[id(tensor)] = bare
+    try:
+        return copy.deepcopy(module, known)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(module).__name__} cannot be copied, so it cannot be planned as it is "
+            f"({type(error).__name__}: {error}). Give its class and `arguments`, or take what "
+            f"cannot be copied out of the module"
+        ) from error
+
+
+def configured(module: nn.Module) -> nn.Module:
+    """A module on the meta device whose ``configure_model``, if it has one, has built the rest."""
+    build: Callable[[], None] | None = getattr(module, "configure_model", None)
+    if build is not None:
+        try:
+            build()
+        except Exception as error:
+            raise ConfigurationError(
+                f"configure_model() of {type(module).__name__} does not run without a Trainer, its "
+                f"data and its ranks ({type(error).__name__}: {error}), and the planner builds "
+                f"models without them. Build the layers from the constructor's arguments alone"
+            ) from error
+    return module
+
+
+def _training_step(
+    inputs: Sequence[str], length: int, make_batch: Callable[[int], Any] | None
+) -> Callable[[nn.Module, int], Any]:
     def step(module: nn.Module, samples: int) -> Any:
-        batch = _batch(module, inputs, samples, length)
+        batch = make_batch(samples) if make_batch else _batch(module, inputs, samples, length)
         train = vars(type(module)).get("training_step") or getattr(module, "training_step", None)
         if train is None:
             return module(*batch) if isinstance(batch, tuple) else module(batch)
-        return cast(Any, module).training_step(batch, 0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r".*self\.log\(\)")  # to no Trainer
+            return cast(Any, module).training_step(batch, 0)
 
-    return Source(name=found.__name__, build=build, step=step)
+    return step
 
 
 def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) -> Any:
@@ -107,7 +184,7 @@ def _batch(module: nn.Module, inputs: Sequence[str], samples: int, length: int) 
     raise ConfigurationError(
         f"{type(module).__name__} has no example_input_array, so what a batch looks like has to be "
         f"said: --input int64:B,S for tokens, --input float32:B,3,224,224 --input int64:B for images "
-        f"with labels"
+        f"with labels (from Python: inputs=['int64:B,S'])"
     )
 
 

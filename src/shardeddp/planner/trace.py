@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from shardeddp.engine.autocast_copies import is_cast_by_autocast
 from shardeddp.errors import ConfigurationError
+from shardeddp.report import human_bytes
 from shardeddp.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 from shardeddp.wrap import Policy, build_units
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec
@@ -174,6 +175,8 @@ class _Recording(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            return 1.0  # a number for a log; those of other dtypes decide on shapes
         out = func(*args, **(kwargs or {}))
         self._recorder.operation(func, args, kwargs or {}, out)
         return out
@@ -331,16 +334,27 @@ def profile(
         except ConfigurationError:
             raise
         except Exception as error:
+            said = str(error).splitlines()[0] if str(error) else ""
             raise ConfigurationError(
                 f"{type(module).__name__} does not run without values ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}). The planner runs one "
-                f"training step on tensors that have shapes and no values: a step that reads values "
-                f"(item(), shapes that depend on data, attributes that setup() or a Trainer sets) "
-                f"cannot be planned so. `shardeddp plan --dims` plans a transformer of the same "
-                f"dimensions"
+                f"{said}). The planner runs one training step on tensors that have shapes and no "
+                f"values: a step that reads values (item() of whole numbers, shapes that depend on "
+                f"data, attributes that setup() or a Trainer sets) cannot be planned so. `shardeddp "
+                f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
             ) from error
     return ModelProfile(
         units=units, work=recorder.work, head=recorder.head, micro_batch=micro_batch, tokens=tokens
+    )
+
+
+def _of_states(units: Sequence[UnitSpec]) -> str:
+    """What can be said of a module that does not run."""
+    specs = [it for unit in units for it in unit.parameters]
+    numel = sum(it.parameter.numel() for it in specs)
+    nbytes = sum(it.parameter.nbytes * (4 if it.parameter.requires_grad else 1) for it in specs)
+    return (
+        f"Without a step it can be said that {numel:,} parameters, their gradients and AdamW's states "
+        f"take {human_bytes(nbytes)} over the ranks that share them, besides activations"
     )
 
 

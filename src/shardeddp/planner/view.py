@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from shardeddp.planner.hardware import GIB, Cluster
+from shardeddp.plan.hardware import GIB, Cluster
+from shardeddp.planner.cost import FITTED
 from shardeddp.planner.search import MEMORY_INTERVAL, TIME_INTERVAL, Planned
 from shardeddp.report import Column, text_table
 
@@ -59,7 +60,10 @@ def plan_lines(
         f"{100 * MEMORY_INTERVAL:.0f} %. Time: within {100 * TIME_INTERVAL:.0f} %.",
     ]
     if cluster.num_nodes > 1 and cluster.network_gbits is None:
-        lines.append("The network is not known: 200 Gbit/s for each GPU is taken (--network).")
+        taken = gpu.network_gbits * FITTED.network_unstated
+        lines.append(
+            f"The network is not known: {taken:.0f} Gbit/s for each GPU is taken (--network)."
+        )
     if not fitting:
         lines.append("Nothing fits; this comes nearest. More GPUs, a shorter --length, --offload")
         lines.append("params or a smaller --micro-batch may.")

@@ -1,5 +1,6 @@
 """Hardware: dense peaks, memory and links of GPUs, and the machines that a plan is for."""
 
+import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -24,35 +25,38 @@ class GPU:
     """GB/s to the other GPUs of its node, in one direction."""
     best: float
     """Share of the dense peak that the best matmul of any shape reaches."""
+    network_gbits: float = 200.0
+    """Gbit/s of a GPU's share of the network that its vendor's reference machine has."""
 
 
 # Peaks, memory, links: the vendors' data sheets (A100 2021, H100 2023, H200 2024, Blackwell 2024,
 # MI300X 2023), where figures "with sparsity" are halved and NVLink's are halved to one direction.
 # H100 NVL is 835 dense (1,671 with sparsity). `best`: maximum achievable matmul FLOPS of
 # stas00/ml-engineering (compute/accelerator), which measured shapes of all sizes; without a
-# measurement the figure of the nearest relative.
+# measurement the figure of the nearest relative. Network: DGX-1 to DGX B300 and their PCIe relatives,
+# OAM platforms of AMD.
 _TABLE = (
-    # name, bf16, fp32, GB, TB/s, GB/s, best
-    ("V100", 125, 15.7, 32, 0.9, 150, 0.80),
-    ("A100-40", 312, 19.5, 40, 1.555, 300, 0.87),
-    ("A100-80", 312, 19.5, 80, 2.039, 300, 0.87),
-    ("A100-PCIE", 312, 19.5, 80, 1.935, 32, 0.81),
-    ("H100-80", 989, 67, 80, 3.35, 450, 0.80),
-    ("H100-PCIE", 756, 51, 80, 2.0, 64, 0.80),
-    ("H100-NVL", 835, 60, 94, 3.9, 300, 0.80),
-    ("H100-96-500W", 989, 67, 96, 2.4, 450, 0.70),
-    ("H200", 989, 67, 141, 4.8, 450, 0.80),
-    ("GH200", 989, 67, 96, 4.0, 450, 0.84),
-    ("H20", 148, 44, 96, 4.0, 450, 0.90),
-    ("B200", 2250, 80, 180, 7.7, 900, 0.776),
-    ("GB200", 2500, 80, 186, 8.0, 900, 0.73),
-    ("B300", 2250, 77, 270, 8.0, 900, 0.786),
-    ("GB300", 2500, 80, 279, 8.0, 900, 0.73),
-    ("L40S", 362, 91.6, 48, 0.864, 32, 0.75),
-    ("MI250X", 383, 47.9, 128, 3.2, 150, 0.60),
-    ("MI300X", 1307, 163.4, 192, 5.3, 448, 0.51),
-    ("MI325X", 1307, 163.4, 256, 6.0, 448, 0.60),
-    ("MI355X", 2300, 157.3, 288, 8.0, 538, 0.68),
+    # name, bf16, fp32, GB, TB/s, GB/s, best, Gbit/s
+    ("V100", 125, 15.7, 32, 0.9, 150, 0.80, 100),
+    ("A100-40", 312, 19.5, 40, 1.555, 300, 0.87, 200),
+    ("A100-80", 312, 19.5, 80, 2.039, 300, 0.87, 200),
+    ("A100-PCIE", 312, 19.5, 80, 1.935, 32, 0.81, 100),
+    ("H100-80", 989, 67, 80, 3.35, 450, 0.80, 400),
+    ("H100-PCIE", 756, 51, 80, 2.0, 64, 0.80, 200),
+    ("H100-NVL", 835, 60, 94, 3.9, 300, 0.80, 200),
+    ("H100-96-500W", 989, 67, 96, 2.4, 450, 0.70, 400),
+    ("H200", 989, 67, 141, 4.8, 450, 0.80, 400),
+    ("GH200", 989, 67, 96, 4.0, 450, 0.84, 400),
+    ("H20", 148, 44, 96, 4.0, 450, 0.90, 400),
+    ("B200", 2250, 80, 180, 7.7, 900, 0.776, 400),
+    ("GB200", 2500, 80, 186, 8.0, 900, 0.73, 400),
+    ("B300", 2250, 77, 270, 8.0, 900, 0.786, 800),
+    ("GB300", 2500, 80, 279, 8.0, 900, 0.73, 800),
+    ("L40S", 362, 91.6, 48, 0.864, 32, 0.75, 100),
+    ("MI250X", 383, 47.9, 128, 3.2, 150, 0.60, 200),
+    ("MI300X", 1307, 163.4, 192, 5.3, 448, 0.51, 400),
+    ("MI325X", 1307, 163.4, 256, 6.0, 448, 0.60, 400),
+    ("MI355X", 2300, 157.3, 288, 8.0, 538, 0.68, 400),
 )
 GPUS = {
     name: GPU(
@@ -63,8 +67,9 @@ GPUS = {
         memory_tbs=bandwidth,
         link_gbs=link,
         best=best,
+        network_gbits=network,
     )
-    for name, bf16, fp32, memory, bandwidth, link, best in _TABLE
+    for name, bf16, fp32, memory, bandwidth, link, best, network in _TABLE
 }
 _ALIASES = {"A100": "A100-80", "H100": "H100-80", "A100-SXM": "A100-80", "H100-SXM": "H100-80"}
 
@@ -80,7 +85,7 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
         ConfigurationError: The table does not have it, and figures are missing.
     """
     given = {key: value for key, value in figures.items() if value is not None}
-    key = name.upper().replace(" ", "-").removeprefix("NVIDIA-").removesuffix("GB")
+    key = str(name).upper().replace(" ", "-").removeprefix("NVIDIA-").removesuffix("GB")
     found = GPUS.get(_ALIASES.get(key, key))
     if found is not None:
         return replace(found, **given)
@@ -90,11 +95,29 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
         near = get_close_matches(key, (*GPUS, *_ALIASES), n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigurationError(
-            f"GPU {name!r} is not in the table ({', '.join(GPUS)}){hint} Of another one say "
-            f"{', '.join('--' + need.replace('_', '-') for need in missing)} as well"
+            f"GPU {name!r} is not in the table ({', '.join(GPUS)}){hint or '.'} Of another one say "
+            f"{', '.join('--' + need.replace('_', '-') for need in missing)} as well (from Python: "
+            f"gpu_figures={{{missing[0]!r}: ...}})"
         )
     defaults = {"best": 0.75, "fp32_tflops": given["bf16_tflops"] / 16}
     return GPU(name=name, **{**defaults, **given})
+
+
+def gpu_of_device(name: str, memory_nbytes: int) -> str | None:
+    """The name in ``GPUS`` of a device as its driver names it, such as ``NVIDIA H100 80GB HBM3``.
+
+    None: the table does not have it.
+    """
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    pcie = {"PCIE", "NVL"} & set(words)
+    for word in words:
+        family = [key for key in GPUS if key == word or key.startswith(f"{word}-")]
+        if word and pcie and f"{word}-{min(pcie)}" in GPUS:
+            return f"{word}-{min(pcie)}"
+        if family:
+            # Of variants, the one whose memory is nearest.
+            return min(family, key=lambda it: abs(GPUS[it].memory_gb * 1e9 - memory_nbytes))
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +128,7 @@ class Cluster:
     count: int
     per_node: int = 8
     network_gbits: float | None = None
-    """Gbit/s of a GPU's share of its node's network; None: unknown, a usual one is taken."""
+    """Gbit/s of a GPU's share of its node's network; None: unknown, a share of the reference's."""
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.per_node < 1:

@@ -1,0 +1,454 @@
+"""Planning of a Trainer's run: a dry run instead of training, and the choice of a sharding strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import nn
+
+from shardeddp.config import MixedPrecision, Options
+from shardeddp.engine.unit import costs_of
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning import private
+from shardeddp.lightning.api import (
+    CombinedLoader,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
+    is_overridden,
+    rank_zero_only,
+)
+from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
+from shardeddp.plan.memory import plan_memory
+from shardeddp.plan.sharding_strategy import ShardingStrategy
+from shardeddp.planner.plan import Plan, make_plan
+from shardeddp.planner.search import Choice
+from shardeddp.planner.source import configured, without_weights
+from shardeddp.wrap import Policy, build_units
+
+ASSUMED_GPU = "H100-80"
+"""GPU of a dry run on a machine without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a strategy and its Trainer have set, as far as plans depend on it."""
+
+    policy: Policy
+    precision: str
+    """Name in ``shardeddp.planner.trace.PRECISIONS``."""
+    recompute: str
+    offload: str
+    prefetch: int
+    device: torch.device
+    num_nodes: int
+    ranks_per_node: int
+    accumulates: int
+    """Micro-batches of an optimizer step."""
+
+
+def planned_precision(precision: object, mixed_precision: MixedPrecision | None) -> str:
+    """The planner's name of a precision; half precision counts as bfloat16, double as single.
+
+    Args:
+        precision: Of the Trainer.
+        mixed_precision: Of the strategy.
+    """
+    if mixed_precision is not None and mixed_precision.param_dtype is not None:
+        return "bf16"
+    return {"16-true": "bf16-true", "16-mixed": "bf16-mixed"}.get(
+        str(precision).removeprefix("bf"), "32-true"
+    )
+
+
+def setting_of(
+    options: Options,
+    precision: object,
+    *,
+    device: torch.device,
+    num_nodes: int,
+    ranks_per_node: int,
+    accumulates: int,
+) -> Setting:
+    """What a run has set, as far as plans depend on it.
+
+    Args:
+        options: Of the strategy.
+        precision: Of the Trainer.
+        device: Of this rank.
+        num_nodes: Number of machines.
+        ranks_per_node: Number of ranks on each.
+        accumulates: Micro-batches of an optimizer step.
+    """
+    recomputes, offload = options.activation_checkpointing, options.offload
+    return Setting(
+        policy=options.policy,
+        precision=planned_precision(precision, options.mixed_precision),
+        recompute="none" if recomputes is None else "selective" if recomputes.save_ops else "full",
+        offload="params" if offload.params else "optimizer" if offload.optimizer else "none",
+        prefetch=options.prefetch.backward,
+        device=device,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        accumulates=accumulates,
+    )
+
+
+@contextmanager
+def detached(module: LightningModule) -> Generator[None]:
+    """Surround copies of a module, which are to have no Trainer."""
+    parts = [it for it in module.modules() if isinstance(it, LightningModule)]
+    trainers = [private.trainer_of(it) for it in parts]
+    for part in parts:
+        part.trainer = None
+    try:
+        yield
+    finally:
+        for part, trainer in zip(parts, trainers, strict=True):
+            part.trainer = trainer
+
+
+# -- a batch of another size
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """A batch of as many samples, without values; tensors of another first size are kept."""
+    size = samples_of(batch)
+
+    def fitted(tensor: torch.Tensor) -> torch.Tensor:
+        scales = tensor.ndim and tensor.shape[0] == size
+        return torch.empty(
+            (samples, *tensor.shape[1:]) if scales else tensor.shape, dtype=tensor.dtype
+        )
+
+    return apply_to_collection(batch, torch.Tensor, fitted)
+
+
+def samples_of(batch: Any) -> int:
+    """Samples of a batch: the first size of its first tensor."""
+    found: list[int] = []
+
+    def look(tensor: torch.Tensor) -> None:
+        if tensor.ndim and tensor.shape[0]:
+            found.append(tensor.shape[0])
+
+    apply_to_collection(batch, torch.Tensor, look)
+    return found[0] if found else 1
+
+
+def _tokens_of(batch: Any) -> int:
+    """Tokens of a sample: the second size of the first tensor of whole numbers; 1 without any."""
+    found: list[int] = []
+
+    def look(tensor: torch.Tensor) -> None:
+        if tensor.ndim > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
+            found.append(tensor.shape[1])
+
+    apply_to_collection(batch, torch.Tensor, look)
+    return found[0] if found else 1
+
+
+# -- dry run
+
+
+class PlanLauncher:
+    """Launcher that starts no ranks and runs no training: it plans the run and shows the plan.
+
+    Args:
+        strategy: Whose run; its ``planned`` becomes the plan.
+        options: What is set, and the GPU to plan for; where none is named, that of this machine.
+        setting: The rest of it, once the Trainer has said it.
+    """
+
+    def __init__(
+        self, strategy: Any, options: Options, setting: Callable[[Trainer], Setting]
+    ) -> None:
+        self._strategy, self._options, self._setting = strategy, options, setting
+
+    is_interactive_compatible = True
+    """Works in a notebook: it starts nothing."""
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Plan the run that a Trainer was about to launch, and leave the Trainer finished."""
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            raise ConfigurationError(
+                "plan_only=True plans a training: call trainer.fit(...), or leave it out for "
+                "validate, test and predict"
+            )
+        given = signature(function).bind(*args, **kwargs).arguments
+        module: LightningModule = given["model"] or self._strategy.lightning_module
+        batch = _first_batch(module, given.get("train_dataloaders"), given.get("datamodule"))
+        setting = self._setting(trainer)
+        asked = self._options.plan_only
+        gpu = asked if isinstance(asked, str) else None
+        plan, note = plan_of_run(module, batch, setting, gpu)
+        self._strategy.planned = plan
+        rank_zero_only(print)("\n".join([*self._lines(plan, setting, batch), *note]))
+        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+
+    def _lines(self, plan: Plan, setting: Setting, batch: Any) -> list[str]:
+        lines = [str(plan), ""]
+        name, sharding = self._options.sharding_strategy, self._options.sharding
+        size = sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
+        mine = {
+            "strategy": name,
+            "shard_size": size,
+            "recompute": setting.recompute,
+            "offload": setting.offload,
+            "micro_batch": samples_of(batch),
+            "micro_batches": setting.accumulates,
+        }
+        for it in plan.plans:  # none of which is ``auto``
+            choice: Choice = it.choice
+            if all(getattr(choice, key) == value for key, value in mine.items()):
+                fits = "fits" if it.fits else "may not fit"
+                lines.append(
+                    f"As configured ({choice.strategy} over {choice.shard_size}, micro-batch "
+                    f"{choice.micro_batch} x {choice.micro_batches}): "
+                    f"{it.memory.peak / GIB:.1f} GiB, {it.step.total:.3g} s, {fits}."
+                )
+        return lines
+
+
+def plan_of_run(
+    module: LightningModule, batch: Any, setting: Setting, gpu: str | None
+) -> tuple[Plan, list[str]]:
+    """The plan of a run, and lines on what was assumed.
+
+    Args:
+        module: Stays as it is.
+        batch: One of a rank's micro-batches.
+        setting: What the run has set.
+        gpu: Name; None: that of this machine.
+    """
+    lines = ["plan_only: nothing was trained and no rank was started; leave it out to train."]
+    figures: dict[str, float | None] = {}
+    if gpu is None and setting.device.type == "cuda":
+        found = torch.cuda.get_device_properties(setting.device)
+        gpu = gpu_of_device(found.name, found.total_memory)
+        if gpu is None:
+            raise ConfigurationError(
+                f"plan_only=True: the planner has no figures of the GPU {found.name!r}. Say a similar "
+                f"one: plan_only='A100-80', of {', '.join(GPUS)}"
+            )
+        figures["memory_gb"] = found.total_memory / 1e9
+    elif gpu is None:
+        gpu = ASSUMED_GPU
+        lines.insert(
+            0,
+            f"This machine has no GPU, so {gpu} is planned for; say another one: plan_only='A100-80'.",
+        )
+    samples = samples_of(batch)
+    sizes = {samples // part for part in (1, 2, 4, 8, 16) if samples % part == 0}
+    count = setting.num_nodes * setting.ranks_per_node
+    with detached(module):
+        plan = make_plan(
+            module,
+            gpu=gpu,
+            gpus=count,
+            per_node=setting.ranks_per_node,
+            gpu_figures=figures,
+            batch=lambda size: resized(batch, size),
+            length=_tokens_of(batch),
+            global_batch=samples * setting.accumulates * count,
+            precisions=(setting.precision,),
+            offloads=tuple(dict.fromkeys(("none", setting.offload))),
+            micro_batches=sorted(sizes),
+            auto_wrap_policy=setting.policy,
+        )
+    return plan, ["", *lines]
+
+
+def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
+    """The first training batch of a run; the module's example where there are no loaders."""
+    if isinstance(loaders, LightningDataModule):
+        loaders, datamodule = None, loaders
+    try:
+        if loaders is None and datamodule is not None:
+            datamodule.setup("fit")
+        source = datamodule if datamodule is not None else module
+        if loaders is None and is_overridden("train_dataloader", source):
+            loaders = source.train_dataloader()
+        if loaders is not None:
+            batch, _, _ = next(iter(CombinedLoader(loaders, "max_size_cycle")))
+            return batch
+    except Exception as error:
+        raise ConfigurationError(
+            f"plan_only: the shapes of a batch come from the first one of the training data, and "
+            f"making it failed ({type(error).__name__}: {error}). Pass a loader to fit(), or set "
+            f"example_input_array and pass none"
+        ) from error
+    example = module.example_input_array
+    if example is None:
+        raise ConfigurationError(
+            f"plan_only: what a batch looks like is not known: pass training data to fit(), or set "
+            f"{type(module).__name__}.example_input_array"
+        )
+    return example
+
+
+# -- choice of a sharding strategy
+
+HALF = 0.5
+"""Share of a device's memory for parameters, gradients and optimizer states, where activations are
+not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A sharding strategy that was chosen, and why."""
+
+    sharding_strategy: str
+    reason: str
+
+
+def choose(
+    module: LightningModule | None, candidates: Mapping[str, ShardingStrategy], setting: Setting
+) -> Chosen:
+    """Choose a sharding strategy for a run by its plan.
+
+    By predicted time among those that fit, where the GPU and, from ``example_input_array``, the
+    activations are known; by the memory of parameters, gradients and optimizer states where only
+    the device's memory is; else the first candidate.
+
+    Args:
+        module: What will be trained.
+        candidates: Strategies that the other options allow, in the order of preference of hardware
+            that is not known: by memory, the least first.
+        setting: What is set.
+    """
+    possible: dict[str, ShardingStrategy] = {}
+    for name, sharding in candidates.items():
+        with suppress(ConfigurationError):  # a size that does not divide the ranks
+            sharding.topology(setting.num_nodes, setting.ranks_per_node)
+            possible[name] = sharding
+    candidates = possible or candidates
+    names = ", ".join(candidates)
+    first = Chosen(
+        sharding_strategy=next(iter(candidates)),
+        reason=f"first of {names}, as the memory of {setting.device.type} is not known",
+    )
+    if setting.device.type != "cuda" or module is None:
+        return first
+    found = torch.cuda.get_device_properties(setting.device)
+    gpu = gpu_of_device(found.name, found.total_memory)
+    if gpu is not None and module.example_input_array is not None:
+        try:
+            return _fastest(module, candidates, setting, gpu)
+        except ConfigurationError as error:
+            note = f"; its step could not be planned: {str(error)[:80]}"
+    else:
+        note = f"; {'no example_input_array' if gpu else f'{found.name} is not in the table'}"
+    try:
+        with torch.device("meta"), detached(module):
+            bare = configured(without_weights(module))
+        return by_states(bare, candidates, setting, found.total_memory, note)
+    except ConfigurationError as error:
+        return Chosen(
+            sharding_strategy=first.sharding_strategy,
+            reason=f"first of {names}, as the model cannot be planned: {str(error)[:80]}",
+        )
+
+
+def _fastest(
+    module: LightningModule, candidates: Mapping[str, ShardingStrategy], setting: Setting, gpu: str
+) -> Chosen:
+    count = setting.num_nodes * setting.ranks_per_node
+    example = module.example_input_array
+    with detached(module):
+        plan = make_plan(
+            module,
+            gpu=gpu,
+            gpus=count,
+            per_node=setting.ranks_per_node,
+            batch=lambda size: resized(example, size),
+            length=_tokens_of(example),
+            global_batch=samples_of(example) * setting.accumulates * count,
+            strategies=tuple(candidates),
+            precisions=(setting.precision,),
+            recomputes=(setting.recompute,),
+            offloads=(setting.offload,),
+            micro_batches=(samples_of(example),),
+            auto_wrap_policy=setting.policy,
+        )
+    sizes = {
+        name: sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
+        for name, sharding in candidates.items()
+    }
+    own = [it for it in plan.plans if it.choice.shard_size == sizes[it.choice.strategy]]
+    best, room = own[0], plan.cluster.gpu.memory_gb * 1e9 / GIB
+    needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
+    return Chosen(
+        sharding_strategy=best.choice.strategy,
+        reason=f"the fastest that fits {count} x {gpu} by the plan ({needs}, {best.step.total:.3g} s)"
+        if best.fits
+        else f"the least memory of all, none of which fits {count} x {gpu} by the plan ({needs})",
+    )
+
+
+def by_states(
+    module: nn.Module,
+    candidates: Mapping[str, ShardingStrategy],
+    setting: Setting,
+    memory_nbytes: int,
+    note: str = "",
+) -> Chosen:
+    """Choose the strategy that communicates least among those whose states take half of the memory.
+
+    Args:
+        module: What will be trained.
+        candidates: As for :func:`choose`.
+        setting: What is set.
+        memory_nbytes: Of the device.
+        note: Why no more is known.
+
+    Raises:
+        ConfigurationError: The model has no units.
+    """
+    units = build_units(module, setting.policy)
+    peaks: dict[str, int] = {}
+    for name, sharding in candidates.items():
+        topology = sharding.topology(setting.num_nodes, setting.ranks_per_node)
+        peaks[name] = plan_memory(
+            [costs_of(unit, topology) for unit in units],
+            sharding,
+            prefetch=setting.prefetch,
+            staged=False,
+            accumulates=setting.accumulates > 1,
+            offload_optimizer=setting.offload == "optimizer",
+        ).peak_nbytes
+    fitting = [
+        name for name in _BY_COMMUNICATION if peaks.get(name, memory_nbytes) <= HALF * memory_nbytes
+    ]
+    name = fitting[0] if fitting else min(peaks, key=lambda it: peaks[it])
+    share = f"{peaks[name] / GIB:.2f} GiB of {memory_nbytes / GIB:.1f} GiB"
+    return Chosen(
+        sharding_strategy=name,
+        reason=f"the least communication of those whose states take at most half of the memory "
+        f"({share}{note})"
+        if fitting
+        else f"the least memory, as no states take at most half of it ({share}{note})",
+    )
+
+
+_BY_COMMUNICATION: Sequence[str] = (
+    "no_shard",
+    "shard_optimizer",
+    "shard_grad_op",
+    "hybrid_shard",
+    "full_shard",
+)

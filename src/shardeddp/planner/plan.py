@@ -1,0 +1,175 @@
+"""Plan of a model on some machines: from what users have to the settings that fit, and which is best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.hardware import Cluster, find_gpu
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.planner.search import RECOMPUTES, Planned, Planner, why
+from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
+from shardeddp.planner.transformer import Dimensions
+from shardeddp.planner.view import picture, plan_lines
+from shardeddp.wrap import PolicyLike, resolve_policy
+
+Model: TypeAlias = nn.Module | type[nn.Module] | str | Mapping[str, Any] | Dimensions | Source
+"""Everything that :func:`make_plan` understands as a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Settings of one model on some machines, with their memory and time; ``str()`` shows them."""
+
+    name: str
+    """Of the model."""
+    cluster: Cluster
+    plans: Sequence[Planned]
+    """Every combination, the best first."""
+
+    @property
+    def best(self) -> Planned:
+        """The fastest that fits; where nothing fits, the one that needs the least memory."""
+        return self.plans[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any combination fits."""
+        return self.best.fits
+
+    @property
+    def yaml(self) -> str:
+        """The Trainer's part of a configuration that runs as the best one."""
+        return self.best.choice.yaml(self.cluster)
+
+    def why(self) -> list[str]:
+        """Lines that say why the best one is it."""
+        return why(self.best, self.plans[1:], self.cluster)
+
+    def lines(self, top: int = 10, width: int = 100) -> list[str]:
+        """A table of the best.
+
+        Args:
+            top: Rows.
+            width: Columns of the terminal.
+        """
+        return plan_lines(self.plans, self.cluster, self.name, top, width)
+
+    def html(self) -> str:
+        """A page with one picture of the best one's memory and time."""
+        return picture(self.best, self.cluster, self.name, self.yaml)
+
+    def as_json(self) -> str:
+        """Every combination as JSON: bytes, seconds, and their intervals."""
+        return json.dumps([it.as_json() for it in self.plans], indent=2)
+
+    def __str__(self) -> str:
+        """Text of the table, the reasons, and the configuration to copy if something fits."""
+        lines = [*self.lines(), "", *self.why()]
+        return "\n".join([*lines, "", self.yaml] if self.fits else lines)
+
+
+def make_plan(
+    model: Model,
+    *,
+    gpu: str = "H100-80",
+    gpus: int = 8,
+    per_node: int = 8,
+    network_gbits: float | None = None,
+    gpu_figures: Mapping[str, float | None] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    inputs: Sequence[str] = (),
+    batch: Callable[[int], Any] | None = None,
+    length: int = 2048,
+    global_batch: int | None = None,
+    strategies: Sequence[str] = tuple(SHARDING_STRATEGIES),
+    precisions: Sequence[str] = ("bf16-mixed",),
+    recomputes: Sequence[str] = tuple(RECOMPUTES),
+    offloads: Sequence[str] = ("none",),
+    micro_batches: Sequence[int] = (1, 2, 4, 8, 16),
+    auto_wrap_policy: PolicyLike = "auto",
+) -> Plan:
+    """Plan an unmodified model: what fits on some machines, how fast it is and why.
+
+    No weights are loaded and nothing runs: one training step of one sample and one of two are
+    traced on tensors that have shapes and no values.
+
+    Args:
+        model: A LightningModule, which is copied without its weights and stays as it is; its class,
+            or the import path of that (or a YAML file of LightningCLI); the ``config`` of a
+            transformers model as a mapping (``config.to_dict()``), or dimensions.
+        gpu: Name of the GPU, as ``shardeddp.plan.hardware`` lists them.
+        gpus: All of them; one rank each.
+        per_node: GPUs of a node.
+        network_gbits: Of a GPU's share of its node's network; None: unknown, a usual one.
+        gpu_figures: For a GPU that is not listed: ``bf16_tflops``, ``memory_gb`` (10**9 bytes),
+            ``memory_tbs`` (TB/s) and ``link_gbs`` (GB/s to others of its node, one direction).
+        arguments: Of the constructor, where a class or its path is given.
+        inputs: Of a batch, as ``int64:B,S``; several are a tuple. Nothing: ``batch``, or the
+            module's ``example_input_array``.
+        batch: Makes a batch of so many samples; before ``inputs``.
+        length: What ``S`` stands for: tokens of a sample.
+        global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
+        strategies: Names of sharding strategies.
+        precisions: As the Trainer's; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``.
+        recomputes: ``none``, ``selective`` (matmuls and attention are kept), ``full``.
+        offloads: ``none``, ``optimizer``, ``params``.
+        micro_batches: Samples of a rank's forward.
+        auto_wrap_policy: As :class:`shardeddp.ShardedDP` takes it.
+
+    Raises:
+        ConfigurationError: The GPU is not known, the model cannot be built or run without data and
+            values, or an option has no such value.
+    """
+    cluster = Cluster(
+        gpu=find_gpu(gpu, **(gpu_figures or {})),
+        count=gpus,
+        per_node=per_node,
+        network_gbits=network_gbits,
+    )
+    source = _source(model, arguments or {}, inputs, batch, length)
+    planner = Planner(
+        build=source.build,
+        step=source.step,
+        length=length,
+        policy=resolve_policy(auto_wrap_policy),
+    )
+    plans = planner.plans(
+        cluster,
+        global_batch=global_batch,
+        strategies=strategies,
+        precisions=precisions,
+        recomputes=recomputes,
+        offloads=offloads,
+        micro_batches=micro_batches,
+    )
+    return Plan(name=source.name, cluster=cluster, plans=plans)
+
+
+def _source(
+    model: Model,
+    arguments: Mapping[str, Any],
+    inputs: Sequence[str],
+    batch: Callable[[int], Any] | None,
+    length: int,
+) -> Source:
+    if isinstance(model, Source):
+        return model
+    if isinstance(model, Dimensions):
+        return of_dimensions(model, length)
+    if isinstance(model, Mapping):
+        return of_dimensions(Dimensions.of_config(model), length, str(model.get("model_type")))
+    if isinstance(model, nn.Module):
+        return of_instance(model, inputs, length, batch)
+    if isinstance(model, str) and Path(model).suffix == ".json":
+        raise ConfigurationError(
+            f"{model!r}: a config of transformers is given as a mapping here: "
+            f"json.loads(Path({model!r}).read_text())"
+        )
+    return of_module(model, arguments, inputs, length, batch)

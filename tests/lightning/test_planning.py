@@ -1,0 +1,336 @@
+"""Plans of a run: `ShardedDP.plan`, a dry run instead of training, and the strategy that `auto` chooses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import nn
+
+from shardeddp import MixedPrecision, ShardedDP
+from shardeddp.errors import ConfigurationError
+from shardeddp.fabric import ShardedDP as FabricStrategy
+from shardeddp.lightning import strategy as module
+from shardeddp.lightning.planning import Setting, by_states, choose, planned_precision, resized
+from shardeddp.plan.sharding_strategy import candidates
+from shardeddp.wrap import NamePolicy
+from support.tasks import TinyGpt, token_loader
+from support.trainers import make_trainer
+from world import Worlds
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
+]
+
+PLANNED: dict[str, Any] = {"inputs": ["int64:B,S"], "length": 6, "micro_batches": (2,)}
+
+
+class Reads(TinyGpt):
+    """A step whose shapes depend on the data."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss of as many tokens as the first one says."""
+        return super().loss(batch[:, : int(batch[0, 0])])
+
+
+class AsksTrainer(TinyGpt):
+    """A step that needs its Trainer."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """A loss that grows as training goes on."""
+        return super().loss(batch) * (1 + self.trainer.global_step)
+
+
+class NeedsData(TinyGpt):
+    """A model that is built from a file."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=int(Path("no such file").read_text()))
+
+
+class Deferred(TinyGpt):
+    """Layers that `configure_model` adds."""
+
+    def configure_model(self) -> None:
+        """A fourth block."""
+        if len(self.blocks) == 3:
+            self.blocks.append(nn.Linear(8, 8))
+
+
+class HoldsGenerator(TinyGpt):
+    """A module that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (number for number in range(3))
+
+
+class Tokens(LightningDataModule):
+    """Loaders of a data module."""
+
+    def train_dataloader(self) -> Any:
+        """Batches of four."""
+        return token_loader(16)
+
+
+# -- ShardedDP.plan
+
+
+def test_a_module_is_planned_as_its_class_is_and_stays_as_it_was() -> None:
+    module = TinyGpt()
+    before = {name: (it, it.clone()) for name, it in module.named_parameters()}
+    plan, other = (ShardedDP.plan(it, **PLANNED) for it in (module, TinyGpt))
+    assert plan.as_json() == other.as_json()
+    for name, it in module.named_parameters():
+        assert it is before[name][0]
+        assert torch.equal(it, before[name][1])
+    assert plan.fits
+    assert f"sharding_strategy: {plan.best.choice.strategy}" in str(plan)
+    assert json.loads(plan.as_json())[0]["fits"]
+
+
+def test_layers_that_configure_model_adds_are_planned() -> None:
+    more, less = (
+        ShardedDP.plan(it, **PLANNED, strategies=["no_shard"], precisions=["32-true"])
+        for it in (Deferred(), TinyGpt())
+    )
+    added = 4 * (8 * 8 + 8)
+    assert more.best.memory.parameters - less.best.memory.parameters == pytest.approx(added, abs=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (TinyGpt, {"gpu": "H1000"}, "did you mean H100"),
+        (TinyGpt, {"inputs": []}, "no example_input_array"),
+        (TinyGpt, {"inputs": ["int64:B,T"]}, "expected DTYPE:SIZES"),
+        (TinyGpt, {"gpus": 12}, "a node that is not full"),
+        (TinyGpt, {"strategies": ["zero9"]}, "is not known"),
+        (TinyGpt, {"precisions": ["fp8"]}, "precision='fp8'"),
+        (TinyGpt, {"recomputes": ["half"]}, "recomputes: 'half'"),
+        (TinyGpt, {"offloads": ["disk"]}, "offloads: 'disk'"),
+        (TinyGpt, {"micro_batches": (0,)}, "micro_batches: 0"),
+        (NeedsData, {}, "cannot be built on the meta device"),
+        (HoldsGenerator(), {}, "cannot be copied"),
+        (Reads, {}, r"does not run without values .* 976 parameters, .* take 15\.\d KiB"),
+        (AsksTrainer, {}, "attributes that setup\\(\\) or a Trainer sets"),
+        ("no.such.Module", {}, "found nothing"),
+        (3, {}, "expected a LightningModule"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(model: Any, options: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        ShardedDP.plan(model, **{**PLANNED, **options})
+
+
+def test_a_batch_of_another_size_has_the_structure_of_the_given_one() -> None:
+    batch = {"x": torch.ones(4, 3), "y": [torch.ones(4), "text"], "shared": torch.ones(2, 4)}
+    found = resized(batch, 7)
+    assert found["x"].shape == (7, 3)
+    assert found["y"][0].shape == (7,)
+    assert found["y"][1] == "text"
+    assert found["shared"].shape == (2, 4)
+
+
+# -- dry run
+
+
+def dry_trainer(strategy: ShardedDP, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        **options,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+@pytest.mark.parametrize("data", ["loader", "datamodule", "example"])
+def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
+    capsys: pytest.CaptureFixture[str], data: str
+) -> None:
+    module = TinyGpt()
+    strategy = ShardedDP("shard_grad_op", plan_only="A100-80")
+    trainer = dry_trainer(strategy, accumulate_grad_batches=2)
+    if data == "example":
+        module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
+    trainer.fit(
+        module,
+        token_loader(16) if data == "loader" else None,
+        datamodule=Tokens() if data == "datamodule" else None,
+    )
+    text = capsys.readouterr().out
+    assert "TinyGpt on 2 x A100-80" in text
+    assert "As configured (shard_grad_op over 2, micro-batch 4 x 2)" in text
+    assert "nothing was trained" in text
+    assert not module.losses
+    assert not torch.distributed.is_initialized()
+    assert trainer.state.finished
+    assert trainer.global_step == 0
+    assert strategy.planned is not None
+    assert {it.choice.micro_batch for it in strategy.planned.plans} == {1, 2, 4}
+
+
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+def test_a_dry_run_without_a_batch_or_of_something_else_says_so() -> None:
+    trainer = dry_trainer(ShardedDP(plan_only=True))
+    with pytest.raises(ConfigurationError, match="what a batch looks like is not known"):
+        trainer.fit(TinyGpt())
+    with pytest.raises(ConfigurationError, match="plans a training"):
+        trainer.predict(TinyGpt(), token_loader(16))
+    with pytest.raises(ConfigurationError, match="GPU 'H1000'"):
+        ShardedDP(plan_only="H1000")
+    with pytest.raises(ConfigurationError, match="plan_only=1"):
+        ShardedDP(plan_only=1)  # type: ignore[arg-type]
+
+
+# -- auto
+
+
+def setting(device: str = "cuda") -> Setting:
+    return Setting(
+        policy=NamePolicy(("blocks.*",)),
+        precision="32-true",
+        recompute="none",
+        offload="none",
+        prefetch=1,
+        device=torch.device(device),
+        num_nodes=2,
+        ranks_per_node=4,
+        accumulates=1,
+    )
+
+
+def test_options_decide_which_strategies_are_candidates() -> None:
+    assert list(candidates()) == [
+        "full_shard",
+        "hybrid_shard",
+        "shard_grad_op",
+        "shard_optimizer",
+        "no_shard",
+    ]
+    assert list(candidates(shard_size=2)) == ["hybrid_shard"]
+    assert list(candidates(reshard_after_forward=False)) == list(candidates())[:3]
+    with pytest.raises(ConfigurationError, match="no strategy goes with"):
+        candidates(reshard_after_forward=0.5)
+
+
+def test_less_memory_makes_for_more_sharding() -> None:
+    module = TinyGpt(dim=64)
+    states = 4 * 4 * sum(it.numel() for it in module.parameters())
+    found = [
+        by_states(module, candidates(), setting(), int(memory)).sharding_strategy
+        for memory in (20 * states, 2.1 * states, 0.1 * states)
+    ]
+    assert found[0] == "no_shard"
+    assert found[1] in ("shard_optimizer", "shard_grad_op", "hybrid_shard")
+    assert found[2] == "full_shard"
+
+
+class Device:
+    """A device of CUDA as the driver describes it."""
+
+    def __init__(self, name: str, total_memory: int) -> None:
+        self.name, self.total_memory = name, total_memory
+
+
+@pytest.mark.parametrize(
+    ("device", "module", "name", "reason"),
+    [
+        (Device("NVIDIA H100 80GB HBM3", 85 * 10**9), TinyGpt(), "no_shard", "no example_input"),
+        (Device("RTX 9999", 8_000), Deferred(), "full_shard", "RTX 9999 is not in the table"),
+        (Device("RTX 9999", 8_000), HoldsGenerator(), "full_shard", "cannot be copied"),
+    ],
+)
+def test_on_a_gpu_memory_decides_and_the_reason_says_what_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, device: Device, module: Any, name: str, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    chosen = choose(module, candidates(), setting())
+    assert chosen.sharding_strategy == name
+    assert reason in chosen.reason
+    assert len(module.blocks) == 3
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_on_a_gpu_with_an_example_the_predicted_time_decides(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    device = Device("NVIDIA A100-SXM4-80GB", 80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    module = TinyGpt() if known else Reads()
+    module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
+    chosen = choose(module, candidates(), setting())
+    if known:
+        assert "the fastest that fits 8 x A100-80 by the plan" in chosen.reason
+    else:
+        assert "its step could not be planned: Reads does not run without values" in chosen.reason
+
+
+def test_without_known_hardware_the_first_in_a_fixed_order_is_taken() -> None:
+    chosen = choose(TinyGpt(), candidates(), setting("cpu"))
+    assert chosen.sharding_strategy == "full_shard"
+    assert "memory of cpu is not known" in chosen.reason
+
+
+def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
+    names = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
+    assert [planned_precision(name, None) for name in names] == [
+        "32-true",
+        "bf16-mixed",
+        "bf16-mixed",
+        "bf16-true",
+        "bf16-true",
+        "32-true",
+    ]
+    assert planned_precision("32-true", MixedPrecision(param_dtype="bf16")) == "bf16"
+
+
+@pytest.mark.parametrize("option", [{"sharding_strategy": "auto"}, {"plan_only": True}])
+def test_tensor_parallel_runs_are_not_planned(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="does not work together"):
+        ShardedDP(**option, tensor_parallel_size=2)
+
+
+def test_fabric_says_what_to_write_instead() -> None:
+    with pytest.raises(ConfigurationError, match=r"ShardedDP.plan\(model\)"):
+        FabricStrategy("auto")
+
+
+def choose_and_resume(folder: str) -> dict[str, Any]:
+    """A run whose ranks would choose differently, as rank 0 alone is told to, and one that goes on from it."""
+    original = module.choose
+    if torch.distributed.get_rank() == 0:
+        module.choose = lambda *_: module.Chosen(sharding_strategy="no_shard", reason="said so")
+    strategy = ShardedDP("Auto", auto_wrap_policy={"Block"})
+    trainer = make_trainer(strategy, max_steps=2, default_root_dir=folder)
+    try:
+        trainer.fit(TinyGpt(), token_loader(16))
+    finally:
+        module.choose = original
+    path = f"{folder}/chosen.ckpt"
+    trainer.save_checkpoint(path)
+    other = ShardedDP("auto", auto_wrap_policy={"Block"})
+    later = make_trainer(other, max_steps=3, default_root_dir=folder)
+    later.fit(TinyGpt(), token_loader(16), ckpt_path=path)
+    return {
+        "kept": torch.load(path, weights_only=True)["shardeddp"]["chosen"],
+        "sizes": [it.mesh.topology.shard_size for it in (strategy, other)],
+        "chosen": [vars(it.chosen)["sharding_strategy"] for it in (strategy, other)],
+        "steps": later.global_step,
+    }
+
+
+def test_all_ranks_train_as_rank_zero_has_chosen_and_the_checkpoint_says_why(
+    world: Worlds, tmp_path: Path
+) -> None:
+    for it in world(2).run(choose_and_resume, str(tmp_path)):
+        assert it["chosen"] == ["no_shard", "full_shard"]
+        assert it["sizes"] == [1, 2]
+        assert it["kept"] == {"sharding_strategy": "no_shard", "reason": "said so"}
+        assert it["steps"] == 3
