@@ -1,10 +1,11 @@
 """What one rank of 8 to 4,096 does, counted in worlds of which it is the only rank that exists.
 
 The real Trainer trains as rank 0, or as the last one, on torch's fake process group, whose collectives come back at
-once. Counted are the process groups that it makes, its calls to the store, its collectives on the host ("rounds", each
-2 (N - 1) messages one after the other on gloo's ring) and their bytes, while the run is set up, per step, and in a
-micro-batch that is not the last; measured is its processor time for setup, for a step, and for what a save does on the
-training thread before anything is written. Nothing of it is a network's time.
+once. Counted are the process groups that it makes, its calls to the store, what it agrees on with other ranks on the
+host (what its training thread carries out itself and waits for, what goes on behind its back, and the hops of all that,
+each a message that follows another) and its bytes, while the run is set up, per step, and in a micro-batch that is not
+the last; measured is its processor time for setup, for a step, and for what a save does on the training thread before
+anything is written. Nothing of it is a network's time.
 
     python benchmarks/scale.py
     python benchmarks/scale.py --ranks 8 1024 --strategies full_shard
@@ -15,10 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,14 +40,15 @@ from shardeddp import ShardedDP
 from shardeddp.checkpoint.snapshot import take_snapshot
 from shardeddp.comm import backends, mesh, store
 from shardeddp.comm.backends import NativeCollectives
+from shardeddp.comm.host_group import HostGroup
 
 STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
 RANKS = (8, 64, 512, 1024, 4096)
 NODE = 8
-STEPS = 6
-"""Of which the first two are not counted: in them ranks get to know each other."""
+STEPS, WARMUP = 20, 6
+"""Batches, and those of them that are not counted: in them ranks get to know each other."""
 
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "gather")
+OPERATIONS = ("keep_highest_", "gather", "gather_to_first", "broadcast_")
 
 
 class Block(nn.Module):
@@ -115,67 +118,66 @@ class Counts:
 
     groups: int = 0
     store: int = 0
-    rounds: int = 0
+    waited: int = 0
+    """Operations on the host that the training thread has carried out itself."""
+
+    ahead: int = 0
+    """Those that went on behind its back, to be looked at before the step or a step later."""
+
+    hops: int = 0
+    """Messages, one after the other in each operation."""
+
     nbytes: int = 0
 
     def minus(self, other: Counts) -> Counts:
         """What came since."""
         return Counts(
-            self.groups - other.groups,
-            self.store - other.store,
-            self.rounds - other.rounds,
-            self.nbytes - other.nbytes,
+            *(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True))
         )
-
-    def copy(self) -> Counts:
-        """As it is now."""
-        return Counts(self.groups, self.store, self.rounds, self.nbytes)
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Count groups, questions to the store, and collectives of the host's groups."""
+    """Count groups, questions to the store, and what is sent between hosts."""
     counts = Counts()
-    on_host: set[int] = set()
 
-    def group(make: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def group(make: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             counts.groups += 1
-            made = make(*arguments, **options)
-            if (arguments[place] if len(arguments) > place else options.get("backend")) is not None:
-                on_host.add(id(made))  # a backend is named for groups of the host alone
-            return made
+            return make(*arguments, **options)
 
         return call
 
-    def collective(name: str, issue: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Any, *arguments: Any, **options: Any) -> Any:
-            if id(options.get("group")) in on_host:
-                sent = arguments[0] if name == "all_gather" else tensor
-                counts.rounds += 1
-                counts.nbytes += sent.nbytes
-            if name == "all_gather":
-                for arrived in tensor:
-                    arrived.copy_(arguments[0])  # the others are taken to say the same
-            return issue(tensor, *arguments, **options)
+    def operation(carry_out: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if threading.current_thread().name == "shardeddp-agreement":
+                counts.ahead += 1
+            else:
+                counts.waited += 1
+            return carry_out(*arguments)
 
         return call
+
+    def send(host_group: HostGroup, axis: Any, sent: torch.Tensor, *rest: Any) -> None:
+        counts.hops += 1
+        counts.nbytes += sent.nbytes
+        swap(host_group, axis, sent, *rest)
 
     def ask(desk: Any, question: Callable[[], Any], **options: Any) -> Any:
         counts.store += 1
         return former(desk, question, **options)
 
-    former = store._StoreWorker.ask
+    former, swap = store._StoreWorker.ask, HostGroup._swap
     with contextlib.ExitStack() as stack:
         replace = lambda *arguments: stack.enter_context(patch.object(*arguments))  # noqa: E731
-        replace(dist, "new_group", group(dist.new_group, 2))
-        replace(mesh, "new_group_of_its_ranks", group(mesh.new_group_of_its_ranks, 3))
+        replace(dist, "new_group", group(dist.new_group))
+        replace(mesh, "new_group_of_its_ranks", group(mesh.new_group_of_its_ranks))
         replace(store._StoreWorker, "ask", ask)
         replace(mesh, "GlooCollectives", NativeCollectives)
-        replace(dist, "broadcast_object_list", lambda *_, **__: None)
         replace(backends, "_all_gather", gather_own)
-        for name in COLLECTIVES:
-            replace(dist, name, collective(name, getattr(dist, name)))
+        for name in OPERATIONS:
+            replace(HostGroup, name, operation(getattr(HostGroup, name)))
+        replace(HostGroup, "_swap", send)
         yield counts
 
 
@@ -194,23 +196,29 @@ class Watch(L.Callback):
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
         self.steps: list[tuple[Counts, float]] = []
-        self._begun = (Counts(), 0.0)
+        self._begun: tuple[Counts, float] | None = None
         self.setup = Counts()
         self.setup_s = time.process_time()
         self.save_s = 0.0
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.setup, self.setup_s = self._counts.copy(), time.process_time() - self.setup_s
+        self.setup, self.setup_s = replace(self._counts), time.process_time() - self.setup_s
+
+    def _now(self, trainer: L.Trainer) -> tuple[Counts, float]:
+        """Counts when all that has been asked is answered."""
+        trainer.strategy._group.mesh.control.channel.in_background(bool).result()
+        return replace(self._counts), time.process_time()
 
     @override
-    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        self._begun = self._counts.copy(), time.process_time()
-
-    @override
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        counts, began = self._begun
-        self.steps.append((self._counts.minus(counts), time.process_time() - began))
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if (
+            self._begun is not None
+        ):  # so that what other callbacks ask at a step's end is the step's
+            counts, began = self._begun
+            now, ended = self._now(trainer)
+            self.steps.append((now.minus(counts), ended - began))
+        self._begun = self._now(trainer)
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -263,23 +271,24 @@ def main() -> None:
     for name in options.strategies:
         table = Table(title=f"{name}, {12 * options.blocks} parameters")
         for column in (
-            "ranks", "as rank", "groups", "descriptors (CUDA / CPU)", "store calls, setup", "host rounds, setup",
-            "KB sent, setup", "setup, s", "host rounds, step", "host rounds, micro-batch",
-            "step, ms", "snapshot, s", "MB",
+            "ranks", "as rank", "groups", "descriptors (CUDA / CPU)", "store calls, setup", "agreed, setup",
+            "hops, setup", "KB sent, setup", "setup, s", "waited + ahead, step", "hops, step",
+            "waited + ahead, micro-batch", "step, ms", "snapshot, s", "MB",
         ):  # fmt: skip
             table.add_column(column, justify="right")
         for size in options.ranks:
             for rank in (0, size - 1):
                 watch = train(name, rank, size, options.blocks)
                 accumulated = train(name, rank, size, options.blocks, accumulate=2)
-                steady = watch.steps[2:]
+                steady, (micro_batch, _) = watch.steps[WARMUP:], accumulated.steps[-1]
+                step = steady[-2][0]
                 strategy = ShardedDP(name, auto_wrap_policy={Block})
                 table.add_row(
                     f"{size:,}", f"{rank:,}", f"{watch.setup.groups}",
                     f"{connections(strategy, size, 'cuda'):,} / {connections(strategy, size, 'cpu'):,}",
-                    f"{watch.setup.store}", f"{watch.setup.rounds}",
+                    f"{watch.setup.store}", f"{watch.setup.waited + watch.setup.ahead}", f"{watch.setup.hops}",
                     f"{watch.setup.nbytes / 1e3:.1f}", f"{watch.setup_s:.2f}",
-                    f"{steady[-1][0].rounds}", f"{accumulated.steps[-2][0].rounds}",
+                    f"{step.waited} + {step.ahead}", f"{step.hops}", f"{micro_batch.waited} + {micro_batch.ahead}",
                     f"{1e3 * min(seconds for _, seconds in steady):.1f}", f"{watch.save_s:.3f}",
                     f"{psutil.Process().memory_info().rss / 1e6:,.0f}",
                 )  # fmt: skip

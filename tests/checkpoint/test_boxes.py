@@ -26,6 +26,7 @@ from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor
+from support.host_groups import all_ranks
 from support.torture_saves import run_of
 from world import Worlds
 
@@ -74,7 +75,7 @@ def save(path: str, tied: bool = False) -> None:
         model["tied"] = model["columns"].detach()
     checkpoint = {"global_step": 3, "epoch": 0, "state_dict": model, "optimizer_states": []}
     snapshot = take_snapshot(checkpoint, [], mesh)
-    write_checkpoint(snapshot, Path(path), run_of(3, 2), dist.group.WORLD, CheckpointOptions())
+    write_checkpoint(snapshot, Path(path), run_of(3, 2), all_ranks(), CheckpointOptions())
 
 
 @pytest.fixture(scope="module")

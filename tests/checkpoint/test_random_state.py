@@ -16,6 +16,7 @@ from shardeddp.checkpoint.random_state import (
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
+from support.host_groups import all_ranks
 from world import on_ranks
 
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ def test_the_first_rank_gets_the_states_of_all_and_each_takes_its_own() -> None:
     if rank == 1:
         del mine["numpy"]
         mine["before_fetch.torch"] = mine["torch"]
-    states = gather_random_states(mine, dist.group.WORLD)
+    states = gather_random_states(mine, all_ranks())
     assert bool(states) == (rank == 0)
     states = states if rank == 0 else {}
     shared: list[object] = [states]
@@ -73,7 +74,7 @@ def test_the_first_rank_gets_the_states_of_all_and_each_takes_its_own() -> None:
 
 @on_ranks(1)
 def test_of_lazy_states_a_rank_reads_its_row() -> None:
-    (rows,) = gather_random_states({"torch": torch.get_rng_state()}, dist.group.WORLD).values()
+    (rows,) = gather_random_states({"torch": torch.get_rng_state()}, all_ranks()).values()
     three, asked = rows.repeat(3, 1), list[Interval]()
 
     def read(interval: Interval) -> torch.Tensor:

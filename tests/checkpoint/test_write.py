@@ -15,6 +15,7 @@ from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
+from support.host_groups import all_ranks
 from support.tables import pieces_of
 from support.torture_saves import ROW, run_of, snapshot_of, step_of
 from world import Worlds
@@ -45,7 +46,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 def save_wrong(path: str, case: str) -> str:
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), all_ranks()
     snapshot = snapshot_of(1, rank, 2)
     if rank == 1:
         snapshot = CASES[case][0](snapshot)
@@ -66,7 +67,7 @@ def test_what_does_not_make_whole_tensors_is_not_saved(
 
 def save_replicas(path: str, differs: bool) -> str:
     """Two replicas of all elements; each writes one of two tensors."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), all_ranks()
     snapshot = snapshot_of(3, 0, 1)
     shares = [replace(it, written=it.section == rank) for it in snapshot.shares]
     if differs and rank == 1:

@@ -1,7 +1,7 @@
 """Ranks that decide together: bytes are exchanged, failures of one become failures of all, differences are named."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,23 +15,19 @@ from shardeddp.comm import (
     gather_to_first,
     run_on_all_ranks,
 )
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError, ConfigurationError, LayoutMismatchError, RankError
+from support.host_groups import all_ranks
 from world import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def control() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 # -- exchange
 
 
 def send(payloads: Sequence[bytes]) -> list[bytes]:
-    return all_gather_bytes(payloads[dist.get_rank()], control())
+    return all_gather_bytes(payloads[dist.get_rank()], all_ranks())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +48,7 @@ def test_every_rank_gets_the_bytes_of_every_rank(
 
 
 def send_to_first(payloads: Sequence[bytes]) -> list[bytes]:
-    return gather_to_first("sending", lambda: payloads[dist.get_rank()], control())
+    return gather_to_first("sending", lambda: payloads[dist.get_rank()], all_ranks())
 
 
 @pytest.mark.parametrize(
@@ -85,8 +81,8 @@ def fail_at(rank: int) -> bytes:
 def test_what_fails_on_one_rank_fails_on_all_though_only_the_first_gets_results() -> None:
     for rank in range(3):
         with pytest.raises(CheckpointError, match=rf"no disk \(found on rank {rank}\)"):
-            gather_to_first("writing", partial(fail_at, rank), control())
-    assert bool(gather_to_first("writing", partial(fail_at, 9), control())) == (
+            gather_to_first("writing", partial(fail_at, rank), all_ranks())
+    assert bool(gather_to_first("writing", partial(fail_at, 9), all_ranks())) == (
         dist.get_rank() == 0
     )
 
@@ -96,8 +92,8 @@ def test_what_fails_on_one_rank_fails_on_all_though_only_the_first_gets_results(
 
 @on_ranks(3)
 def test_a_step_that_succeeds_gives_each_rank_its_own_result() -> None:
-    assert run_on_all_ranks("counting", lambda: [dist.get_rank()], control()) == [dist.get_rank()]
-    assert run_on_all_ranks("nothing", lambda: None, control()) is None
+    assert run_on_all_ranks("counting", lambda: [dist.get_rank()], all_ranks()) == [dist.get_rank()]
+    assert run_on_all_ranks("nothing", lambda: None, all_ranks()) is None
 
 
 def fail(*ranks: int) -> None:
@@ -108,7 +104,7 @@ def fail(*ranks: int) -> None:
 @on_ranks(3)
 def test_the_failure_of_one_rank_is_raised_on_every_rank_with_its_traceback() -> None:
     with pytest.raises(RankError) as caught:
-        run_on_all_ranks("cutting parameters", lambda: fail(1), control())
+        run_on_all_ranks("cutting parameters", lambda: fail(1), all_ranks())
     error = caught.value
     assert str(error).startswith("cutting parameters failed on rank 1; every rank stops here.")
     assert error.step == "cutting parameters" and [*error.failures] == [1]
@@ -117,7 +113,7 @@ def test_the_failure_of_one_rank_is_raised_on_every_rank_with_its_traceback() ->
         assert isinstance(error.__cause__, LookupError)
     else:
         assert error.__cause__ is None
-    assert run_on_all_ranks("going on", lambda: 1, control()) == 1
+    assert run_on_all_ranks("going on", lambda: 1, all_ranks()) == 1
 
 
 @on_ranks(3)
@@ -125,7 +121,7 @@ def test_several_failures_are_listed_by_rank() -> None:
     with pytest.raises(
         RankError, match=r"(?s)rank 0, 2;.*--- rank 0 ---.*on rank 0.*--- rank 2 ---.*on rank 2"
     ):
-        run_on_all_ranks("cutting", lambda: fail(2, 0), control())
+        run_on_all_ranks("cutting", lambda: fail(2, 0), all_ranks())
 
 
 def misconfigure(*ranks: int) -> None:
@@ -136,9 +132,9 @@ def misconfigure(*ranks: int) -> None:
 @on_ranks(2)
 def test_a_configuration_that_every_rank_refuses_needs_no_traceback_of_each() -> None:
     with pytest.raises(ConfigurationError, match=r"^expected another model$"):
-        run_on_all_ranks("cutting", lambda: misconfigure(0, 1), control())
+        run_on_all_ranks("cutting", lambda: misconfigure(0, 1), all_ranks())
     with pytest.raises(RankError, match="ConfigurationError: expected another model"):
-        run_on_all_ranks("cutting", lambda: misconfigure(1), control())
+        run_on_all_ranks("cutting", lambda: misconfigure(1), all_ranks())
 
 
 def fail_with(text: str) -> None:
@@ -150,7 +146,7 @@ def fail_with(text: str) -> None:
 def test_a_failure_whose_text_is_empty_long_or_not_ascii_arrives() -> None:
     for text in ("", "x" * 200_000, "Gr\u00f6\u00dfe \U0001f642"):
         with pytest.raises(RankError) as caught:
-            run_on_all_ranks("cutting", lambda text=text: fail_with(text), control())
+            run_on_all_ranks("cutting", lambda text=text: fail_with(text), all_ranks())
         assert f"ValueError: {text}".strip().rstrip(":") in str(caught.value)
 
 
@@ -160,7 +156,7 @@ def test_an_interrupt_is_not_held_back() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_on_all_ranks("cutting", interrupt, control())
+        run_on_all_ranks("cutting", interrupt, all_ranks())
 
 
 def test_the_error_of_other_ranks_is_a_runtime_error() -> None:
@@ -178,7 +174,7 @@ def test_a_rank_error_survives_pickling() -> None:
 
 def compare(everyones: Sequence[Sequence[str]]) -> str:
     try:
-        agree_on_layout(everyones[dist.get_rank()], control())
+        agree_on_layout(everyones[dist.get_rank()], all_ranks())
     except LayoutMismatchError as error:
         return str(error)
     return ""
@@ -225,7 +221,7 @@ def test_the_first_difference_is_named_on_every_rank(
 
 
 def any_of(everyones: Sequence[Sequence[bool]]) -> list[bool]:
-    return agree_on_any(everyones[dist.get_rank()], control())
+    return agree_on_any(everyones[dist.get_rank()], all_ranks())
 
 
 def test_a_flag_is_set_where_any_rank_has_it(world: Worlds) -> None:
@@ -243,18 +239,16 @@ def bytes_of_collectives(lines: Sequence[str]) -> int:
     """What a rank gives to collectives to compare a layout with the others."""
     given = 0
 
-    def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Any, *arguments: Any, **options: Any) -> Any:
-            nonlocal given
-            given += sum(each.nbytes for each in (tensor if isinstance(tensor, list) else [tensor]))
-            return collective(tensor, *arguments, **options)
+    send = HostGroup._swap
 
-        return call
+    def counting(group: HostGroup, axis: Any, sent: Any, *rest: Any) -> None:
+        nonlocal given
+        given += sent.nbytes
+        send(group, axis, sent, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "all_reduce", "broadcast"):
-            patch.setattr(dist, name, counting(getattr(dist, name)))
-        agree_on_layout(lines, control())
+        patch.setattr(HostGroup, "_swap", counting)
+        agree_on_layout(lines, all_ranks())
     return given
 
 

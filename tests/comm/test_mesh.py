@@ -32,7 +32,7 @@ def test_a_mesh_of_two_by_two_has_the_groups_of_its_rows_and_columns() -> None:
         assert (group.ranks, group.rank, group.size) == (row, rank % 2, 2)
     assert (mesh.replicate.ranks, mesh.replicate.rank) == (column, rank // 2)
     assert (mesh.world.ranks, mesh.world.rank) == ((0, 1, 2, 3), rank)
-    assert dist.get_world_size(mesh.control) == 4
+    assert mesh.control.size == 4
 
 
 @on_ranks(4)

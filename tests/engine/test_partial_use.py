@@ -1,12 +1,15 @@
 """Parameters that a step does not use: on all ranks, on some of them, in turns, without any flag."""
 
 import random
+import threading
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from shardeddp.comm.host_group import HostGroup
 from training import RUNTIMES, WIDTH, Loss, Sharding, Trial, another_order, square
 from world import on_ranks
 
@@ -126,6 +129,119 @@ def accumulate(sharding: Sharding) -> None:
             trial.check_parameters()
 
 
+# -- What has come is expected to come again, until a rank finds something else
+
+LATER = {4: {1: (0, 2)}, 6: {0: (1,), 1: (1,)}, 7: {0: (1,), 1: (1,)}, 8: {0: (3,)}, 11: {1: (4,)}}
+"""By step and rank, the layers whose second weight is used; none in all other steps."""
+
+
+def used_later(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    model.use(*LATER.get(step, {}).get(rank, ()))
+    return square(model, rank, step)
+
+
+def used_first(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The reverse: what has been expected does not come."""
+    model.use(*({(1 + rank) % 3, 3} - {*LATER.get(step, {}).get(rank, ())}))
+    return square(model, rank, step)
+
+
+either_loss = pytest.mark.parametrize(
+    "loss", [used_later, pytest.param(used_first, marks=pytest.mark.slow)]
+)
+
+
+def train_unseen(trial: Trial, loss: Loss, micro_batches: int, steps: int) -> list[tuple[int, int]]:
+    """Nobody looks at gradients: the optimizer alone.
+
+    Returns:
+        By backward, how many agreements the rank has waited for in it and has asked ahead.
+    """
+    counts = [0, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        keep_highest = HostGroup.keep_highest_
+
+        def counting(group: HostGroup, message: torch.Tensor, tag: int) -> None:
+            counts[threading.current_thread().name == "shardeddp-agreement"] += 1
+            keep_highest(group, message, tag)
+
+        patch.setattr(HostGroup, "keep_highest_", counting)
+        found = []
+        for number in range(micro_batches * steps):
+            counts[:] = 0, 0
+            last = number % micro_batches == micro_batches - 1
+            trial.runtime.sync_gradients = last
+            trial.backward(loss, number)
+            waited = counts[0]
+            if last:
+                trial.step()
+            found.append((waited, counts[1]))
+    trial.check_parameters()
+    return found
+
+
+@every_strategy
+@either_loss
+@on_ranks(2)
+def test_what_no_rank_has_expected_is_corrected_before_the_step(strategy: str, loss: Loss) -> None:
+    sharding = Sharding(strategy=strategy, units=("layers.*",))
+    train_unseen(Trial(Layers(), sharding), loss, micro_batches=1, steps=13)
+    Trial(Layers(), sharding).train(loss, steps=13)
+
+
+@every_strategy
+@either_loss
+@on_ranks(2)
+def test_what_a_micro_batch_has_not_expected_is_corrected_before_the_step(
+    strategy: str, loss: Loss
+) -> None:
+    sharding = Sharding(strategy=strategy, units=("layers.*",))
+    for first in (0, 2):
+        shifted = partial(shift, loss, 12 - first)
+        train_unseen(Trial(Layers(), sharding), shifted, micro_batches=3, steps=9)
+
+
+def shift(loss: Loss, by: int, model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return loss(model, rank, step - by)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [used_later, used_first])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@on_ranks(4)
+def test_replicas_correct_what_they_have_not_expected(loss: Loss, micro_batches: int) -> None:
+    sharding = Sharding(strategy="hybrid_shard", shard_size=2, units=("layers.*",))
+    shifted = partial(shift, loss, 12 if micro_batches > 1 else 0)
+    train_unseen(Trial(Layers(), sharding), shifted, micro_batches, steps=9)
+
+
+@every_strategy
+@on_ranks(2)
+def test_in_the_steady_state_a_step_asks_once_ahead_and_a_micro_batch_nothing(
+    strategy: str,
+) -> None:
+    sharding = Sharding(strategy=strategy, units=("layers.*",))
+    found = train_unseen(Trial(Layers(), sharding), square, micro_batches=1, steps=6)
+    assert found[-3:] == [(0, 1)] * 3
+    found = train_unseen(Trial(Layers(), sharding), square, micro_batches=3, steps=8)
+    assert found[-6:] == [(0, 0), (0, 0), (0, 1)] * 2
+
+
+@every_strategy
+@on_ranks(2)
+def test_a_hook_on_a_complete_gradient_hears_what_ranks_agree_on(strategy: str) -> None:
+    trial = Trial(Layers(), Sharding(strategy=strategy, units=("layers.*",)))
+    heard: list[str] = []
+    for name, parameter in trial.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+    for step in range(9):
+        heard.clear()
+        trial.backward(used_later, step)
+        named = trial.reference.named_parameters()
+        assert {*heard} == {name for name, each in named if each.grad is not None}
+        trial.step()
+
+
 # -- Drawn steps
 
 
@@ -188,3 +304,24 @@ def test_drawn_steps_are_those_of_the_whole_model(strategy: str, seed: int) -> N
 def test_drawn_steps_of_replicas_are_those_of_the_whole_model(seed: int, split: bool) -> None:
     sharding = Sharding(strategy="hybrid_shard", shard_size=2, units=("layers.*",), split=split)
     train_drawn(seed, sharding)
+
+
+def skipped_in_turns(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    model.skipped = frozenset({(rank + step) % 5, (rank * step) % 5})
+    return square(model, rank, step)
+
+
+@on_ranks(2)
+def test_one_rank_alone_may_look_at_gradients_before_all_go_on() -> None:
+    trial = Trial(Skipping(), Sharding(strategy="no_shard", units=("layers.*",)))
+    with another_order():
+        for step in range(8):
+            trial.backward(skipped_in_turns, step)
+            if dist.get_rank() == 0:
+                for mine, expected in zip(
+                    trial.model.parameters(), trial.reference.parameters(), strict=True
+                ):
+                    assert (mine.grad is None) == (expected.grad is None)
+            trial.check_parameters()  # which all ranks do together
+            trial.step()
+        trial.check_parameters()

@@ -9,12 +9,12 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from shardeddp.lightning.preemption import EXIT_CODE, Preemption
+from support.host_groups import all_ranks
 from world import on_ranks
 
 
@@ -110,7 +110,7 @@ def test_sigusr1_is_left_to_whom_it_belongs() -> None:
         preemption = Preemption()
         preemption.attach(made)
         made._signal_connector.register_signal_handlers()
-        preemption.begin(made, torch.distributed.group.WORLD, None)
+        preemption.begin(made, all_ranks(), None)
         assert (signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL) is owned
         preemption.detach()
         made._signal_connector.teardown()

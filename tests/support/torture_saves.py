@@ -23,6 +23,7 @@ from shardeddp.checkpoint.snapshot import SectionSpec, Share, Snapshot
 from shardeddp.checkpoint.write import write_checkpoint
 from shardeddp.config import CheckpointOptions
 from shardeddp.plan.layout import Interval
+from support.host_groups import all_ranks
 from support.torture_training import PURE
 
 ROW = 64
@@ -71,13 +72,11 @@ def run_of(step: int, size: int = 1) -> TrainingRun:
 def save(target: Path, step: int, rows: int = 4, **options: Any) -> None:
     """Save a step; on all ranks of the world."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
-    assert group is not None
     write_checkpoint(
         snapshot_of(step, rank, size, rows),
         target,
         run_of(step, size),
-        group,
+        all_ranks(),
         CheckpointOptions(**options),
     )
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from shardeddp.checkpoint.read import elements_of
 from shardeddp.comm.agreement import gather_to_first
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 
@@ -83,7 +83,7 @@ def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device
         torch.get_device_module(device).set_rng_state(state["accelerator"], device)
 
 
-def gather_random_states(state: RandomState, group: dist.ProcessGroup) -> RandomStates:
+def gather_random_states(state: RandomState, group: HostGroup) -> RandomStates:
     """Every rank's state on rank 0, nothing on others; a collective. A rank sends about 10 KB."""
 
     def pack() -> bytes:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shardeddp.checkpoint.contents import HYPER_PARAMETERS
 from shardeddp.checkpoint.interop import lightning_meta
@@ -34,6 +33,7 @@ from shardeddp.checkpoint.state_codec import (
     tensors_in,
 )
 from shardeddp.comm import Mesh, agree_on_any, gather_to_first, run_on_all_ranks
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.plan.topology import Topology
@@ -121,7 +121,7 @@ def compare_replicas(
     digests: Callable[[], Sequence[bytes]],
     part: int,
     names: Sequence[str],
-    group: dist.ProcessGroup,
+    group: HostGroup,
 ) -> None:
     """Compare what ranks that hold the same elements hold; a collective of all ranks.
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from shardeddp.checkpoint import directory
 from shardeddp.checkpoint.directory import Staging
@@ -48,6 +47,7 @@ from shardeddp.checkpoint.snapshot import (
 )
 from shardeddp.comm import gather_to_first, run_on_all_ranks
 from shardeddp.comm.agreement import gather_results
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.config import CheckpointOptions
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Box, Interval, boxes
@@ -199,7 +199,7 @@ def write_checkpoint(
     snapshot: Snapshot,
     target: Path,
     run: TrainingRun,
-    group: dist.ProcessGroup | None,
+    group: HostGroup | None,
     options: CheckpointOptions,
 ) -> None:
     """Write a checkpoint and commit it; a collective of all ranks that ends the same way on each.
@@ -228,7 +228,7 @@ class _Writing:
         snapshot: Snapshot,
         target: Path,
         run: TrainingRun,
-        group: dist.ProcessGroup | None,
+        group: HostGroup | None,
         options: CheckpointOptions,
     ) -> None:
         self._snapshot = snapshot
@@ -237,7 +237,7 @@ class _Writing:
         self._group = group
         self._options = options
         self._permissions: Permissions = options.permissions or "private"
-        self._rank = 0 if group is None else dist.get_rank(group)
+        self._rank = 0 if group is None else group.rank
         self._staging: Staging | None = None  # rank 0's
         self._folder = target  # of the staging, when rank 0 has said where that is
         self._own: Written | None = None  # when it is
@@ -347,9 +347,7 @@ class Saver:
         """Whether a save is under way in the thread."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(
-        self, snapshot: Snapshot, target: Path, run: TrainingRun, group: dist.ProcessGroup
-    ) -> None:
+    def save(self, snapshot: Snapshot, target: Path, run: TrainingRun, group: HostGroup) -> None:
         """Save, or begin to; a collective of all ranks.
 
         Raises:
@@ -361,7 +359,7 @@ class Saver:
             return
 
         def copied() -> Snapshot:
-            if dist.get_rank(group) == 0:
+            if group.rank == 0:
                 # Callbacks may look there, or link to what is going to be there, before the thread
                 # comes to it.
                 make_directories(target.parent, self._permissions, self._options.durability)
@@ -396,9 +394,7 @@ class Saver:
         else:
             self._deletions.append(delete)
 
-    def _write(
-        self, snapshot: Snapshot, target: Path, run: TrainingRun, group: dist.ProcessGroup
-    ) -> None:
+    def _write(self, snapshot: Snapshot, target: Path, run: TrainingRun, group: HostGroup) -> None:
         try:
             write_checkpoint(snapshot, target, run, group, self._options)
         except BaseException as error:  # noqa: BLE001 - raised where the training is

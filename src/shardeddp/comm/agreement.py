@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 import traceback
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import xxhash
 
 from shardeddp.comm.collectives import in_forked_process
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -34,13 +35,14 @@ from shardeddp.errors import (
 #
 # What is agreed on travels in messages of one size that begin with a fingerprint of the operation.
 # Ranks that have come to different ones thus all know it at once. Messages of different sizes would
-# end the process: gloo aborts it.
+# end the process: gloo aborts it. So what is longer follows such a message.
 
 MESSAGE_NBYTES = 512
 """Small enough to take no longer than a byte; large enough for a step of a hundred units."""
 
 _HEADER_NBYTES = 8
 _PAYLOAD_NBYTES = MESSAGE_NBYTES - _HEADER_NBYTES
+_LENGTH_NBYTES = 8
 
 ABOUT_COLLECTIVES = (
     "All ranks have to communicate alike, in one order: move this out of conditions that only "
@@ -76,45 +78,61 @@ class _Record:
     begun: Counter[str] = field(default_factory=Counter[str])
     describe: Describe | None = None
     is_inherited: bool = False
+    first: Callable[[], None] | None = None
 
 
-_RECORDS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Record] = weakref.WeakKeyDictionary()
+Ranks = HostGroup | dist.ProcessGroup
+"""Whose operations are counted."""
+
+_RECORDS: weakref.WeakKeyDictionary[Ranks, _Record] = weakref.WeakKeyDictionary()
 
 
-def _record_of(group: dist.ProcessGroup) -> _Record:
+def _record_of(group: Ranks) -> _Record:
     record = _RECORDS.get(group)
     if record is None:
         record = _RECORDS[group] = _Record()
     return record
 
 
-def begin(group: dist.ProcessGroup, kind: str) -> None:
+def begin(group: Ranks, kind: str) -> None:
     """Count one operation; to be called before it communicates.
 
     Raises:
         RuntimeError: This process was forked from the rank that the group is of.
     """
     refuse_inherited(group, kind)
-    _record_of(group).begun[kind] += 1
+    record = _record_of(group)
+    if record.first is not None:
+        record.first()
+    record.begun[kind] += 1
 
 
-def refuse_inherited(group: dist.ProcessGroup, operation: str) -> None:
+def refuse_inherited(group: Ranks, operation: str) -> None:
     """Raise if this process was forked from the rank that a group is of."""
     if _record_of(group).is_inherited:
-        raise in_forked_process(operation, dist.get_process_group_ranks(group))
+        ranks = group.ranks if isinstance(group, HostGroup) else dist.get_process_group_ranks(group)
+        raise in_forked_process(operation, ranks)
 
 
-def leave_to_parent(group: dist.ProcessGroup) -> None:
+def leave_to_parent(group: Ranks) -> None:
     """Refuse all that begins in a group from now on: this process was forked from its rank."""
     _record_of(group).is_inherited = True
 
 
-def begun(group: dist.ProcessGroup) -> dict[str, int]:
+def begun(group: Ranks) -> dict[str, int]:
     """How many operations of each kind this rank has begun in a group."""
     return dict(_record_of(group).begun)
 
 
-def describe_mismatches(group: dist.ProcessGroup, describe: Describe) -> None:
+def come_first(group: Ranks, action: Callable[[], None]) -> None:
+    """Let something be done before each operation in a group.
+
+    What ``action`` holds must not hold the group.
+    """
+    _record_of(group).first = action
+
+
+def describe_mismatches(group: Ranks, describe: Describe) -> None:
     """Let errors say which ranks have come to what.
 
     What ``describe`` holds must not hold the group.
@@ -125,19 +143,21 @@ def describe_mismatches(group: dist.ProcessGroup, describe: Describe) -> None:
 def reduce_highest(
     numbers: torch.Tensor,
     operation: str,
-    group: dist.ProcessGroup,
+    group: HostGroup,
     *,
     kind: str = "",
     advice: str = ABOUT_COLLECTIVES,
+    ahead: bool = False,
 ) -> Reduction:
     """Begin to replace each number by the highest that any rank has in its place.
 
     Args:
         numbers: Bytes, of one shape on all ranks, on the host.
         operation: What it is for, the same on all ranks.
-        group: A host group.
+        group: The ranks.
         kind: As what it is counted; empty: as what it is for.
         advice: What to do if ranks have come to different operations.
+        ahead: Whether it goes on behind the back of this thread until the result is waited for.
     """
     begin(group, kind or operation)
     code = torch.tensor([*zlib.crc32(operation.encode()).to_bytes(4, "big")], dtype=torch.uint8)
@@ -145,8 +165,7 @@ def reduce_highest(
     message[:4], message[4:_HEADER_NBYTES] = code, 255 - code
     inline = numbers.view(-1)[:_PAYLOAD_NBYTES]
     message[_HEADER_NBYTES : _HEADER_NBYTES + inline.numel()] = inline
-    work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group, async_op=True)
-    return Reduction(numbers, message, work, group, operation, advice)
+    return Reduction(numbers, message, group, operation, advice, ahead=ahead)
 
 
 class Reduction:
@@ -154,26 +173,36 @@ class Reduction:
 
     Args:
         numbers: Where the result goes.
-        message: What is on its way.
-        work: The handle of that; None: there is nobody else.
+        message: What travels, of which numbers are a part.
         group: Whose ranks take part.
         operation: What it is for.
         advice: For errors.
+        ahead: Whether it has begun already.
     """
 
     def __init__(
         self,
         numbers: torch.Tensor,
         message: torch.Tensor,
-        work: dist.Work | None,
-        group: dist.ProcessGroup,
+        group: HostGroup,
         operation: str,
         advice: str,
+        *,
+        ahead: bool,
     ) -> None:
-        self.message, self.work = message, work
         self.operation, self.advice = operation, advice
-        self._numbers, self._group = numbers, group
-        self._meeting = f"{group.group_name}/{sum(_record_of(group).begun.values())}"
+        self._message, self._numbers, self._group = message, numbers, group
+        self._meeting = f"{group.name}/{sum(_record_of(group).begun.values())}"
+        self._tag = group.channel.next_tag()
+        # Where numbers are too many for one message.
+        self._second_tag = group.channel.next_tag() if numbers.numel() > _PAYLOAD_NBYTES else 0
+        self._under_way: Future[bool] | None = (
+            group.channel.in_background(self._reduce) if ahead and group.size > 1 else None
+        )
+
+    def is_there_within(self, seconds: float) -> bool:
+        """Whether all ranks have given theirs, of one that has begun ahead; waits that long."""
+        return self._under_way is None or bool(wait([self._under_way], seconds).done)
 
     def wait(self) -> torch.Tensor:
         """The numbers, once all ranks have given theirs.
@@ -181,23 +210,29 @@ class Reduction:
         Raises:
             DesyncError: Some have come to another operation.
         """
-        if self.work is not None:
-            self.work.wait()
-        header = self.message[:_HEADER_NBYTES].tolist()
-        if any(
-            code + complement != 255
-            for code, complement in zip(header[:4], header[4:], strict=True)
-        ):
+        if not (self._reduce() if self._under_way is None else self._under_way.result()):
             describe = _record_of(self._group).describe
             described = (
                 self.operation if describe is None else describe(self._meeting, self.operation)
             )
             raise DesyncError(f"{described}. {self.advice}")
-        numbers, payload = self._numbers.view(-1), self.message[_HEADER_NBYTES:]
-        numbers[:_PAYLOAD_NBYTES] = payload[: numbers.numel()]
-        if numbers.numel() > _PAYLOAD_NBYTES:
-            dist.all_reduce(numbers[_PAYLOAD_NBYTES:], op=dist.ReduceOp.MAX, group=self._group)
         return self._numbers
+
+    def _reduce(self) -> bool:
+        """Whether all ranks have come to the same operation; the numbers are there if so."""
+        message = self._message
+        self._group.keep_highest_(message, self._tag)
+        header = message[:_HEADER_NBYTES].tolist()
+        if any(
+            code + complement != 255
+            for code, complement in zip(header[:4], header[4:], strict=True)
+        ):
+            return False
+        numbers, payload = self._numbers.view(-1), message[_HEADER_NBYTES:]
+        numbers[:_PAYLOAD_NBYTES] = payload[: numbers.numel()]
+        if self._second_tag:
+            self._group.keep_highest_(numbers[_PAYLOAD_NBYTES:], self._second_tag)
+        return True
 
 
 # -- Agreement: decisions of all ranks over the host group
@@ -205,29 +240,45 @@ class Reduction:
 T = TypeVar("T")
 
 
-def all_gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Give every rank's bytes to every rank, by rank.
+def all_gather_bytes(payload: bytes, group: HostGroup) -> list[bytes]:
+    """Give every rank's bytes to every rank, by rank: twice log2 N hops.
 
     Bytes, so that nothing that arrives is ever unpickled.
     """
-    begin(group, "exchange")
-    size = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(payload)]), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
-        : len(payload)
-    ]
-    arrived = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(arrived, padded, group=group)
-    return [
-        tensor[: int(length)].numpy().tobytes()
-        for tensor, length in zip(arrived, lengths, strict=True)
-    ]
+    step = torch.tensor([_step(len(payload))], dtype=torch.uint8)
+    reduce_highest(step, "exchange", group).wait()
+    blocks = group.gather(_block(payload, int(step)), group.channel.next_tag())
+    return [_unpack(block) for block in blocks]
 
 
-def run_on_all_ranks(step: str, action: Callable[[], T], group: dist.ProcessGroup) -> T:
+# Lengths are told in a byte, four steps an octave: the highest step of all ranks has room for all.
+
+
+def _step(length: int) -> int:
+    exponent = max(0, length.bit_length() - 3)
+    return 4 * exponent + -(-length >> exponent)
+
+
+def _room(step: int) -> int:
+    return step if step < 8 else (4 + step % 4) << step // 4 - 1
+
+
+def _block(payload: bytes, step: int) -> torch.Tensor:
+    """Bytes with their number before them, as long as any of a step."""
+    length = len(payload).to_bytes(_LENGTH_NBYTES, "big")
+    block = torch.zeros(_LENGTH_NBYTES + _room(step), dtype=torch.uint8)
+    filled = block[: _LENGTH_NBYTES + len(payload)]
+    filled.copy_(torch.frombuffer(bytearray(length + payload), dtype=torch.uint8))
+    return block
+
+
+def _unpack(block: torch.Tensor) -> bytes:
+    octets = block.numpy()
+    length = int.from_bytes(octets[:_LENGTH_NBYTES].tobytes(), "big")
+    return octets[_LENGTH_NBYTES : _LENGTH_NBYTES + length].tobytes()
+
+
+def run_on_all_ranks(step: str, action: Callable[[], T], group: HostGroup) -> T:
     """Run a step that every rank takes, and raise on every rank if it fails on any.
 
     Args:
@@ -256,7 +307,7 @@ def run_on_all_ranks(step: str, action: Callable[[], T], group: dist.ProcessGrou
     return results[0]
 
 
-def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGroup) -> list[bytes]:
+def gather_results(step: str, action: Callable[[], bytes], group: HostGroup) -> list[bytes]:
     """Run a step as :func:`run_on_all_ranks` does; every rank gets the results of all, by rank."""
     result, failure = _attempt(action)
     sent = all_gather_bytes(b"+" + result if failure is None else b"-" + failure.to_bytes(), group)
@@ -264,40 +315,23 @@ def gather_results(step: str, action: Callable[[], bytes], group: dist.ProcessGr
     return [text[1:] for text in sent]
 
 
-def gather_to_first(
-    step: str, action: Callable[[], bytes], group: dist.ProcessGroup
-) -> list[bytes]:
-    """The same for the first rank alone: what the others send takes no memory but there.
+def gather_to_first(step: str, action: Callable[[], bytes], group: HostGroup) -> list[bytes]:
+    """The same for the first rank alone, through a tree of ranks: log2 N hops on it.
 
     Returns:
         Every rank's result, by rank; nothing on other ranks than the first.
     """
     result, failure = _attempt(action)
-    begin(group, "exchange")
-    size, first = dist.get_world_size(group), dist.get_rank(group) == 0
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(
-        lengths, torch.tensor([-1 if failure else 0 if first else len(result)]), group=group
-    )
-    if min(map(int, lengths)) < 0:
+    first = group.rank == 0
+    # The first rank's own result, which may be by far the longest, does not travel.
+    sent = b"" if first else result
+    told = torch.tensor([failure is not None, _step(len(sent))], dtype=torch.uint8)
+    any_failed, room = reduce_highest(told, "gathering", group).wait().tolist()
+    if any_failed:
         texts = all_gather_bytes(b"" if failure is None else failure.to_bytes(), group)
         _raise_failures(step, texts, failure)
-    # The first rank's own result, which may be by far the longest, does not travel.
-    padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
-    if not first:
-        padded[: len(result)] = torch.frombuffer(bytearray(result or b"\0"), dtype=torch.uint8)[
-            : len(result)
-        ]
-    arrived = [*torch.empty(size, len(padded), dtype=torch.uint8)] if first else None
-    if len(padded):
-        dist.gather(padded, arrived, dst=dist.get_global_rank(group, 0), group=group)
-    if arrived is None:
-        return []
-    others = [
-        tensor[: int(length)].numpy().tobytes()
-        for tensor, length in zip(arrived[1:], lengths[1:], strict=True)
-    ]
-    return [result, *others]
+    blocks = group.gather_to_first(_block(sent, room), group.channel.next_tag())
+    return [] if blocks is None else [result, *map(_unpack, blocks[1:])]
 
 
 class _Failure(NamedTuple):
@@ -335,7 +369,7 @@ def _raise_failures(step: str, texts: Sequence[bytes], own: _Failure | None) -> 
 _OF_CHECKPOINTS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointError)}
 
 
-def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
+def agree_on_layout(lines: Sequence[str], group: HostGroup) -> None:
     """Compare what every rank is about to shard, line by line, before any of it moves.
 
     Args:
@@ -353,7 +387,7 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     # Only now do texts travel, and only two of them.
     digests = all_gather_bytes(digest, group)
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    reference, other = (json.loads(_broadcast_bytes(text, rank, group)) for rank in (0, odd[0]))
+    reference, other = (json.loads(broadcast_bytes(text, rank, group)) for rank in (0, odd[0]))
     index = next(
         (i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b),
         min(len(reference), len(other)),
@@ -369,20 +403,24 @@ def agree_on_layout(lines: Sequence[str], group: dist.ProcessGroup) -> None:
     )
 
 
-def _broadcast_bytes(payload: bytes, source: int, group: dist.ProcessGroup) -> bytes:
-    """The bytes of one rank of the group, on all of them."""
-    begin(group, "exchange")
-    length = torch.tensor([len(payload)])
-    dist.broadcast(length, group=group, group_src=source)
-    sent = torch.zeros(int(length), dtype=torch.uint8)
-    if dist.get_rank(group) == source:
-        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    dist.broadcast(sent, group=group, group_src=source)
-    return sent.numpy().tobytes()
+def broadcast_bytes(payload: bytes, source: int, group: HostGroup) -> bytes:
+    """The bytes of one rank of the group, on all of them.
+
+    Args:
+        payload: Of that rank; others' do not count.
+        source: Its place in the group.
+        group: The ranks.
+    """
+    is_source = group.rank == source
+    step = torch.tensor([_step(len(payload)) if is_source else 0], dtype=torch.uint8)
+    reduce_highest(step, f"broadcast of rank {source}", group).wait()
+    block = _block(payload if is_source else b"", int(step))
+    group.broadcast_(block, source, group.channel.next_tag())
+    return _unpack(block)
 
 
 def agree_on_highest(
-    numbers: torch.Tensor, group: dist.ProcessGroup, operation: str = "agreement on units"
+    numbers: torch.Tensor, group: HostGroup, operation: str = "agreement on units"
 ) -> None:
     """Replace each number by the highest that any rank has in its place.
 
@@ -394,32 +432,53 @@ def agree_on_highest(
     reduce_highest(numbers, operation, group).wait()
 
 
-def agree_on_highest_alike(
-    levels: Sequence[int], digest: bytes, group: dist.ProcessGroup, operation: str
-) -> tuple[list[int], bool]:
-    """The highest of each level (up to 255) on any rank, and whether all say the same digest.
+def ask_for_highest_alike(
+    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str, *, ahead: bool
+) -> Callable[[], tuple[list[int], bool]]:
+    """Ask for the highest of each level (up to 255) on any rank, and whether digests are the same.
 
     Digests have one length on all ranks.
+
+    Args:
+        levels: Of this rank.
+        digest: Of this rank.
+        group: The ranks.
+        operation: See :func:`reduce_highest`.
+        ahead: See :func:`reduce_highest`.
+
+    Returns:
+        What returns both, once all ranks have asked.
     """
-    if dist.get_world_size(group) == 1:
-        return list(levels), True
+    if group.size == 1:
+        return lambda: (list(levels), True)
     # Equal on all ranks if and only if the highest and the lowest that any rank says in each byte
     # are equal.
     message = torch.tensor(
         [*digest, *(255 - octet for octet in digest), *levels], dtype=torch.uint8
     )
-    agree_on_highest(message, group, operation)
-    numbers, size = message.tolist(), len(digest)
-    pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
-    return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
+    reduction, size = reduce_highest(message, operation, group, ahead=ahead), len(digest)
+
+    def answer() -> tuple[list[int], bool]:
+        numbers = reduction.wait().tolist()
+        pairs = zip(numbers[:size], numbers[size : 2 * size], strict=True)
+        return numbers[2 * size :], all(high + low == 255 for high, low in pairs)
+
+    return answer
 
 
-def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
+def agree_on_highest_alike(
+    levels: Sequence[int], digest: bytes, group: HostGroup, operation: str
+) -> tuple[list[int], bool]:
+    """Ask as :func:`ask_for_highest_alike` does, and wait for the answer."""
+    return ask_for_highest_alike(levels, digest, group, operation, ahead=False)()
+
+
+def agree_on_any(flags: Sequence[bool], group: HostGroup) -> list[bool]:
     """For each flag, whether any rank has it set.
 
     The number of flags must be the same on all ranks.
     """
-    if dist.get_world_size(group) == 1:
+    if group.size == 1:
         return list(flags)
     tensor = torch.tensor(flags, dtype=torch.uint8)
     agree_on_highest(tensor, group, f"agreement on {len(flags)} flags")
@@ -428,8 +487,6 @@ def agree_on_any(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
 
 # -- AsyncMaximum: a maximum over ranks, known one batch later
 
-_LET_GO_S = 1.0
-
 
 class AsyncMaximum:
     """A small maximum over all ranks, one in flight at a time, on the host so that nobody waits.
@@ -437,12 +494,9 @@ class AsyncMaximum:
     Every rank has to call the methods in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: HostGroup) -> None:
         self._group = group
-        self._alone = group.size() == 1
-        self._message = torch.zeros(1, dtype=torch.uint8)
-        # Returns the highest number under way.
-        self._under_way: Callable[[], int] | None = None
+        self._under_way: Reduction | None = None
 
     def contribute(self, number: int) -> None:
         """Send this rank's number on its way; what was under way is dropped.
@@ -451,14 +505,12 @@ class AsyncMaximum:
             number: From 0 to 255.
         """
         self.result()
-        if self._alone:
-            self._under_way = lambda: number
-            return
-        reduction = reduce_highest(
-            torch.tensor([number], dtype=torch.uint8), "agreement on signals", self._group
+        self._under_way = reduce_highest(
+            torch.tensor([number], dtype=torch.uint8),
+            "agreement on signals",
+            self._group,
+            ahead=True,
         )
-        self._message = reduction.message
-        self._under_way = lambda: int(reduction.wait())
 
     def result(self) -> int:
         """The highest number contributed; 0 if none was since the last result.
@@ -466,17 +518,4 @@ class AsyncMaximum:
         Waits for what is not there yet.
         """
         under_way, self._under_way = self._under_way, None
-        return 0 if under_way is None else under_way()
-
-    def close(self) -> int:
-        """The last result, after which nothing is on its way.
-
-        A process may end right after it, so this also waits until gloo's thread has let go of the
-        message: for that it needs the interpreter, and a thread that asks for one that is ending
-        aborts the process.
-        """
-        highest = self.result()
-        deadline = time.monotonic() + _LET_GO_S
-        while self._message._use_count() > 1 and time.monotonic() < deadline:  # pyright: ignore[reportAttributeAccessIssue]
-            time.sleep(0.0005)
-        return highest
+        return 0 if under_way is None else int(under_way.wait())

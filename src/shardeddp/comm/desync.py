@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from shardeddp.comm.agreement import ABOUT_COLLECTIVES, ADVICE, Reduction, reduce_highest
 from shardeddp.comm.collectives import in_forked_process
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation, break_off, waits_on_device
 from shardeddp.errors import DesyncError
@@ -61,7 +61,7 @@ class CallFingerprints:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: HostGroup | None,
         *,
         ranks: Sequence[int],
         rank: int,
@@ -115,17 +115,17 @@ class CallFingerprints:
                 f"{self._describe(operation)}, and ranks have been out of step since: {self._failure}"
             )
         nothing = torch.empty(0, dtype=torch.uint8)
-        self._wait(reduce_highest(nothing, operation, self.group, kind=self._kind, advice=advice))
+        self._wait(
+            reduce_highest(
+                nothing, operation, self.group, kind=self._kind, advice=advice, ahead=True
+            )
+        )
 
     def _wait(self, call: Reduction) -> None:
-        try:
-            if call.work is not None:
-                call.work.wait(timedelta(seconds=WARNING_S))
-        except RuntimeError:
-            if call.work is not None and not call.work.is_completed():
-                sys.stderr.write(
-                    f"rank {self._rank} waits: {self._describe(call.operation)}. {call.advice}\n"
-                )
+        if not call.is_there_within(WARNING_S):
+            sys.stderr.write(
+                f"rank {self._rank} waits: {self._describe(call.operation)}. {call.advice}\n"
+            )
         try:
             call.wait()
         except DesyncError as error:

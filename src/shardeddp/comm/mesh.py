@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import sys
 import threading
 import weakref
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from shardeddp.comm.agreement import (
     ABOUT_PARAMETERS,
     begin,
     begun,
+    broadcast_bytes,
+    come_first,
     describe_mismatches,
     leave_to_parent,
     refuse_inherited,
@@ -36,12 +39,13 @@ from shardeddp.comm.collectives import (
 )
 from shardeddp.comm.consistency import WriteDigest
 from shardeddp.comm.desync import STREAMS, CallFingerprints, DesyncCheck, Progress
+from shardeddp.comm.host_group import Channel, HostGroup, grid_of
 from shardeddp.comm.liveness import LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation, drain_threads_at_exit
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
-from shardeddp.torch_private import new_group_of_its_ranks, sequence_number
+from shardeddp.torch_private import current_backward, new_group_of_its_ranks, sequence_number
 
 # -- Groups: process groups of torch, reused by later runs
 #
@@ -60,6 +64,10 @@ _RETURNED: weakref.WeakKeyDictionary[dist.ProcessGroup, _Returned] = weakref.Wea
 
 With each, how many transfers its run had issued on streams.
 """
+
+_Channels = dict[int, Channel]
+_CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Channels] = weakref.WeakKeyDictionary()
+"""By an axis of host groups, their channels by number, in all meshes."""
 
 
 class Groups:
@@ -103,6 +111,51 @@ class Groups:
             self._own[key] = self._make(key) if returned is None else returned[0]
         return self._own[key]
 
+    def host(
+        self,
+        purpose: str,
+        ranks: Sequence[Sequence[int]],
+        timeout: timedelta,
+        *,
+        channel: int = 0,
+        patience: timedelta | None = None,
+    ) -> HostGroup:
+        """The ranks of a group of the kind that this rank is in, connected on the host.
+
+        Args:
+            purpose: See :meth:`get`.
+            ranks: See :meth:`get`; all groups have one size.
+            timeout: After how long what connects them gives up.
+            channel: Number of its :class:`Channel`.
+            patience: See :class:`HostGroup`.
+        """
+        own = next(each for each in ranks if self._rank in each)
+        rows, columns = grid_of(len(own))
+        # On torch's fake process group, which stands for ranks that are not there, gloo finds no
+        # peers.
+        backend = "fake" if dist.get_backend() == "fake" else "gloo"
+        axes: list[dist.ProcessGroup] = []
+        if columns > 1:
+            of_rows = [
+                each[row * columns : (row + 1) * columns] for each in ranks for row in range(rows)
+            ]
+            axes.append(self.get(purpose, of_rows, timeout, backend))
+        if rows > 1:
+            of_columns = [each[column::columns] for each in ranks for column in range(columns)]
+            axes.append(self.get(f"{purpose}, columns", of_columns, timeout, backend))
+        channels = _CHANNELS.get(axes[0]) if axes else None
+        channels = {} if channels is None else channels
+        _CHANNELS.update(dict.fromkeys(axes, channels))
+        return HostGroup(
+            axes,
+            own,
+            name=f"{self._client.number}/{purpose}/{channel}/{own[0]}",
+            timeout=max(timeout, patience or timeout),
+            channel=channels.setdefault(channel, Channel(channel)),
+            patience=patience,
+            mirrors=backend == "fake",
+        )
+
     def give_back(self, issued: int) -> None:
         """Let later meshes of this process use the groups, too.
 
@@ -132,8 +185,7 @@ class Groups:
         """Whether the same groups have been returned on all ranks; after a failure they may not."""
         client = self._client
         begun = [
-            f"{key} {issued} {sequence_number(group)}"
-            for key, (group, issued) in self._returned.items()
+            f"{key} {issued} {_begun_in(group)}" for key, (group, issued) in self._returned.items()
         ]
         mine = str(zlib.crc32(repr(sorted(begun)).encode()))
         if client.claim("returned", mine) != mine:
@@ -141,6 +193,14 @@ class Groups:
         if client.count("arrived") == dist.get_world_size():
             client.write("verdict", "differ" if client.count("others", 0) else "same")
         return client.wait_for(["verdict"], timeout.total_seconds()).get("verdict") == "same"
+
+
+def _begun_in(group: dist.ProcessGroup) -> str:
+    # A rank of a tree sends more messages than another, all of one operation.
+    channels = _CHANNELS.get(group)
+    if channels is None:
+        return str(sequence_number(group))
+    return str({number: channel.begun for number, channel in sorted(channels.items())})
 
 
 def count_connections(
@@ -156,9 +216,9 @@ def count_connections(
     """
     world, shard, replicas = topology.world_size, topology.shard_size, topology.replicate_size
     split = topology.split_replicas
-    sizes = [world, world]  # agreement, and that of saving
+    sizes = [*grid_of(world)]  # agreement
     if not split and replicas > 1:
-        sizes.append(shard)  # the desync check of owners
+        sizes += grid_of(shard)  # the desync check of owners
     if device.type == "cpu":
         sizes += [world, shard, shard, replicas, regather_size or 1]
         sizes += [world, replicas] if split else []
@@ -176,6 +236,14 @@ _OF_GLOO = 3
 
 _OTHERS_S = 3.0
 """How long ranks that have come to different operations wait to hear of each other's."""
+
+
+class Unsettled(Protocol):
+    """What has asked other ranks something, and gone on without their answer."""
+
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
+        """Look at the answer, and correct what it contradicts: see :meth:`Mesh.settle`."""
+        ...
 
 
 class Mesh:
@@ -261,20 +329,21 @@ class Mesh:
             self.owners if topology.tensor_size == 1 else self._axis("holders", holder_groups)
         )
         """Among the ranks that together hold all boxes of all parameters."""
-        # On torch's fake process group, which stands for ranks that are not there, gloo finds no
-        # peers.
-        backend = "fake" if dist.get_backend() == "fake" else "gloo"
         everyone = [range(topology.world_size)]
-        self.world_control = self._groups.get("control", everyone, timeout, backend)
+        self.world_control = self._groups.host("control", everyone, timeout)
         """All ranks, on the host: errors, what users ask for, and what is decided for all of the
         run; never tensors of the model.
         """
         self.control = self.world_control
         """The ranks of ``data``, on the host: agreement on their model, which they run alike."""
-        self.saving = self._groups.get("saving", everyone, saving_timeout or timeout, backend)
+        self.saving = self._groups.host(
+            "control", everyone, timeout, channel=1, patience=saving_timeout
+        )
         """The same for the saving of checkpoints, which may go on behind the back of training."""
         self.written = WriteDigest()
         """User writes to sharded parameters; compared when ranks agree at a backward's end."""
+        self.unsettled: list[Unsettled] = []
+        """What has gone on with what it expects of other ranks; see :meth:`settle`."""
         self.liveness_probe = LivenessProbe(self.rank)
         """Says where ranks are that others wait for."""
         self.error_propagation = ErrorPropagation(
@@ -289,6 +358,9 @@ class Mesh:
         """Of copies from host memory, so that the next unit's is under way during a gather."""
         self.copy_out_stream: CommStream = make_stream(device)
         """Of copies to host memory, so that the next reduction waits for none of them."""
+        for group in (self.world_control, dist.group.WORLD):
+            if group is not None:
+                come_first(group, partial(_settle, weakref.ref(self)))
         self._meetings = StoreClient("meetings", self.rank)
         self._describe_mismatches(self.world_control, everyone[0])
         self.users = self._fingerprints("users", everyone, timeout, ABOUT_COLLECTIVES)
@@ -323,7 +395,7 @@ class Mesh:
         self.is_inherited = False
         """Whether this process was forked from the rank, so that nothing can be communicated."""
         _MESHES.add(self)
-        if topology.world_size > 1 and backend != "fake":
+        if topology.world_size > 1 and dist.get_backend() != "fake":
             self.liveness_probe.start()
 
     @property
@@ -340,6 +412,24 @@ class Mesh:
     def owner_slices(self) -> tuple[int, ...]:
         """Slice number of every rank in ``owners``."""
         return tuple(map(self.topology.slice_rank, self.owners.ranks))
+
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
+        """Look at answers of other ranks that nobody has waited for yet.
+
+        Ranks come here before anything else that they do together, so that corrections, for which
+        they may have to communicate, are in one order on all of them. Elsewhere than on the thread
+        that trains nothing happens.
+
+        Args:
+            stepping: All ranks come here, before a step: what has not been asked yet is asked.
+            reading: Somebody looks at gradients, on this rank at least.
+        """
+        if not self.unsettled:
+            return
+        trains = self.fingerprints.thread in (None, threading.get_ident())
+        if trains or current_backward() != -1:
+            for each in list(self.unsettled):
+                each.settle(stepping=stepping, reading=reading)
 
     def drain(self) -> None:
         """Block the host until gradients that compute has waited for are in host memory."""
@@ -381,7 +471,10 @@ class Mesh:
     def _progress(self) -> Callable[[], Progress]:
         """What tells how much this rank has begun."""
         streams = {"gathers": self.gather_stream, "reductions": self.reduce_stream}
-        hosts = {"everyone": self.world_control, "world": cast(dist.ProcessGroup, dist.group.WORLD)}
+        hosts: dict[str, HostGroup | dist.ProcessGroup] = {
+            "everyone": self.world_control,
+            "world": cast(dist.ProcessGroup, dist.group.WORLD),
+        }
         if self.fingerprints.group is not None:
             hosts[f"owners {self.owners.ranks}"] = self.fingerprints.group
 
@@ -406,8 +499,9 @@ class Mesh:
         elif len(groups) == 1:
             group = self.world_control
         else:
-            group = self._groups.get(f"desync check of {name}", groups, timeout, "gloo")
+            group = self._groups.host(f"desync check of {name}", groups, timeout)
         if group is not None:
+            come_first(group, partial(_settle, weakref.ref(self)))
             self._describe_mismatches(group, ranks)
         return CallFingerprints(
             group,
@@ -418,7 +512,7 @@ class Mesh:
             advice=advice,
         )
 
-    def _describe_mismatches(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    def _describe_mismatches(self, group: HostGroup, ranks: Sequence[int]) -> None:
         # Torch knows a group for longer than anybody needs the liveness probe.
         liveness_probe = weakref.ref(self.liveness_probe)
         describe_mismatches(
@@ -451,6 +545,11 @@ class Mesh:
         if self.device.type == "cpu":
             return GlooCollectives(group, ranks, traffic)
         return NativeCollectives(group, ranks, traffic)
+
+
+def _settle(mesh: weakref.ref[Mesh]) -> None:
+    if (found := mesh()) is not None:
+        found.settle()
 
 
 _COMMUNICATORS = (
@@ -551,9 +650,10 @@ def broadcast_object(mesh: Mesh, value: T, source: int) -> T:
     if mesh.topology.world_size == 1:
         return value
     mesh.users.call(f"broadcast(src={source})")
-    box = [value]
-    dist.broadcast_object_list(box, source, group=mesh.world_control)
-    return box[0]
+    own = pickle.dumps(value) if mesh.rank == source else b""
+    sent = broadcast_bytes(own, source, mesh.world_control)
+    # On torch's fake process group nothing is sent.
+    return pickle.loads(sent) if sent and mesh.rank != source else value
 
 
 def reduce_tensor(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.Tensor:

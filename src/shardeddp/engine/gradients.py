@@ -364,6 +364,8 @@ class GroupGradients:
         self._packed = [False] * len(unsharded)
         self._reduced = False  # whether there was a reduction since the backward began
         self._reduced_by: int | None = None  # number of the backward of the last reduction
+        # Whose sums in the shard count although no `.grad` may say so, until ranks agree on it.
+        self._summed = [False] * len(unsharded)
         self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
 
     @property
@@ -488,6 +490,7 @@ class GroupGradients:
             successor.move_to(successor.to_local().clone())
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
+        self._summed[index] = False
         # Whoever has used it: what others of the shard group have is in there, too.
         self._memory.drop_partial_of(index)
         self._partly_used[index] = False
@@ -519,6 +522,21 @@ class GroupGradients:
             left[index] = True
         return left
 
+    def sums(self) -> list[bool]:
+        """By parameter, whether gradients of earlier micro-batches wait for the last one."""
+        return [
+            summed or partly for summed, partly in zip(self._summed, self._partly_used, strict=True)
+        ]
+
+    def keep_sums(self, keep: bool) -> None:
+        """Let the next reduction add to what this backward has reduced, or to gradients alone."""
+        if not keep:
+            self._summed = [False] * len(self._summed)
+        elif self._reduced and self._mesh.replicate.size == 1:
+            # To a gradient of other memory the sum so far has been added.
+            found = zip(stored_gradients(self._sharded), self._views, strict=True)
+            self._summed = [gradient is None or gradient is view for gradient, view in found]
+
     def drop_waiting(self) -> None:
         """Forget gradients that have not been reduced."""
         store_gradients(self._unsharded, [None] * len(self._unsharded))
@@ -537,8 +555,7 @@ class GroupGradients:
         with without_torch_function():
             kept = self._kept()
             if self._memory.shard is None or self._are_held(kept):
-                self._renew_shard()
-                kept = [False] * len(kept)
+                kept = self._renew_shard()
             shard, shard_slots = self._memory.open_shard()
             self._reduced, self._reduced_by = True, running_backward()
             arrival = self._arrival(across_replicas)
@@ -583,8 +600,8 @@ class GroupGradients:
         """By parameter, whether its former gradient is added to."""
         if not self._views:
             return [False] * len(self._sharded)
-        pairs = zip(stored_gradients(self._sharded), self._views, strict=True)
-        return [self._reduced or gradient is mine for gradient, mine in pairs]
+        found = zip(stored_gradients(self._sharded), self._views, self._summed, strict=True)
+        return [self._reduced or summed or gradient is mine for gradient, mine, summed in found]
 
     def _are_held(self, kept: Sequence[bool]) -> bool:
         """Whether somebody holds a former gradient that is about to be overwritten."""
@@ -597,16 +614,26 @@ class GroupGradients:
             count > _IN_A_LIST and not keep for count, keep in zip(references, kept, strict=True)
         )
 
-    def _renew_shard(self) -> None:
+    def _renew_shard(self) -> list[bool]:
         """Take new memory for the gradient shard; holders of gradients in the old one keep it.
 
         A gradient that is still a parameter's `.grad` stays there, too, apart from the new shard:
         what holds it, or a view of it, is to see what is added.
+
+        Returns:
+            By parameter, whether its sum has come along, because no `.grad` has it.
         """
         self.kept_by_others = False
         self._memory.shard = None
         shard, _ = self._memory.open_shard()
-        self._views = self._views_of(shard)
+        former, self._views = self._views, self._views_of(shard)
+        kept = [False] * len(self._sharded)
+        if any(self._summed):
+            for i, gradient in enumerate(stored_gradients(self._sharded)):
+                if self._summed[i] and gradient is None:
+                    self._views[i].to_local().copy_(former[i].to_local())
+                    kept[i] = True
+        return kept
 
     def _take_partial(self) -> torch.Tensor | None:
         """Gradients of earlier micro-batches to reduce, which now count as packed."""
@@ -621,14 +648,17 @@ class GroupGradients:
         return ReduceTarget.SHARED if across_replicas else ReduceTarget.IN_PARTIAL_SUMS
 
     def install(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` of the parameters that any rank has used; the others keep what they had."""
-        if not any(used):
+        """Set ``.grad`` of the parameters that any rank has used; the others keep what they had.
+
+        Where nothing has been reduced since they had none, there is nothing to set.
+        """
+        if not any(used) or not (self._reduced or any(self._summed)):
             return
         gradients = stored_gradients(self._sharded)
         with without_torch_function():
             for i, (sharded, view) in enumerate(zip(self._sharded, self._views, strict=True)):
                 found = gradients[i]
-                if not used[i] or found is view:
+                if not used[i] or found is view or not (self._reduced or self._summed[i]):
                     continue
                 if isinstance(found, ShardTensor) and found.spec is sharded.spec:
                     # A gradient of its own memory, or assigned by the user. Its holders see the
@@ -640,6 +670,13 @@ class GroupGradients:
                     mine.add_(sharded.spec.localize(found).to(mine.device))
                 gradients[i] = view
         store_gradients(self._sharded, gradients)
+
+    def added_to(self) -> list[bool]:
+        """By parameter, whether :meth:`install` would add to a gradient that is not the shard's own."""
+        if not self._reduced:
+            return [False] * len(self._sharded)
+        found = zip(stored_gradients(self._sharded), self._views, strict=True)
+        return [gradient is not None and gradient is not view for gradient, view in found]
 
     def _pack(self, slots: Sequence[torch.Tensor], scale: float | None) -> None:
         targets: list[torch.Tensor] = []

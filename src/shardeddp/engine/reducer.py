@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain, takewhile
+from operator import or_
 
 import torch
 
-from shardeddp.comm import Mesh, agree_on_highest_alike, all_gather_bytes
-from shardeddp.comm.agreement import ABOUT_TRAINED
+from shardeddp.comm import Mesh, all_gather_bytes
+from shardeddp.comm.agreement import ABOUT_TRAINED, ask_for_highest_alike
 from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.unit import GradientLevel, UnitProgress
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
+from shardeddp.tensor.backward import store_gradients, stored_gradients
 
 
 class Reduced(IntEnum):
@@ -29,6 +32,28 @@ class Reduced(IntEnum):
 
     OPEN = 2
     """It is not, or may come to the unit yet."""
+
+
+_Kind = tuple[str, bool]
+"""Of backwards that are expected to be alike: which of a step, and whether they synchronise."""
+
+
+@dataclass
+class _Open:
+    """The last backward, while nobody has looked at what all ranks have found in it."""
+
+    kind: _Kind
+    expected: tuple[int, ...] | None
+    """What all ranks have found in the last of its kind; None: that is not known."""
+
+    answer: Callable[[], tuple[list[int], bool]] | None
+    """Returns what all ranks have found in this one; None: nobody has asked."""
+
+    written: dict[str, int]
+    """What the question tells of values that users have written."""
+
+    is_applied: bool = False
+    """Whether gradients are as expected already."""
 
 
 class Reducer:
@@ -77,16 +102,30 @@ class Reducer:
         # Trainable parameters by unit; None: no backward yet.
         self._trained: list[frozenset[int]] | None = None
         self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
+        self._sharded = [
+            sharded for progress in progresses for sharded in progress.unit.sharded_parameters()
+        ]
+        self._kind = ""
+        # What all ranks have found in the last backward of each kind that they agreed on.
+        self._expected: dict[_Kind, tuple[int, ...]] = {}
+        self._open: _Open | None = None
+        # Since ranks were asked last: parameters that this one has used, by place, and gradients
+        # that some have got who had none.
+        self._earlier: set[int] = set()
+        self._installed: dict[int, torch.Tensor] = {}
+        self._is_watched = False  # whether anybody has looked at gradients between micro-batches
 
-    def begin(self, sync_gradients: bool) -> None:
+    def begin(self, kind: str, sync_gradients: bool) -> None:
         """A backward begins.
 
         Args:
+            kind: Which of a step.
             sync_gradients: False if a later micro-batch is to complete the gradients. Until then
                 they are reduced in the shard group, or stay on their ranks.
         """
         self._reached = []
         self._running = True
+        self._kind = kind
         self._agree_on_trained()
         self._across_replicas = sync_gradients
         self._sync = sync_gradients or self._accumulates_sharded
@@ -107,6 +146,7 @@ class Reducer:
             for progress, before, now in zip(self._progresses, former, self._trained, strict=True)
             for index in sorted(before ^ now)
         ]
+        self._expected.clear()
         operation = f"the first backward since requires_grad of {changed[0]} and {len(changed) - 1} more has changed"
         self._mesh.data_fingerprints.call(operation, ABOUT_TRAINED)
 
@@ -207,63 +247,214 @@ class Reducer:
             reduction.finish()
         self._in_flight = []
 
-    def _settle(self) -> None:
-        """Agree on what any rank has used or still holds, and reduce the latter.
+    # -- Agreement at the end of a backward
+    #
+    # Ranks may use different parameters, so they agree on what any of them has found in a backward.
+    # It is expected to be what they found in the last of its kind: each rank goes on with that at
+    # once, asks behind its own back, and looks at the answer when somebody looks at gradients, and
+    # at the latest before the optimizer steps, another pass begins, or anything else is agreed on.
+    # Where the answer is another one, all ranks come to the same corrections. A micro-batch that
+    # does not synchronise asks nothing: what it finds is told with the one that does.
 
-        Units learn from it for the next backward.
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
+        """Let gradients be what ranks agree on, where this rank has gone on with what it expects.
+
+        Args:
+            stepping: All ranks come here, to step: they agree now if they have not asked.
+            reading: Somebody looks at a gradient, on this rank at least.
         """
+        opened = self._open
+        if opened is None:
+            return
+        if opened.answer is None:
+            self._is_watched |= reading
+            if not stepping:
+                return
+            opened.answer = self._ask(opened, ahead=False)
+        self._take_answer(opened, within_backward=False)
+
+    def _settle(self) -> None:
+        """The gradients of a backward are there, or on their way: agree on what it has found."""
+        self._close()
+        for progress in self._progresses:
+            progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
+        kind = self._kind, self._across_replicas
+        expected, opened = self._expected.get(kind), _Open(kind, None, None, {})
+        if expected is None:
+            opened.answer = self._ask(opened, ahead=False)
+            self._take_answer(opened)
+            if not self._order_is_agreed:
+                self._agree_on_order()
+            return
+        opened.expected = expected
+        if self._across_replicas:
+            opened.answer = self._ask(opened, ahead=True)
+        else:
+            told = self._levels(self._findings())
+            self._earlier.update(place for place, level in enumerate(told) if level)
+        self._reduce(self._left(expected))
+        added_to = [
+            each
+            for progress in self._progresses
+            for group in progress.unit.groups
+            for each in group.gradients.added_to()
+        ]
+        # What cannot be taken back waits for the answer.
+        if opened.answer is not None and (any(added_to) or self._has_hooks()):
+            self._take_answer(opened)
+            return
+        before = stored_gradients(self._sharded)
+        self._apply(expected, also=added_to)
+        opened.is_applied = True
+        for place, gradient in enumerate(stored_gradients(self._sharded)):
+            if gradient is not None and before[place] is None:
+                self._installed[place] = gradient
+        if opened.answer is None:
+            self._run_hooks(expected)
+            self._keep_sums(True)
+        self._open = opened
+        self._mesh.unsettled.append(self)
+
+    def _ask(self, opened: _Open, *, ahead: bool) -> Callable[[], tuple[list[int], bool]]:
+        """Ask what all ranks have found, and whether they have written the same."""
+        opened.written, options = (
+            self._mesh.written.take(),
+            self._mesh.written.take_changed_options(),
+        )
+        said = json.dumps([opened.written, options], sort_keys=True).encode()
+        checksum = zlib.crc32(said) if opened.written or options else 0
+        found = self._findings()
+        return ask_for_highest_alike(
+            found,
+            checksum.to_bytes(4, "big"),
+            self._mesh.control,
+            f"agreement on {len(found)} flags",
+            ahead=ahead,
+        )
+
+    def _take_answer(self, opened: _Open, *, within_backward: bool = True) -> None:
+        """Let gradients be what all ranks have found; a collective where any has left some."""
+        assert opened.answer is not None
+        self._close()
+        highest, same = opened.answer()
+        found = tuple(highest)
+        if not same:
+            self._tell_of_differences(opened.written)
+        expected = opened.expected
+        if self._mesh.control.size > 1:
+            self._expected[opened.kind] = found
+        if found[0]:  # in each micro-batch somebody looks at gradients
+            self._expected = {kind: each for kind, each in self._expected.items() if kind[1]}
+        self._take_back(self._used(found))
+        if not opened.is_applied or found != expected:
+            left = self._left(found)
+            if expected is not None:
+                before = self._left(expected)
+                left = [now and not then for now, then in zip(left, before, strict=True)]
+            self._reduce(left)
+            self._apply(found)
+        self._forget_earlier()
+        if within_backward:
+            self._run_hooks(found)
+
+    def _take_back(self, used: Sequence[bool]) -> None:
+        """Remove gradients of what no rank has used."""
+        gradients = stored_gradients(self._sharded)
+        in_vain = [
+            self._sharded[place]
+            for place, installed in self._installed.items()
+            if not used[place] and gradients[place] is installed
+        ]
+        store_gradients(in_vain, [None] * len(in_vain))
+        self._installed = {}
+
+    def _close(self) -> None:
+        self._open = None
+        if self in self._mesh.unsettled:
+            self._mesh.unsettled.remove(self)
+
+    def _forget_earlier(self) -> None:
+        self._earlier, self._installed = set(), {}
+        self._keep_sums(False)
+
+    # What a rank finds: whether somebody looks at each micro-batch; by unit, whether gradients are
+    # left, the backward has entered it, and something refers to its memory; by parameter, twice its
+    # gradient's level, and one more if an earlier micro-batch that nobody was told of has used it.
+
+    def _findings(self) -> tuple[int, ...]:
         progresses = self._progresses
         # What earlier micro-batches have summed up in the shard group waits for the replicas, used
         # this time or not.
-        partial = [
-            self._across_replicas and progress.unit.has_partial_gradient()
-            for progress in progresses
-        ]
         left = [
-            progress.unit.has_unsharded_gradient() or waits
-            for progress, waits in zip(progresses, partial, strict=True)
+            progress.unit.has_unsharded_gradient()
+            or (self._across_replicas and progress.unit.has_partial_gradient())
+            for progress in progresses
         ]
         entered = [progress.entered for progress in progresses]
         viewed = [progress.unit.is_viewed for progress in progresses]
-        gradients = [progress.gradients() for progress in progresses]
-        flags = [*left, *entered, *viewed, *chain.from_iterable(gradients)]
-        for progress in progresses:
-            progress.unit.keep_writes()  # on all ranks alike, whichever have read what they have written
-        written, options = self._mesh.written.take(), self._mesh.written.take_changed_options()
-        checksum = (
-            zlib.crc32(json.dumps([written, options], sort_keys=True).encode())
-            if written or options
-            else 0
+        sums = chain.from_iterable(
+            group.gradients.sums() for progress in progresses for group in progress.unit.groups
         )
-        operation = f"agreement on {len(flags)} flags"
-        highest, same = agree_on_highest_alike(
-            flags, checksum.to_bytes(4, "big"), self._mesh.control, operation
-        )
-        if not same:
-            self._tell_of_differences(written)
-        agreed = iter(highest)
-        any_left, any_entered, any_viewed = (
-            [bool(next(agreed)) for _ in progresses] for _ in range(3)
-        )
-        levels = [[next(agreed) for _ in each] for each in gradients]
-        for progress, again in zip(progresses, any_left, strict=True):
-            if again:
+        levels = chain.from_iterable(progress.gradients() for progress in progresses)
+        gradients = [
+            2 * level + (there and place in self._earlier)
+            for place, (level, there) in enumerate(zip(levels, sums, strict=True))
+        ]
+        watched = self._is_watched or self._has_hooks()
+        return (watched, *left, *entered, *viewed, *gradients)
+
+    def _left(self, found: Sequence[int]) -> list[bool]:
+        return [bool(flag) for flag in found[1 : 1 + len(self._progresses)]]
+
+    def _levels(self, found: Sequence[int]) -> list[int]:
+        return [each // 2 for each in found[1 + 3 * len(self._progresses) :]]
+
+    def _used(self, found: Sequence[int]) -> list[bool]:
+        return [bool(each) for each in found[1 + 3 * len(self._progresses) :]]
+
+    def _has_hooks(self) -> bool:
+        return any(sharded.has_completion_hooks for sharded in self._sharded)
+
+    def _keep_sums(self, keep: bool) -> None:
+        for progress in self._progresses:
+            for group in progress.unit.groups:
+                group.gradients.keep_sums(keep)
+
+    def _reduce(self, left: Sequence[bool]) -> None:
+        for progress, is_left in zip(self._progresses, left, strict=True):
+            if is_left:
                 self._issue(progress)
+
+    def _apply(self, found: Sequence[int], also: Sequence[bool] = ()) -> None:
+        """Give parameters the gradients that a backward has brought; units learn from it.
+
+        Args:
+            found: On all ranks.
+            also: By parameter, whether it gets its gradient in any case.
+        """
         self._finish()
         if self._to_host:
             self._mesh.drain()  # what reads the gradients next, on the host, does not wait for streams
-        for progress, is_viewed in zip(progresses, any_viewed, strict=True):
-            progress.is_viewed = is_viewed
-        for progress, by_any, each in zip(progresses, any_entered, levels, strict=True):
-            used = [level > GradientLevel.NONE for level in each]
+        units = len(self._progresses)
+        entered, viewed = found[1 + units :][:units], found[1 + 2 * units :][:units]
+        used = self._used(found)
+        installed = iter(map(or_, used, also) if also else used)
+        levels = iter(self._levels(found))
+        for progress, by_any, is_viewed in zip(self._progresses, entered, viewed, strict=True):
+            count = len(progress.unit.sharded_parameters())
+            progress.is_viewed = bool(is_viewed)
+            gets = [next(installed) for _ in range(count)]
             if not self._keeps_partial():
-                progress.unit.install_gradients(used)
+                progress.unit.install_gradients(gets)
+            progress.learn(bool(by_any), [next(levels) > GradientLevel.NONE for _ in range(count)])
+
+    def _run_hooks(self, found: Sequence[int]) -> None:
+        levels = iter(self._levels(found))
+        for progress in self._progresses:
+            each = [next(levels) for _ in progress.unit.sharded_parameters()]
             progress.unit.run_gradient_hooks(
                 [index for index, level in enumerate(each) if level == GradientLevel.NOW]
             )
-            progress.learn(by_any, used)
-        if not self._order_is_agreed:
-            self._agree_on_order()
 
     def _tell_of_differences(self, written: dict[str, int]) -> None:
         """Name what differs between ranks: written values or step options; all ranks come here."""

@@ -773,6 +773,7 @@ class Runtime:
                 progress.unit.reshard()
 
     def _begin_pass(self) -> None:
+        self.mesh.settle()
         if self.sharding.reshard is Reshard.NEVER and self.mesh.written.pending:
             # Only changed parameters are gathered anew: all ranks must have changed them.
             self.mesh.data_fingerprints.call(
@@ -866,6 +867,7 @@ class Runtime:
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
             return
+        self.mesh.settle()
         self._enter_phase("a backward")
         engine.queue_callback(self._end_backward)
         self._backward_kind = backward_kind(self._backwards)
@@ -874,7 +876,7 @@ class Runtime:
         self._keeps_graph = torch.is_grad_enabled()
         for progress in self.progresses:
             progress.begin_backward()
-        self._reducer.begin(self.sync_gradients)
+        self._reducer.begin(self._backward_kind, self.sync_gradients)
 
     def gradient_ready(self, progress: UnitProgress, index: int) -> None:
         """Autograd has left a gradient on a parameter of the unit."""

@@ -34,10 +34,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from typing_extensions import override
 
 from shardeddp.comm.agreement import AsyncMaximum
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.lightning import private
 from shardeddp.lightning.api import (
     Callback,
@@ -93,7 +93,7 @@ class Preemption:
         self._seen, self._requeued = _NOTHING, False
         private.replace_signal_handlers(trainer, self._on_end, self._on_requeue)
 
-    def begin(self, trainer: Trainer, group: dist.ProcessGroup, launcher: int | None) -> None:
+    def begin(self, trainer: Trainer, group: HostGroup, launcher: int | None) -> None:
         """Ask all ranks from now on after each batch.
 
         Args:
@@ -207,7 +207,10 @@ class _Boundary(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Answer, where a run can resume from."""
+        """Answer, where a run can resume from; micro-batches before that ask nothing."""
+        # By number: ranks may have different numbers of batches, and so different last ones.
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
         loop = trainer.fit_loop
         self._ask(
             trainer,
@@ -225,7 +228,7 @@ class _Boundary(Checkpoint):
         """Answer for the last time: nothing is on its way after that."""
         self._ask(trainer, ready=True)
         self._ask(trainer, ready=True)
-        self._signals.close()
+        self._signals.result()
 
     def _ask(self, trainer: Trainer, *, ready: bool) -> None:
         self._agreed = max(self._agreed, self._signals.result())

@@ -343,6 +343,8 @@ class ProcessGroup:
     def gather(self, tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
         """The tensors of all ranks, stacked."""
         self._compare(f"all_gather({_describe(tensor)})")
+        if self.current is not None:
+            self.current.settle()
         with self.explaining():
             return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from shardeddp.checkpoint.kept_shards import KEPT, KEY, NAMES, KeptShards, places_of_shards
@@ -21,6 +20,7 @@ from shardeddp.checkpoint.random_state import (
 )
 from shardeddp.checkpoint.snapshot import ParameterNames
 from shardeddp.comm.agreement import gather_to_first
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.errors import CheckpointError
 from shardeddp.lightning import private
 from shardeddp.lightning.api import LightningModule, Trainer, TrainerFn, has_iterable_dataset
@@ -35,7 +35,7 @@ _PLACE = "combined_loader"
 """The name that the states of training loaders have among those of Lightning's fit loop."""
 
 
-def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup) -> list[Any]:
+def gather_loader_states(checkpoint: dict[str, Any], group: HostGroup) -> list[Any]:
     """Every rank's states on rank 0, by rank, where they are not the same; a collective.
 
     Returns:

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -29,7 +30,13 @@ from shardeddp.config import Scope
 from shardeddp.errors import ConfigurationError
 from shardeddp.optim.elementwise import LocalStep
 from shardeddp.optim.scope import ELEMENTWISE, refuse, scope_of
-from shardeddp.optim.swap import OnStep, SwappedStep, stepped_parameters, take_sharded
+from shardeddp.optim.swap import (
+    OnStep,
+    SwappedStep,
+    settle_gradients,
+    stepped_parameters,
+    take_sharded,
+)
 from shardeddp.optim.whole_parameter import OwnedStep
 from shardeddp.tensor.shard_tensor import ShardTensor
 
@@ -65,7 +72,13 @@ def follow_optimizers(on_step: OnStep) -> None:
     """
     if not _followed:
         _followed.append(register_optimizer_step_pre_hook(take_sharded))
+        _followed.append(register_optimizer_step_pre_hook(_settle))
         _followed.append(register_optimizer_step_post_hook(partial(_tell, on_step)))
+
+
+def _settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if len(args) < 2 and kwargs.get("closure") is None:  # else the backward may be still to come
+        settle_gradients(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _tell(on_step: OnStep, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -171,6 +171,7 @@ class SwappedStep(ABC):
             self._adopt_state(self._optimizer)  # somebody has assigned another mapping
         take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
+        settle_gradients(chain.from_iterable(groups))
         keep_writes(chain.from_iterable(groups))  # or the step would change shards that lack them
         gradients = [stored_gradients(parameters) for parameters in groups]
         self._stepped = _with_gradient(chain.from_iterable(groups), chain.from_iterable(gradients))
@@ -196,6 +197,15 @@ class SwappedStep(ABC):
             adopted[parameter] = state
         self._states = adopted
         optimizer.state = adopted  # type: ignore[assignment]
+
+
+def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """All ranks are about to step: let gradients be what they agree on."""
+    # In one order on all ranks.
+    for mesh in dict.fromkeys(
+        each.spec.mesh for each in parameters if isinstance(each, ShardTensor)
+    ):
+        mesh.settle(stepping=True)
 
 
 def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:

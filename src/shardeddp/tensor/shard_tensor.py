@@ -414,6 +414,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The averaged gradient, sharded; between micro-batches the part of it so far."""
+        if self._unit_gradients is not None and self._spec.mesh.unsettled:
+            self._spec.mesh.settle(reading=True)
         gradient = stored_gradient(self)
         if gradient is None and self._unit_gradients is not None:
             unit_gradients, index = self._unit_gradients
@@ -422,6 +424,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
+        if self._unit_gradients is not None and self._spec.mesh.unsettled:
+            self._spec.mesh.settle(reading=True)
         if isinstance(gradient, ShardTensor):
             gradient = self._laid_out(gradient)
         elif gradient is not None and self._unit_gradients is not None:
@@ -477,6 +481,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             with without_torch_function():
                 return super().register_post_accumulate_grad_hook(hook)
         return self._made_hooks().add_completion(hook)
+
+    @property
+    def has_completion_hooks(self) -> bool:
+        """Whether users are to hear when a gradient is complete."""
+        return self._hooks is not None and bool(self._hooks.of_users()[1])
 
     def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
         """Join the reduction of a unit's gradients, also with those of uses outside of the unit."""

@@ -21,6 +21,7 @@ from shardeddp.checkpoint.find import WORKING_NAME, find_checkpoints
 from shardeddp.comm import all_gather_bytes
 from shardeddp.errors import CheckpointError
 from support import crashes
+from support.host_groups import all_ranks
 from support.torture_saves import Strike, alone, disk_of, save, step_of
 from world import Worlds
 
@@ -41,9 +42,7 @@ def attempt(target: Path, step: int, context: Any) -> list[str]:
                 save(target, step, rows=ROWS)
         except CheckpointError as error:
             text = str(error)
-        group = dist.group.WORLD
-        assert group is not None
-        return [answer.decode() for answer in all_gather_bytes(text.encode(), group)]
+        return [answer.decode() for answer in all_gather_bytes(text.encode(), all_ranks())]
 
 
 def check(target: Path, step: int, texts: list[str]) -> bool:
@@ -66,9 +65,7 @@ def fail_at(
     assert attempt(target, step, nullcontext()) == ["", ""]
     counting = Strike(0)
     attempt(target, step, counting)
-    group = dist.group.WORLD
-    assert group is not None
-    count = int(all_gather_bytes(str(counting.seen).encode(), group)[victim])
+    count = int(all_gather_bytes(str(counting.seen).encode(), all_ranks())[victim])
     chosen = random.Random(seed).sample(
         range(1, count + 1), count if points is None else min(points, count)
     )

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from shardeddp.checkpoint.snapshot import Snapshot
 from shardeddp.checkpoint.write import Saver
+from shardeddp.comm.host_group import HostGroup
 from shardeddp.config import CheckpointOptions
+from support.host_groups import all_ranks
 from support.hostile_reader import peak, reset_peak
 from support.torture_saves import ROW, run_of, save, snapshot_of, step_of
 from world import Worlds
@@ -39,8 +41,7 @@ def peak_of(action: Callable[[], object]) -> int:
 
 def peaks(folder: str) -> tuple[int, int]:
     """Of a save that waits, and of one in a thread, of 205 MB in five tensors over two ranks."""
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert group is not None
+    rank, size, group = dist.get_rank(), dist.get_world_size(), all_ranks()
     save(Path(folder) / "small.ckpt", 1, rows=4)  # what is loaded once only
     snapshot = snapshot_of(1, rank, size, ROWS, TENSORS)
     waits = peak_of(lambda: save_through(Saver(CheckpointOptions()), snapshot, folder, group))
@@ -50,7 +51,7 @@ def peaks(folder: str) -> tuple[int, int]:
     return waits, in_thread
 
 
-def save_through(saver: Saver, snapshot: Snapshot, folder: str, group: dist.ProcessGroup) -> None:
+def save_through(saver: Saver, snapshot: Snapshot, folder: str, group: HostGroup) -> None:
     saver.save(snapshot, Path(folder) / f"{snapshot.tree['global_step']}.ckpt", run_of(1, 2), group)
     saver.wait()
 
@@ -82,8 +83,7 @@ def save_often(
     folder: str, saves: int, asynchronous: bool
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """What the process uses after a few saves, and after many."""
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert group is not None
+    rank, size, group = dist.get_rank(), dist.get_world_size(), all_ranks()
     saver = Saver(CheckpointOptions(asynchronous=asynchronous))
     target = Path(folder) / "last.ckpt"
     early, warm = usage(), max(20, saves // 5)

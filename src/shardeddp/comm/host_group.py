@@ -1,0 +1,313 @@
+"""Host groups: small messages between ranks on the host, log2 N of them one after the other."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+DIRECT_SIZE = 64
+"""Up to that many ranks are connected all to all; more lie in a grid of rows and columns."""
+
+CHANNELS = 4
+"""How many threads may use the same axes."""
+
+_TAGS = 1 << 28
+_END_S = 0.2
+_Question = tuple[Callable[[], Any], Future[Any]]
+
+
+class Transfer(Protocol):
+    """A message under way."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Return when it is there, or has left."""
+        ...
+
+
+class Axis(Protocol):
+    """Ranks that are connected all to all: a process group of gloo's."""
+
+    def rank(self) -> int:
+        """This rank's place among them."""
+        ...
+
+    def size(self) -> int:
+        """Their number."""
+        ...
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int, /) -> Transfer | None:
+        """Begin to send to one of them."""
+        ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int, /) -> Transfer | None:
+        """Begin to receive from one of them."""
+        ...
+
+
+def grid_of(size: int) -> tuple[int, int]:
+    """Into how many rows and columns ranks are laid, so that each is connected to few others.
+
+    Returns:
+        Rows and columns: one row up to :data:`DIRECT_SIZE` ranks, and where the number is prime;
+        else the two factors that are closest to each other, the greater one the length of a row.
+    """
+    if size <= DIRECT_SIZE:
+        return 1, size
+    rows = next(rows for rows in range(math.isqrt(size), 0, -1) if size % rows == 0)
+    return rows, size // rows
+
+
+def count_hops(size: int) -> int:
+    """Messages one after the other until each rank has heard of all others."""
+    return sum((length - 1).bit_length() for length in grid_of(size))
+
+
+class Channel:
+    """One order of operations on some axes: their tags, and the thread for those asked ahead.
+
+    All ranks come to the operations of a channel in one order. Groups with the same axes, one after
+    the other or at the same time, share their channels, so that a message of one is never taken for
+    one of another.
+
+    Args:
+        number: From 0 to 3; its tags are no other channel's.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self._number = number
+        self.begun = 0
+        """Number of operations so far."""
+        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def next_tag(self) -> int:
+        """What marks the messages of one operation; to be taken on one thread, in order."""
+        self.begun += 1
+        return self.begun % (_TAGS // CHANNELS) * CHANNELS + self._number
+
+    def in_background(self, action: Callable[[], T]) -> Future[T]:
+        """Carry out operations behind this thread's back, one after the other.
+
+        Args:
+            action: What they are; whatever it raises is raised where the result is asked for.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_carry_out, args=(self._questions,), name="shardeddp-agreement", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._questions.put, None).atexit = False
+            _STARTED.add(self)
+        result: Future[T] = Future()
+        self._questions.put((action, result))
+        return result
+
+    def end(self) -> None:
+        """End the thread before the interpreter ends, unless it waits for what may never come."""
+        if self._thread is not None:
+            self._questions.put(None)
+            self._thread.join(_END_S)
+
+
+class HostGroup:
+    """Ranks that exchange bytes on the host, by messages between two ranks.
+
+    In an axis each rank hears first from the rank before it, then from two before it, four, and so
+    on, and passes on all that it knows (dissemination): log2 of their number of hops, however many
+    there are. In a grid, rows come first, then columns. gloo's own collectives go around a ring:
+    2 (N - 1) hops, and need a connection between any two ranks.
+
+    All ranks call the methods in one order for each channel.
+
+    Args:
+        axes: The rows' and the columns' process group of this rank; the latter only in a grid.
+            None: nobody else.
+        ranks: Global ranks, in the order of rows.
+        name: The same on all of them, for errors.
+        timeout: After how long a rank that waits for another gives up, and breaks the axes' connections.
+        channel: Of these axes; groups that are used by several threads have one each.
+        patience: After how long an operation gives up and leaves the connections to other channels;
+            None: with the timeout alone.
+        mirrors: The others do not exist (torch's fake process group), and say what this rank says.
+    """
+
+    def __init__(
+        self,
+        axes: Sequence[Axis],
+        ranks: Sequence[int],
+        *,
+        name: str,
+        timeout: timedelta,
+        channel: Channel | None = None,
+        patience: timedelta | None = None,
+        mirrors: bool = False,
+    ) -> None:
+        self.name, self.ranks, self.size = name, ranks, len(ranks)
+        self._row, self._column = (*axes, None, None)[:2]
+        self._timeout, self._patience = timeout, patience
+        self.channel = Channel() if channel is None else channel
+        """Tags and the thread of its operations."""
+        self.rank = 0 if self._row is None else self._row.rank()
+        """This rank's place."""
+        if self._row is not None and self._column is not None:
+            self.rank += self._column.rank() * self._row.size()
+        self._axes = [axis for axis in (self._row, self._column) if axis is not None]
+        self._mirrors = mirrors
+
+    # -- Operations
+
+    def keep_highest_(self, message: torch.Tensor, tag: int) -> None:
+        """Replace each byte by the highest that any rank has in its place.
+
+        Args:
+            message: 1D bytes, of one length on all ranks.
+            tag: See :meth:`Channel.next_tag`.
+        """
+        self._run(lambda: self._keep_highest_(message, tag))
+
+    def gather(self, block: torch.Tensor, tag: int) -> torch.Tensor:
+        """The blocks of all ranks, 2D, by rank.
+
+        Args:
+            block: 1D bytes, of one length on all ranks.
+            tag: See :meth:`Channel.next_tag`.
+        """
+        return self._run(lambda: self._gather(block, tag))
+
+    def gather_to_first(self, block: torch.Tensor, tag: int) -> torch.Tensor | None:
+        """The same on the first rank alone; others pass on what comes from the ranks behind them.
+
+        Returns:
+            None on other ranks.
+        """
+        return self._run(lambda: self._gather_to_first(block, tag))
+
+    def broadcast_(self, message: torch.Tensor, source: int, tag: int) -> None:
+        """Overwrite all ranks' bytes by those of one of them.
+
+        Args:
+            message: 1D bytes, of one length on all ranks.
+            source: Its place.
+            tag: See :meth:`Channel.next_tag`.
+        """
+        self._run(lambda: self._broadcast_(message, source, tag))
+
+    def _run(self, action: Callable[[], T]) -> T:
+        if self._patience is None:
+            return action()
+        # A time-out of gloo's would break the connections, which other channels need.
+        result = self.channel.in_background(action)
+        if not wait([result], self._patience.total_seconds()).done:
+            raise RuntimeError(
+                f"Timed out after {self._patience.total_seconds():g} s of waiting for other ranks "
+                f"on the host (gloo)"
+            )
+        return result.result()
+
+    def _keep_highest_(self, message: torch.Tensor, tag: int) -> None:
+        for axis in self._axes:
+            rank, size, distance = axis.rank(), axis.size(), 1
+            while distance < size:
+                arrived = torch.zeros_like(message)
+                self._swap(axis, message.clone(), rank + distance, arrived, rank - distance, tag)
+                torch.maximum(message, arrived, out=message)
+                distance *= 2
+
+    def _gather(self, block: torch.Tensor, tag: int) -> torch.Tensor:
+        for axis in self._axes:
+            rank, size, known = axis.rank(), axis.size(), 1
+            blocks = torch.zeros(size, block.numel(), dtype=torch.uint8)  # from this rank's on
+            blocks[0] = block.view(-1)
+            while known < size:
+                more = min(known, size - known)
+                arrived = blocks[known : known + more]
+                self._swap(axis, blocks[:more], rank - known, arrived, rank + known, tag)
+                known += more
+            block = blocks.roll(rank, 0)
+        return block.view(self.size, -1)
+
+    def _gather_to_first(self, block: torch.Tensor, tag: int) -> torch.Tensor | None:
+        for axis in self._axes:
+            rank, size, distance = axis.rank(), axis.size(), 1
+            blocks = [block.view(1, -1)]
+            while distance < size and rank % (2 * distance) == 0:
+                if rank + distance < size:
+                    more = min(distance, size - rank - distance)
+                    arrived = torch.zeros(more, block.numel(), dtype=torch.uint8)
+                    self._wait(axis.recv([arrived], rank + distance, tag))
+                    if self._mirrors:
+                        arrived.copy_(block.view(1, -1))
+                    blocks.append(arrived)
+                distance *= 2
+            block = torch.cat(blocks)
+            if rank:
+                self._wait(axis.send([block], rank - distance, tag))
+                return None
+        return block.view(self.size, -1)
+
+    def _broadcast_(self, message: torch.Tensor, source: int, tag: int) -> None:
+        columns = self.size if self._row is None else self._row.size()
+        for axis, place in zip(self._axes, (source % columns, source // columns), strict=False):
+            if axis is self._row and self.rank // columns != source // columns:
+                continue  # what the row of the source knows reaches the others through columns
+            size = axis.size()
+            rank = (axis.rank() - place) % size
+            distance = 1
+            while distance < size and rank % (2 * distance) == 0:
+                distance *= 2
+            if rank:
+                self._wait(axis.recv([message], (rank - distance + place) % size, tag))
+            while distance := distance // 2:
+                if rank + distance < size:
+                    self._wait(axis.send([message], (rank + distance + place) % size, tag))
+
+    def _swap(
+        self,
+        axis: Axis,
+        sent: torch.Tensor,
+        target: int,
+        arrived: torch.Tensor,
+        source: int,
+        tag: int,
+    ) -> None:
+        size = axis.size()
+        receiving = axis.recv([arrived], source % size, tag)
+        self._wait(axis.send([sent], target % size, tag))
+        self._wait(receiving)
+        if self._mirrors:
+            arrived.copy_(sent)
+
+    def _wait(self, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            transfer.wait(self._timeout)
+
+
+@torch.inference_mode()  # what is asked there may lie in tensors that nothing else may write to
+def _carry_out(questions: SimpleQueue[_Question | None]) -> None:
+    while (asked := questions.get()) is not None:
+        action, result = asked
+        try:
+            result.set_result(action())
+        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+            result.set_exception(error)
+        del asked, action, result
+
+
+_STARTED: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    for channel in list(_STARTED):
+        channel.end()
