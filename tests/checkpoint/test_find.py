@@ -159,7 +159,7 @@ def test_a_manifest_that_is_no_file_is_none_of_ours(tmp_path: Path) -> None:
         assert not carries_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["open", "pread"])
 def test_what_cannot_be_read_at_the_moment_is_neither_called_ours_nor_foreign(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
@@ -172,7 +172,7 @@ def test_what_cannot_be_read_at_the_moment_is_neither_called_ours_nor_foreign(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, call, failing)
-    with pytest.raises(OSError, match=os.strerror(number)):
+    with pytest.raises(CheckpointError, match=f"reading .* failed: {os.strerror(number)}"):
         carries_manifest(checkpoint)
     with pytest.raises(CheckpointError, match=f"reading .* failed: {os.strerror(number)}"):
         require_replaceable(checkpoint)

@@ -131,8 +131,10 @@ class Strike:
         sys.setprofile(None)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        # A descriptor is closed even where close() fails.
+        closed = event == "c_return" and argument.__name__ == "close"
         if (
-            event == "c_call"
+            (closed or (event == "c_call" and argument.__name__ != "close"))
             and argument.__module__ in ("posix", "fcntl")
             and argument.__name__ not in PURE
         ):

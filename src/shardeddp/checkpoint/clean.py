@@ -26,6 +26,7 @@ from shardeddp.checkpoint.durable import (
 )
 from shardeddp.checkpoint.find import WORKING_NAME, carries_index, carries_manifest
 from shardeddp.checkpoint.manifest import MANIFEST
+from shardeddp.errors import CheckpointError
 
 SILENT_S = 900.0
 """After so long without a write, an entry of another host is taken for abandoned."""
@@ -65,7 +66,7 @@ def remove(
             os.unlink(path)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError) as error:  # ValueError: a name that no file system takes
+    except (OSError, ValueError, CheckpointError) as error:  # a name that no file system takes, too
         kept = str(error)
     if kept is not None:
         warnings.warn(f"The checkpoint {os.fspath(target)!r} was not deleted: {kept}", stacklevel=2)

@@ -207,10 +207,7 @@ def is_checkpoint(directory: StrPath) -> bool:
     return carries_manifest(directory) or os.path.lexists(os.path.join(directory, DCP_METADATA))
 
 
-_NO_MANIFEST = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM),
-    *(errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG),
-}
+_NO_MANIFEST = {errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
 
 
 def carries_manifest(path: StrPath) -> bool:
@@ -219,18 +216,20 @@ def carries_manifest(path: StrPath) -> bool:
     That is so if its manifest begins as those of this package do.
 
     Raises:
-        OSError: The disk, or the number of open files, does not let it be read: that says nothing
-            about what is in there.
+        CheckpointError: Permissions, the disk, or the number of open files do not let it be read:
+            that says nothing about what is in there.
     """
-    try:
-        with open_regular(os.path.join(path, MANIFEST)) as (descriptor, _):
-            return _BEGINNING.match(os.pread(descriptor, 256, 0)) is not None
-    except CheckpointError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_MANIFEST:
+    file = os.path.join(path, MANIFEST)
+    with disk_errors("reading", file):
+        try:
+            with open_regular(file) as (descriptor, _):
+                return _BEGINNING.match(os.pread(descriptor, 256, 0)) is not None
+        except CheckpointError:
             return False
-        raise
+        except OSError as error:
+            if error.errno in _NO_MANIFEST:
+                return False
+            raise
 
 
 def read_manifest(path: StrPath, part: tuple[int, int] = (0, 1)) -> Manifest:

@@ -52,7 +52,8 @@ def check(target: Path, step: int, texts: list[str]) -> bool:
     assert step_of(target) == step - failed, texts[0]
     if dist.get_rank() == 0:
         assert sweep(target.parent).left == ()
-        assert os.listdir(target.parent) == [target.name]
+        found = os.listdir(target.parent)
+        assert found == [target.name], f"{found} is left"
     dist.barrier()
     return not failed
 
