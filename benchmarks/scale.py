@@ -4,8 +4,10 @@ The real Trainer trains as rank 0, or as the last one, on torch's fake process g
 once. Counted are the process groups that it makes, its calls to the store, what it agrees on with other ranks on the
 host (what its training thread carries out itself and waits for, what goes on behind its back, and the hops of all that,
 each a message that follows another) and its bytes, while the run is set up, per step, and in a micro-batch that is not
-the last; measured is its processor time for setup, for a step, and for what a save does on the training thread before
-anything is written. Nothing of it is a network's time.
+the last; measured is its processor time for setup, for a step, for what a save does on the training thread before
+anything is written, and for loading a checkpoint that one rank has saved. Nothing of it is a network's time.
+
+A figure of the last rank stands behind that of the first where they are not equal.
 
     python benchmarks/scale.py
     python benchmarks/scale.py --ranks 8 1024 --strategies full_shard
@@ -16,11 +18,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from host_time import RankZero
@@ -83,6 +87,14 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Stream(IterableDataset[torch.Tensor]):
+    """Data without a length: before each batch ranks ask each other whether it is their last."""
+
+    @override
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randn(STEPS, 8))
+
+
 class Place(RankZero):
     """One rank of many that nobody starts.
 
@@ -118,6 +130,9 @@ class Counts:
 
     groups: int = 0
     store: int = 0
+    store_nbytes: int = 0
+    """Written to it and read from it."""
+
     waited: int = 0
     """Operations on the host that the training thread has carried out itself."""
 
@@ -167,12 +182,25 @@ def counting() -> Iterator[Counts]:
         counts.store += 1
         return former(desk, question, **options)
 
+    def text(carry_out: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            answer = carry_out(*arguments)
+            written = arguments[2] if len(arguments) > 2 else ""
+            read = answer if isinstance(answer, bytes | list) else ()
+            counts.store_nbytes += len(written) if isinstance(written, str) else 8
+            counts.store_nbytes += len(read) if isinstance(read, bytes) else sum(map(len, read))
+            return answer
+
+        return call
+
     former, swap = store._StoreWorker.ask, HostGroup._swap
     with contextlib.ExitStack() as stack:
         replace = lambda *arguments: stack.enter_context(patch.object(*arguments))  # noqa: E731
         replace(dist, "new_group", group(dist.new_group))
         replace(mesh, "new_group_of_its_ranks", group(mesh.new_group_of_its_ranks))
         replace(store._StoreWorker, "ask", ask)
+        for name in ("set", "compare_set", "multi_get", "add"):
+            replace(dist.PrefixStore, name, text(getattr(dist.PrefixStore, name)))
         replace(mesh, "GlooCollectives", NativeCollectives)
         replace(backends, "_all_gather", gather_own)
         for name in OPERATIONS:
@@ -237,23 +265,105 @@ def connections(strategy: ShardedDP, size: int, device: str) -> int:
     )
 
 
-def train(name: str, rank: int, size: int, blocks: int, accumulate: int = 1) -> Watch:
+class Timed(ShardedDP):
+    """Takes the processor's clock while a checkpoint is loaded."""
+
+    load_s = 0.0
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        return self._time(super().load_checkpoint, *args, **kwargs)
+
+    @override
+    def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._time(super().load_model_state_dict, *args, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._time(super().load_optimizer_state_dict, *args, **kwargs)
+
+    def _time(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.process_time()
+        try:
+            return load(*args, **kwargs)
+        finally:
+            self.load_s += time.process_time() - began
+
+
+def trainer_of(strategy: ShardedDP, **options: Any) -> L.Trainer:
+    """A Trainer that shows and saves nothing."""
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    return L.Trainer(
+        accelerator="cpu", strategy=strategy, use_distributed_sampler=False, **quiet, **options
+    )
+
+
+def save(blocks: int, target: Path) -> None:
+    """Save what one rank has trained for a step."""
+    strategy = ShardedDP(auto_wrap_policy={Block}, state_dict_type="sharded")
+    trainer = trainer_of(strategy, devices=1, max_steps=1)
+    trainer.fit(Model(blocks), DataLoader(torch.randn(STEPS, 8)))
+    trainer.save_checkpoint(target)
+    dist.destroy_process_group()
+
+
+def train(
+    name: str,
+    rank: int,
+    size: int,
+    blocks: int,
+    accumulate: int = 1,
+    checkpoint: Path | None = None,
+    data: Any = None,
+) -> tuple[Watch, Timed]:
     """Train a few steps as one rank of many."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with counting() as counts:
-            model = Model(blocks)
-            watch = Watch(counts)
-            trainer = L.Trainer(
-                accelerator="cpu", devices=NODE, num_nodes=size // NODE, plugins=[Place(rank, size)],
-                strategy=ShardedDP(name, auto_wrap_policy={Block}), max_steps=STEPS // accumulate,
-                accumulate_grad_batches=accumulate, callbacks=[watch], logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+            watch, strategy = Watch(counts), Timed(name, auto_wrap_policy={Block})
+            trainer = trainer_of(
+                strategy, devices=NODE, num_nodes=size // NODE, plugins=[Place(rank, size)],
+                max_steps=(STEPS + (checkpoint is not None)) // accumulate,
+                accumulate_grad_batches=accumulate, callbacks=[watch],
             )  # fmt: skip
-            trainer.fit(model, DataLoader(torch.randn(STEPS, 8)))
+            data = torch.randn(STEPS, 8) if data is None else data
+            trainer.fit(Model(blocks), DataLoader(data), ckpt_path=checkpoint)
     finally:
         dist.destroy_process_group()
-    return watch
+    return watch, strategy
+
+
+def figures(name: str, rank: int, size: int, blocks: int, checkpoint: Path) -> dict[str, str]:
+    """What is printed of one rank, by title."""
+    watch, strategy = train(name, rank, size, blocks)
+    accumulated, _ = train(name, rank, size, blocks, accumulate=2)
+    streamed, _ = train(name, rank, size, blocks, data=Stream())
+    _, loaded = train(name, rank, size, blocks, checkpoint=checkpoint)
+    steady, (micro_batch, _) = watch.steps[WARMUP:], accumulated.steps[-1]
+    step, setup = steady[-2][0], watch.setup
+    stream, _ = streamed.steps[-2]
+    return {
+        "process groups": f"{setup.groups}",
+        "descriptors on CUDA": f"{connections(strategy, size, 'cuda'):,}",
+        "descriptors on CPU": f"{connections(strategy, size, 'cpu'):,}",
+        "setup: calls to the store": f"{setup.store}",
+        "setup: bytes in the store": f"{setup.store_nbytes:,}",
+        "setup: agreements": f"{setup.waited + setup.ahead}",
+        "setup: hops": f"{setup.hops}",
+        "setup: KB sent on the host": f"{setup.nbytes / 1e3:.1f}",
+        "setup, s": f"{watch.setup_s:.2f}",
+        "step: agreements waited for": f"{step.waited}",
+        "step: agreements asked ahead": f"{step.ahead}",
+        "step: hops": f"{step.hops}",
+        "step, ms": f"{1e3 * min(seconds for _, seconds in steady):.1f}",
+        "micro-batch: agreements": f"{micro_batch.waited + micro_batch.ahead}",
+        "step on a stream: waited for": f"{stream.waited}",
+        "snapshot of a save, s": f"{watch.save_s:.3f}",
+        "load, s": f"{loaded.load_s:.3f}",
+        "memory, MB": f"{psutil.Process().memory_info().rss / 1e6:,.0f}",
+    }
 
 
 def main() -> None:
@@ -263,36 +373,28 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--blocks", type=int, default=24, help="of twelve parameters each")
     options = parser.parse_args()
-    for quiet in ("lightning.pytorch", "torch.distributed"):
+    for quiet in ("lightning.pytorch", "lightning.fabric", "torch.distributed"):
         logging.getLogger(quiet).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    train("full_shard", 0, NODE, options.blocks)  # imports, and caches of code
-    console = Console(width=160)
-    for name in options.strategies:
-        table = Table(title=f"{name}, {12 * options.blocks} parameters")
-        for column in (
-            "ranks", "as rank", "groups", "descriptors (CUDA / CPU)", "store calls, setup", "agreed, setup",
-            "hops, setup", "KB sent, setup", "setup, s", "waited + ahead, step", "hops, step",
-            "waited + ahead, micro-batch", "step, ms", "snapshot, s", "MB",
-        ):  # fmt: skip
-            table.add_column(column, justify="right")
-        for size in options.ranks:
-            for rank in (0, size - 1):
-                watch = train(name, rank, size, options.blocks)
-                accumulated = train(name, rank, size, options.blocks, accumulate=2)
-                steady, (micro_batch, _) = watch.steps[WARMUP:], accumulated.steps[-1]
-                step = steady[-2][0]
-                strategy = ShardedDP(name, auto_wrap_policy={Block})
-                table.add_row(
-                    f"{size:,}", f"{rank:,}", f"{watch.setup.groups}",
-                    f"{connections(strategy, size, 'cuda'):,} / {connections(strategy, size, 'cpu'):,}",
-                    f"{watch.setup.store}", f"{watch.setup.waited + watch.setup.ahead}", f"{watch.setup.hops}",
-                    f"{watch.setup.nbytes / 1e3:.1f}", f"{watch.setup_s:.2f}",
-                    f"{step.waited} + {step.ahead}", f"{step.hops}", f"{micro_batch.waited} + {micro_batch.ahead}",
-                    f"{1e3 * min(seconds for _, seconds in steady):.1f}", f"{watch.save_s:.3f}",
-                    f"{psutil.Process().memory_info().rss / 1e6:,.0f}",
-                )  # fmt: skip
-        console.print(table)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "saved.ckpt"
+        save(options.blocks, checkpoint)
+        figures("full_shard", 0, NODE, options.blocks, checkpoint)  # imports, and caches of code
+        console = Console(width=100)
+        for name in options.strategies:
+            table = Table(title=f"{name}, {12 * options.blocks} parameters")
+            table.add_column("ranks")
+            columns: list[tuple[dict[str, str], dict[str, str]]] = []
+            for size in options.ranks:
+                table.add_column(f"{size:,}", justify="right")
+                first, last = (
+                    figures(name, rank, size, options.blocks, checkpoint) for rank in (0, size - 1)
+                )
+                columns.append((first, last))
+            for title in columns[0][0]:
+                pairs = [(first[title], last[title]) for first, last in columns]
+                table.add_row(title, *(a if a == b else f"{a}, {b}" for a, b in pairs))
+            console.print(table)
 
 
 if __name__ == "__main__":
