@@ -26,7 +26,10 @@ ANSWER_S = 1.0
 """How long the store may take to answer a question, which it does in a thousandth of that."""
 
 _END_S = 0.2
-_POLL_S = 0.02
+_FIRST_POLL_S = 0.001
+_POLL_S = 0.05
+"""How long a rank pauses at most before it asks again. Pauses begin short, and double: what is there
+soon is found soon, and many ranks that wait long do not keep the store busy."""
 
 
 class DefaultStore(Protocol):
@@ -100,10 +103,15 @@ class StoreClient:
 
     def wait_for(self, names: Sequence[str], within_s: float) -> dict[str, str]:
         """The texts under these names, as soon as all are there; after a time, those that are."""
-        deadline = time.monotonic() + within_s
-        while not self.has(names) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        self.wait_until(names, time.monotonic() + within_s)
         return self.read_all(names)
+
+    def wait_until(self, names: Sequence[str], deadline: float) -> None:
+        """Return when there are texts under these names, or the monotonic clock says so."""
+        pause = _FIRST_POLL_S
+        while not self.has(names) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
 
     def missing(self, names: Sequence[str]) -> list[str]:
         """The names without a text; where they are few, it asks for many at once."""
@@ -208,7 +216,6 @@ def _end_all() -> None:
 PATIENCE_S = 5.0
 """How long a rank waits for the others."""
 
-_BARRIER_POLL_S = 0.05
 _ALL, _SOME = "all", "some"
 
 
@@ -238,7 +245,7 @@ class StoreBarrier:
             except SilentStoreError:
                 if time.monotonic() > deadline + ANSWER_S:
                     return False
-                time.sleep(_BARRIER_POLL_S)
+                time.sleep(_POLL_S)
             except LostStoreError:
                 return False
 
@@ -250,6 +257,5 @@ class StoreBarrier:
         self._client.write(here(self._rank), "1")
         if self._client.has([here(rank) for rank in range(self._world_size)]):
             return self._client.claim(decision, _ALL)
-        while not self._client.has([decision]) and time.monotonic() < deadline:
-            time.sleep(_BARRIER_POLL_S)
+        self._client.wait_until([decision], deadline)
         return self._client.claim(decision, _SOME)
