@@ -36,6 +36,16 @@ class Reads(TinyGpt):
         return super().loss(batch[:, : int(batch[0, 0])])
 
 
+class LooksAtValues(TinyGpt):
+    """A step that checks what it gets and what it makes."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss, unless something is wrong."""
+        assert (batch >= 0).all()
+        loss = super().loss(batch)
+        return loss if loss.isfinite() else loss.nan_to_num()
+
+
 class AsksTrainer(TinyGpt):
     """A step that needs its Trainer."""
 
@@ -99,6 +109,15 @@ def test_layers_that_configure_model_adds_are_planned() -> None:
     )
     added = 4 * (8 * 8 + 8)
     assert more.best.memory.parameters - less.best.memory.parameters == pytest.approx(added, abs=64)
+
+
+def test_a_step_that_checks_values_is_planned_as_one_that_does_not() -> None:
+    checks, trusts = (
+        ShardedDP.plan(it, **PLANNED, strategies=["full_shard"], precisions=["32-true"]).best
+        for it in (LooksAtValues, TinyGpt)
+    )
+    assert checks.memory.peak == pytest.approx(trusts.memory.peak, abs=64)
+    assert checks.memory.parameters == trusts.memory.parameters
 
 
 @pytest.mark.parametrize(

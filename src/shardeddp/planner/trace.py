@@ -169,14 +169,20 @@ class _Recorder:
 
 
 class _Recording(TorchDispatchMode):
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, truth: bool) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._truth = recorder, truth
+        self.was_asked = False
+        """Whether the step has read a truth value."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
-            return 1.0  # a number for a log; those of other dtypes decide on shapes
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if args[0].is_floating_point():
+                return 1.0  # a number for a log; whole numbers decide on shapes
+            if args[0].dtype is torch.bool:
+                self.was_asked = True
+                return self._truth
         out = func(*args, **(kwargs or {}))
         self._recorder.operation(func, args, kwargs or {}, out)
         return out
@@ -325,23 +331,34 @@ def profile(
         for unit in build_units(module, policy)
     ]
     free = {storage(it) for it in (*module.parameters(), *module.buffers())}
-    recorder = _Recorder([Work() for _ in units], Work(), free)
-    mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
-    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
-    with mode, _once_each(units, recorder), mixed, hooks, _Recording(recorder):
+
+    def run(truth: bool) -> tuple[_Recorder, bool, Exception | None]:
+        """One step; whether it has read a truth value, and what it has failed with."""
+        recorder = _Recorder([Work() for _ in units], Work(), set(free))
+        mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
+        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda it: it)
+        recording = _Recording(recorder, truth)
         try:
-            step(module, micro_batch)
+            with mode, _once_each(units, recorder), mixed, hooks, recording:
+                step(module, micro_batch)
         except ConfigurationError:
             raise
-        except Exception as error:
-            said = str(error).splitlines()[0] if str(error) else ""
-            raise ConfigurationError(
-                f"{type(module).__name__} does not run without values ({type(error).__name__}: "
-                f"{said}). The planner runs one training step on tensors that have shapes and no "
-                f"values: a step that reads values (item() of whole numbers, shapes that depend on "
-                f"data, attributes that setup() or a Trainer sets) cannot be planned so. `shardeddp "
-                f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
-            ) from error
+        except Exception as error:  # noqa: BLE001 - the module's own code
+            return recorder, recording.was_asked, error
+        return recorder, recording.was_asked, None
+
+    recorder, was_asked, error = run(False)  # where a step looks for NaN, there is none
+    if error is not None and was_asked:
+        recorder, _, error = run(True)  # and what it asserts is true
+    if error is not None:
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise ConfigurationError(
+            f"{type(module).__name__} does not run without values ({type(error).__name__}: "
+            f"{said}). The planner runs one training step on tensors that have shapes and no "
+            f"values: a step that reads values (item() of whole numbers, shapes that depend on "
+            f"data, attributes that setup() or a Trainer sets) cannot be planned so. `shardeddp "
+            f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
+        ) from error
     return ModelProfile(
         units=units, work=recorder.work, head=recorder.head, micro_batch=micro_batch, tokens=tokens
     )
