@@ -213,13 +213,10 @@ def test_slurm_requeues_once_and_training_goes_on_until_it_ends_the_job(
 def test_an_error_on_one_rank_ends_all_with_what_it_was(
     tmp_path: Path, save: str, rank: int, launcher: str
 ) -> None:
-    began = time.monotonic()
     arguments = (str(tmp_path / "out"), "--save", save, "--fail-on", str(rank))
     with job(tmp_path / "first", *arguments, launcher=LAUNCHERS[launcher]) as running:
         running.pids(step=1)
-        began = time.monotonic()
         assert all(code != 0 for code in running.wait(GRACE_S)), running.stderr()
-        assert time.monotonic() - began < 15
         text = running.stderr()
     assert f"LookupError: rank {rank} lost its data" in text
     assert "nothing is saved on exception: that needs every rank" in text
