@@ -116,7 +116,9 @@ class Differentiates(BeforeTheStep):
     def exchange(self, one: Tensor, other: Tensor) -> list[Tensor]:
         size = dist.get_world_size()
         gathered = differentiable.all_gather(one.grad)
-        own = differentiable.reduce_scatter(torch.zeros(one.shape), [one.grad, other.grad] * (size // 2))
+        own = differentiable.reduce_scatter(
+            torch.zeros(one.shape), [one.grad, other.grad] * (size // 2)
+        )
         return [*gathered, own, differentiable.all_reduce(other.grad.clone())]
 
 

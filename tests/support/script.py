@@ -1,6 +1,6 @@
 """A training script as users write them, for tests of how processes start and end; says what it did in JSON lines.
 
-Usage: script.py OUT STRATEGY [--fail-on RANK] [--only-fit] [--deferred]
+Usage: script.py OUT STRATEGY [--fail-on RANK [--killed]] [--only-fit] [--deferred]
 """
 
 import argparse

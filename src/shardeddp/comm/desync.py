@@ -376,7 +376,8 @@ def _global_rank(frame: FrameType, argument: str) -> int | None:
     in_group: int | None = frame.f_locals.get(f"group_{argument}")
     if given is not None or in_group is None:
         return given
-    return dist.get_global_rank(frame.f_locals.get("group") or dist.group.WORLD, in_group)
+    group: Any = frame.f_locals.get("group") or dist.group.WORLD
+    return dist.get_global_rank(group, in_group)
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

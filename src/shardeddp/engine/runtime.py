@@ -29,8 +29,8 @@ from shardeddp.engine.storage import SavedView
 from shardeddp.engine.unit import Unit, UnitProgress, UnitState
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
-from shardeddp.tensor.collectives import extend_collectives
 from shardeddp.tensor.backward import graph_is_retained
+from shardeddp.tensor.collectives import extend_collectives
 from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import (

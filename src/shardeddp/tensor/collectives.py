@@ -56,9 +56,7 @@ def extend_collectives() -> dict[str, torch.library.Library]:
     return libraries
 
 
-def _run(
-    func: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run(func: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation all of whose arguments look plain to torch."""
     if any(isinstance(each, (NoRawMemory, ReleasedParameter)) for each in tensors_in(args)):
         args, kwargs = without_released(args, kwargs)
