@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Sequence
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 
-from shardeddp.comm import Mesh, agree_on_highest
-from shardeddp.comm.agreement import ABOUT_UNITS
+from shardeddp.comm import Mesh
+from shardeddp.comm.agreement import ABOUT_UNITS, reduce_highest
 from shardeddp.engine.reducer import Reduced, Reducer
 from shardeddp.engine.unit import UnitProgress, UnitState
+from shardeddp.engine.visits import Coming, Forecast, VisitOrder
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 
 # -- ExecutionOrder: the order of units in a pass, recorded once
@@ -95,7 +96,7 @@ class ExecutionOrder:
         return None
 
 
-# -- Visits: agreement of all ranks on the next unit
+# -- OrderAgreement: agreement of all ranks on the next units
 
 _BACKWARD = "backward"
 
@@ -118,20 +119,53 @@ def is_backward(kind: str) -> bool:
 _END = "the end of the pass"
 
 
-class _Field(IntEnum):
-    """Fields of a message: a row of one byte per unit for each."""
+@dataclass(frozen=True)
+class _Planned:
+    """A visit of a plan, which all ranks carry out alike, whether they make it or not."""
 
-    FORWARD = 0
-    """This rank's forward comes to the unit next."""
+    visit: int
+    unit: int
+    gathered: bool
+    """Whether some rank has to gather the unit for it."""
 
-    BACKWARD = 1
-    """This rank's backward comes to the unit next."""
+    reduced: tuple[int, ...]
+    """Units whose gradients are reduced first."""
 
-    GATHER = 2
-    """It needs the unit's parameters for that, and does not have them."""
 
-    REDUCED = 3
-    """How far the unit's gradients are: a :class:`Reduced`."""
+_FORWARD = max(Coming)
+"""Is added to what a rank says of a forward: ranks that are in one go first."""
+
+
+class _Answer:
+    """What all ranks have said when they asked."""
+
+    def __init__(self, numbers: bytes, units: int, repeats: int) -> None:
+        strayed, ended, *codes = numbers[:6]
+        self.strayed, self.ended = bool(strayed), bool(ended)
+        self.reduced = numbers[6 : 6 + units]
+        """By unit, a :class:`Reduced`."""
+
+        coming, gathered = numbers[6 + units :], numbers[6 + units + units * (1 + repeats) :]
+        self.forward = max(coming[: len(gathered)]) > _FORWARD
+        """Whether any rank is in a forward; what the others say waits, if so."""
+
+        base = _FORWARD if self.forward else 0
+        self.said = {
+            visit: Coming(level - base)
+            for visit, level in enumerate(coming[: len(gathered)])
+            if level > base
+        }
+        self.gathered = {
+            visit for visit, level in enumerate(gathered) if level == (2 if self.forward else 1)
+        }
+        code, complement = codes[:2] if self.forward else codes[2:]
+        self.code = code if code + complement == 255 else None
+        """Of the kind of pass; None: ranks are in different ones."""
+
+
+def _code_of(kind: str) -> int:
+    """A number from 1 to 255; kinds that share one share an order of visits."""
+    return zlib.crc32(kind.encode()) % 255 + 1
 
 
 class OrderAgreement:
@@ -144,10 +178,19 @@ class OrderAgreement:
 
     The first pass of each kind is agreed on, visit by visit: each rank says on the host which unit
     it comes to. Where that is the same on all ranks, later passes go on without asking. Where it is
-    not, the first of those units is gathered by all ranks, also by those that do not need it, and
-    those that wait for another one ask again; from then on every pass of this model is agreed on.
-    Gradients are reduced between two visits, when no rank needs a unit any more, with zeros of the
-    ranks that have not used it.
+    not, every pass of this model is agreed on from then on, by plans.
+
+    A rank that asks says where it is, and which visits it expects after that. What all ranks have
+    said makes the plan: visits in one order, each with whether the unit is gathered for it and which
+    units are reduced before. All ranks carry out all of it, and nothing else in between: a rank that
+    comes to a visit of the plan first carries out what is before it, with zeros for what it has not
+    used; one that comes to anything else, or to the end of its pass, carries out the rest of the plan
+    and asks again. So the order is the same on all ranks, whatever each of them does. A plan usually
+    holds the whole pass: ranks ask when a pass begins, and when it ends.
+
+    Gradients that arrive after a plan has reduced their unit wait for the end of the backward, as
+    others that are late do. What no plan reduces is reduced where ranks ask, when no rank needs the
+    unit any more.
 
     A rank that finds, in a pass that has been alike so far, that it uses other units than before,
     asks whether all do. They may change together, alone it is an error: what the others have issued
@@ -187,6 +230,18 @@ class OrderAgreement:
         """Whether forwards need other ranks."""
 
         self._gathers_in_backward = mesh.data.size > 1 and sharding.reshard is not Reshard.NEVER
+        self._begun = 0  # passes
+        self._forecasts: defaultdict[str, Forecast] = defaultdict(
+            lambda: Forecast(len(progresses))
+        )  # by kind
+        # The same on all ranks: what they have planned and not carried out all of, the order of
+        # visits by code of the kind, how often the unit with the most visits has been visited in a
+        # pass, and a checksum of all that they have agreed on.
+        self._plan: deque[_Planned] = deque()
+        self._visits: defaultdict[int, VisitOrder] = defaultdict(VisitOrder)
+        self._repeats = 1
+        self._history = 0
+        self._strayed = False  # whether this rank could not follow the last plan
 
     # -- Evaluation
 
@@ -210,6 +265,9 @@ class OrderAgreement:
 
     def begin(self, kind: str) -> None:
         """A pass of this rank begins."""
+        self._carry_out()
+        self._begun += 1
+        self._forecasts[kind].begin(self._begun, self._uses if is_backward(kind) else None)
         if kind not in self._alike:
             # Only an order that all ranks have agreed on predicts what all will do.
             self._orders[kind] = ExecutionOrder()
@@ -245,6 +303,11 @@ class OrderAgreement:
         if self.agrees(kind) and self._needs(progress):
             self._await_turn(progress, kind)
 
+    def reuse(self, progress: UnitProgress, kind: str) -> None:
+        """The same for another use of a unit that is gathered: after the last it may be reduced."""
+        if self.agrees(kind):
+            self._await_turn(progress, kind)
+
     def upcoming(self, kind: str, depth: int) -> list[int]:
         """The units that all ranks will come to next."""
         return [] if self._apart or self.agrees(kind) else self._orders[kind].upcoming(depth)
@@ -262,6 +325,7 @@ class OrderAgreement:
         expected = self._orders[kind].next()
         if self.agrees(kind):
             if self._open:
+                self._carry_out()
                 return
             self._serve()
         elif expected is not None and self._involves_others(kind):
@@ -272,7 +336,7 @@ class OrderAgreement:
         self._changed.discard(kind)
 
     def agrees(self, kind: str) -> bool:
-        """Whether ranks agree on each visit of a pass of this kind."""
+        """Whether ranks agree on the visits of a pass of this kind."""
         return self._involves_others(kind) and (
             self._apart or self._open or kind not in self._alike
         )
@@ -280,10 +344,8 @@ class OrderAgreement:
     def _involves_others(self, kind: str) -> bool:
         return self._gathers_in_backward if is_backward(kind) else self.gathers
 
-    def _await_turn(self, progress: UnitProgress, kind: str) -> None:
-        field = _Field.BACKWARD if is_backward(kind) else _Field.FORWARD
-        while self._round(progress, field) is not progress:
-            pass
+    def _uses(self, unit: int) -> int:
+        return len(self._progresses[unit].unreached_uses)
 
     def _needs(self, progress: UnitProgress) -> bool:
         """Whether the unit's parameters have to be gathered before this rank can use them."""
@@ -294,36 +356,69 @@ class OrderAgreement:
             else unit.state is UnitState.UNSHARDED and unit.stale
         )
 
+    # -- Plans
+
+    def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
+        """Carry out what is planned, before ranks do anything else together."""
+        if not reading:
+            self._carry_out()
+
+    def reset(self) -> None:
+        """Forget, after a failure, what has been planned.
+
+        Ranks that have carried out different parts of it find that out when they ask again.
+        """
+        if self._plan:
+            self._history = zlib.crc32(bytes([len(self._plan) % 256]), self._history)
+            self._plan.clear()
+            self._note_plan()
+
+    def _await_turn(self, progress: UnitProgress, kind: str) -> None:
+        forecast, needed = self._forecasts[kind], self._needs(progress)
+        visit, was_planned = forecast.next(progress.index), bool(self._plan)
+        if not self._reach(visit, needed):
+            self._strayed = was_planned
+            self._ask(kind, progress)
+            while not self._reach(visit, needed):
+                self._ask(kind, progress)
+        forecast.note(visit, needed=needed, begun=self._begun)
+
     def _serve(self) -> None:
-        while self._round(None, _Field.FORWARD) is not None:
-            pass
+        self._carry_out()
+        while self._ask():
+            self._carry_out()
+
+    def _reach(self, visit: int, needed: bool) -> bool:
+        """Carry out the plan up to a visit; all of it, if this visit is not in it."""
+        for count, planned in enumerate(self._plan, 1):
+            if planned.visit == visit and planned.gathered >= needed:
+                self._carry_out(count, visit)
+                return True
+        self._carry_out()
+        return False
 
     @torch.no_grad()
-    def _round(self, wanted: UnitProgress | None, field: _Field) -> UnitProgress | None:
-        """Ask where all ranks are, reduce what is over, gather the first unit and return it."""
-        # The last column stands for the end of the pass.
-        message = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8)
-        message[field, -1 if wanted is None else wanted.index] = 1
-        if wanted is not None:
-            message[_Field.GATHER, wanted.index] = self._needs(wanted)
-        reduced = self._reducer.progress(wanted)
-        message[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8)
-        agree_on_highest(message, self._mesh.control)
-        forward, backward, gather, progress = message.tolist()
-        self._apart |= not self._open and sum(forward) + sum(backward) > 1
-        self._reducer.issue(
-            [index for index, state in enumerate(progress[:-1]) if state == Reduced.DUE]
-        )
-        places = [index for index, flag in enumerate(forward[:-1]) if flag]
-        # As units were found, and back: most ranks wait least where that is the order in which they
-        # are used.
-        places += [index for index, flag in reversed([*enumerate(backward[:-1])]) if flag]
-        if not places:
-            return None
-        chosen = self._progresses[places[0]]
-        if gather[chosen.index]:
-            self._gather(chosen, keep=chosen is wanted)
-        return chosen
+    def _carry_out(self, count: int | None = None, visit: int | None = None) -> None:
+        """Carry out the first visits of the plan, or all of it.
+
+        Args:
+            count: How many; None: all.
+            visit: The one that this rank makes itself.
+        """
+        for _ in range(len(self._plan) if count is None else count):
+            planned = self._plan.popleft()
+            self._reducer.issue(planned.reduced)
+            if planned.gathered:
+                self._gather(self._progresses[planned.unit], keep=planned.visit == visit)
+        self._note_plan()
+
+    def _note_plan(self) -> None:
+        """Let :meth:`settle` be called as long as something is planned."""
+        is_noted = self in self._mesh.unsettled
+        if is_noted and not self._plan:
+            self._mesh.unsettled.remove(self)
+        elif self._plan and not is_noted:
+            self._mesh.unsettled.append(self)
 
     def _gather(self, progress: UnitProgress, *, keep: bool) -> None:
         unit = progress.unit
@@ -331,6 +426,111 @@ class OrderAgreement:
         unit.gather_with_others()
         if rested and not keep:
             unit.reshard()
+
+    @torch.no_grad()
+    def _ask(self, kind: str = "", wanted: UnitProgress | None = None) -> bool:
+        """Ask where all ranks are, reduce what is over, and plan.
+
+        Args:
+            kind: Of the pass that this rank is in.
+            wanted: The unit that it has come to; None: the end of the pass.
+
+        Returns:
+            Whether any rank has come to a unit.
+        """
+        answer = self._exchange(self._message(kind, wanted))
+        self._reducer.issue(
+            [index for index, state in enumerate(answer.reduced) if state == Reduced.DUE]
+        )
+        said, forward = answer.said, answer.forward
+        come = [visit for visit, coming in said.items() if coming > Coming.LATER]
+        self._apart |= not self._open and len(come) + answer.ended > 1
+        if not come:
+            return False
+        # As units were found, and back: most ranks wait least where that is the order in which they
+        # are used.
+        come.sort(key=self._unit_of, reverse=not forward)
+        if answer.code is None:  # ranks are in passes of different kinds
+            visits, length = come[:1], 1
+        else:
+            order = self._visits[answer.code]
+            newest = [visit for visit in come if said[visit] is Coming.OUT_OF_ORDER]
+            visits = order.plan(said, newest)
+            length = order.length(strayed=answer.strayed)
+        self._repeats = max(self._repeats, 1 + max(come) // len(self._progresses))
+        due = {i for i, state in enumerate(answer.reduced) if state == Reduced.COMING}
+        self._plan.extend(self._planned(visits, answer.gathered, due if not forward else set())[:length])
+        self._note_plan()
+        return True
+
+    def _unit_of(self, visit: int) -> int:
+        return visit % len(self._progresses)
+
+    def _planned(
+        self, visits: Sequence[int], gathered: Set[int], due: Set[int]
+    ) -> list[_Planned]:
+        """Let units that are to be reduced be so at the first visit outside of them after their last."""
+        ahead = Counter(map(self._unit_of, visits))
+        due, found = {*due}, list[_Planned]()
+        over = [unit for unit in due if unit not in ahead]
+        for visit in visits:
+            unit = self._unit_of(visit)
+            reduced = [
+                other
+                for other in over
+                if other != unit and unit not in self._progresses[other].inner
+            ]
+            over = [other for other in over if other not in reduced]
+            found.append(_Planned(visit, unit, visit in gathered, tuple(sorted(reduced))))
+            ahead[unit] -= 1
+            if not ahead[unit] and unit in due:
+                over.append(unit)
+        return found
+
+    # What a rank says: whether it could not follow the last plan, whether it has come to its end; a
+    # code of the kind of its pass and what is missing to 255, of forwards, then the same of
+    # backwards; by unit, how far its gradients are; by visit, a `Coming`, then whether the unit is
+    # gathered for it (1 in a backward, 2 in a forward). One visit more to each unit than any rank
+    # has made may be said.
+
+    def _message(self, kind: str, wanted: UnitProgress | None) -> torch.Tensor:
+        units = len(self._progresses)
+        visits = units * (1 + self._repeats)
+        coming, gathered, codes = bytearray(visits), bytearray(visits), [0] * 4
+        ahead: Counter[int] = Counter()
+        if wanted is not None:
+            backward, code = is_backward(kind), _code_of(kind)
+            codes[2 * backward : 2 * backward + 2] = code, 255 - code
+            order, forecast = self._visits[code], self._forecasts[kind]
+            visit = forecast.next(wanted.index)
+            base, in_order = 0 if backward else _FORWARD, forecast.is_in_order(visit, order)
+            coming[visit] = base + (Coming.NOW if in_order else Coming.OUT_OF_ORDER)
+            needs = {visit: self._needs(wanted)}
+            if in_order:
+                for later, needed in forecast.expected(visit, order, self._begun).items():
+                    coming[later] = base + Coming.LATER
+                    progress = self._progresses[self._unit_of(later)]
+                    needs[later] = self._needs(progress) if needed is None else needed
+                    ahead[progress.index] += 1
+            for each, needed in needs.items():
+                gathered[each] = needed * (1 if backward else 2)
+        head = [self._strayed, wanted is None, *codes]
+        return torch.frombuffer(
+            bytearray([*head, *self._reducer.progress(wanted, ahead), *coming, *gathered]),
+            dtype=torch.uint8,
+        )
+
+    def _exchange(self, message: torch.Tensor) -> _Answer:
+        reduce_highest(
+            message,
+            f"agreement on units after {self._history:08x}",
+            self._mesh.control,
+            kind="agreement on units",
+        ).wait()
+        said = bytes(message.tolist())
+        self._history = zlib.crc32(said, self._history)
+        self._strayed = False
+        return _Answer(said, len(self._progresses), self._repeats)
 
     # -- Passes without agreement
 

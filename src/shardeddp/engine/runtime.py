@@ -656,6 +656,7 @@ class Runtime:
         Finishes what is in flight, reshards, and drops gradients that were not reduced.
         """
         self._reducer.abort()
+        self.agreement.reset()
         self._saved.clear()
         for progress in self.progresses:
             progress.active = 0
@@ -835,13 +836,15 @@ class Runtime:
     def _reach(self, progress: UnitProgress, use: object = None) -> None:
         """A backward reaches a unit, by a use that its outputs announced or an unannounced one."""
         self._begin_backward()
-        first = not progress.entered
+        first, announced = not progress.entered, use in progress.unreached_uses
         progress.was_retained |= graph_is_retained()
-        if first or use in progress.unreached_uses:
+        if first or announced:
             progress.unreached_uses.discard(use)
             self._reducer.reach(progress, agreed=self.agreement.agrees(self._backward_kind))
         if first or progress.unit.state is not UnitState.UNSHARDED:
             self._visit(progress, self._backward_kind)
+        elif announced:
+            self.agreement.reuse(progress, self._backward_kind)
 
     def _restore(self, saved: SavedView) -> torch.Tensor:
         """A view of a parameter that a graph has saved, wherever its unit is in the meantime."""
