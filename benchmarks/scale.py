@@ -4,7 +4,7 @@ The real Trainer trains as rank 0, or as the last one, on torch's fake process g
 once. Counted are the process groups that it makes, its calls to the store, what it agrees on with other ranks on the
 host (what its training thread carries out itself and waits for, what goes on behind its back, and the hops of all that,
 each a message that follows another) and its bytes, while the run is set up, per step, and in a micro-batch that is not
-the last; measured is its processor time for setup, for a step, and for what a save does on the training thread before
+the last, and per step of units that may differ between ranks (`uneven_units`); measured is its processor time for setup, for a step, and for what a save does on the training thread before
 anything is written. Nothing of it is a network's time.
 
     python benchmarks/scale.py
@@ -237,7 +237,9 @@ def connections(strategy: ShardedDP, size: int, device: str) -> int:
     )
 
 
-def train(name: str, rank: int, size: int, blocks: int, accumulate: int = 1) -> Watch:
+def train(
+    name: str, rank: int, size: int, blocks: int, accumulate: int = 1, *, uneven_units: bool = False
+) -> Watch:
     """Train a few steps as one rank of many."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -246,8 +248,8 @@ def train(name: str, rank: int, size: int, blocks: int, accumulate: int = 1) -> 
             watch = Watch(counts)
             trainer = L.Trainer(
                 accelerator="cpu", devices=NODE, num_nodes=size // NODE, plugins=[Place(rank, size)],
-                strategy=ShardedDP(name, auto_wrap_policy={Block}), max_steps=STEPS // accumulate,
-                accumulate_grad_batches=accumulate, callbacks=[watch], logger=False, enable_checkpointing=False,
+                strategy=ShardedDP(name, auto_wrap_policy={Block}, uneven_units=uneven_units),
+                max_steps=STEPS // accumulate, accumulate_grad_batches=accumulate, callbacks=[watch], logger=False, enable_checkpointing=False,
                 enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
             )  # fmt: skip
             trainer.fit(model, DataLoader(torch.randn(STEPS, 8)))
@@ -273,13 +275,14 @@ def main() -> None:
         for column in (
             "ranks", "as rank", "groups", "descriptors (CUDA / CPU)", "store calls, setup", "agreed, setup",
             "hops, setup", "KB sent, setup", "setup, s", "waited + ahead, step", "hops, step",
-            "waited + ahead, micro-batch", "step, ms", "snapshot, s", "MB",
+            "waited + ahead, micro-batch", "waited + ahead, step, uneven units", "step, ms", "snapshot, s", "MB",
         ):  # fmt: skip
             table.add_column(column, justify="right")
         for size in options.ranks:
             for rank in (0, size - 1):
                 watch = train(name, rank, size, options.blocks)
                 accumulated = train(name, rank, size, options.blocks, accumulate=2)
+                uneven = train(name, rank, size, options.blocks, uneven_units=True).steps[-2][0]
                 steady, (micro_batch, _) = watch.steps[WARMUP:], accumulated.steps[-1]
                 step = steady[-2][0]
                 strategy = ShardedDP(name, auto_wrap_policy={Block})
@@ -289,7 +292,7 @@ def main() -> None:
                     f"{watch.setup.store}", f"{watch.setup.waited + watch.setup.ahead}", f"{watch.setup.hops}",
                     f"{watch.setup.nbytes / 1e3:.1f}", f"{watch.setup_s:.2f}",
                     f"{step.waited} + {step.ahead}", f"{step.hops}", f"{micro_batch.waited} + {micro_batch.ahead}",
-                    f"{1e3 * min(seconds for _, seconds in steady):.1f}", f"{watch.save_s:.3f}",
+                    f"{uneven.waited} + {uneven.ahead}", f"{1e3 * min(seconds for _, seconds in steady):.1f}", f"{watch.save_s:.3f}",
                     f"{psutil.Process().memory_info().rss / 1e6:,.0f}",
                 )  # fmt: skip
         console.print(table)

@@ -112,7 +112,11 @@ def twice(seed: int, model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def train_drawn(
-    seed: int, sharding: Sharding, loss: Callable[..., torch.Tensor], steps: int = 12, micro: int = 1
+    seed: int,
+    sharding: Sharding,
+    loss: Callable[..., torch.Tensor],
+    steps: int = 12,
+    micro: int = 1,
 ) -> None:
     trial = Trial(Program(), sharding)
     backwards = 2 if loss is plain and seed % 3 == 1 else 1
@@ -124,7 +128,8 @@ def train_drawn(
             expected = trial.reference_loss(partial(loss, seed), number)
             for left in reversed(range(backwards)):
                 keeps = bool(left) and not any(
-                    reentrant for rank in range(dist.get_world_size())
+                    reentrant
+                    for rank in range(dist.get_world_size())
                     for _, reentrant in drawn_runs(seed, rank, number)
                 )
                 mine.backward(retain_graph=keeps)
@@ -140,8 +145,10 @@ def train_drawn(
                 with torch.no_grad():
                     found = trial.forward(partial(plain, seed + 7), number)
                     torch.testing.assert_close(
-                        found, plain(seed + 7, trial.reference, dist.get_rank(), number),
-                        rtol=2e-5, atol=1e-6,
+                        found,
+                        plain(seed + 7, trial.reference, dist.get_rank(), number),
+                        rtol=2e-5,
+                        atol=1e-6,
                     )
 
 
@@ -153,3 +160,95 @@ def test_drawn_programs_of_ranks_are_those_of_one_process(
     strategy: str, loss: Callable[..., torch.Tensor], seed: int
 ) -> None:
     train_drawn(seed, Sharding(strategy=strategy, units=UNITS, uneven=True), loss)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("micro", [1, 3])
+@on_ranks(4)
+def test_drawn_programs_of_replicas_are_those_of_one_process(micro: int, seed: int) -> None:
+    for split in (False, True):
+        sharding = Sharding(
+            strategy="hybrid_shard", shard_size=2, units=UNITS, uneven=True, split=split
+        )
+        train_drawn(seed, sharding, plain, steps=6, micro=micro)
+
+
+@pytest.mark.parametrize("every", [True, False])
+@on_ranks(3)
+def test_drawn_micro_batches_are_those_of_one_process(every: bool) -> None:
+    sharding = Sharding(units=UNITS, uneven=True, reduce_every_backward=every)
+    train_drawn(0, sharding, plain, steps=6, micro=3)
+
+
+# -- How often ranks ask
+
+
+def rounds(trial: Trial) -> int:
+    """How often this rank has asked so far."""
+    return begun(trial.runtime.mesh.control).get("agreement on units", 0)
+
+
+def count_rounds(
+    runs: Callable[[int, int], list[tuple[list[int], bool | None]]], steps: int, **options: object
+) -> list[int]:
+    """By step, how often ranks ask."""
+    trial = Trial(Program(), Sharding(units=UNITS, uneven=True, **options))  # type: ignore[arg-type]
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step, 4, WIDTH), runs(rank, step)).pow(2).mean()
+
+    found = []
+    with another_order():
+        for step in range(steps):
+            before = rounds(trial)
+            trial.backward(loss, step)
+            found.append(rounds(trial) - before)
+            trial.check_gradients()
+            trial.step()
+    trial.check_parameters()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_in_the_steady_state_ranks_ask_when_a_pass_begins_and_ends(strategy: str) -> None:
+    own = [[([0, 2, 3], None)], [([1, 2], None), ([5, 4], False)]]
+    found = count_rounds(lambda rank, step: own[rank], 5, strategy=strategy)
+    assert found[0] > 20 and found[-2:] == [4, 4], found
+
+
+@on_ranks(2)
+def test_units_that_run_several_times_are_planned_as_often() -> None:
+    own = [[([0, 1, 0, 1, 0], None)], [([1, 1, 1], None)]]
+    found = count_rounds(lambda rank, step: own[rank], 5)
+    assert found[-2:] == [4, 4], found
+
+
+@on_ranks(2)
+def test_what_no_rank_has_expected_is_asked_about_and_planned_from_then_on() -> None:
+    def runs(rank: int, step: int) -> list[tuple[list[int], bool | None]]:
+        return [([0, 1, 3, 4, 5] if rank or step < 4 else [0, 1, 2, 4, 5], None)]
+
+    found = count_rounds(runs, 9)
+    assert found[3] == 4 and found[4] > 4 and found[-1] == 4, found
+
+
+@on_ranks(2)
+def test_what_no_rank_needs_any_more_is_gathered_once_more_in_vain() -> None:
+    gathered = []
+    for own in ([], [4, 5]):
+        trial = Trial(Program(), Sharding(units=UNITS, uneven=True))
+
+        def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+            stages = [0, 1, *(own if step < 3 else [])]
+            return model(batch(rank, step, 4, WIDTH), [(stages, None)]).pow(2).mean()
+
+        with another_order():
+            for step in range(6):
+                issued = trial.runtime.mesh.gather_stream.issued
+                trial.backward(loss, step)
+                gathered.append(trial.runtime.mesh.gather_stream.issued - issued)
+                trial.step()
+    without, with_more = gathered[:6], gathered[6:]
+    assert with_more[2] > without[2] and with_more[3] > without[3]
+    assert with_more[4:] == without[4:]

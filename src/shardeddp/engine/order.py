@@ -459,16 +459,16 @@ class OrderAgreement:
             length = order.length(strayed=answer.strayed)
         self._repeats = max(self._repeats, 1 + max(come) // len(self._progresses))
         due = {i for i, state in enumerate(answer.reduced) if state == Reduced.COMING}
-        self._plan.extend(self._planned(visits, answer.gathered, due if not forward else set())[:length])
+        self._plan.extend(
+            self._planned(visits, answer.gathered, due if not forward else set())[:length]
+        )
         self._note_plan()
         return True
 
     def _unit_of(self, visit: int) -> int:
         return visit % len(self._progresses)
 
-    def _planned(
-        self, visits: Sequence[int], gathered: Set[int], due: Set[int]
-    ) -> list[_Planned]:
+    def _planned(self, visits: Sequence[int], gathered: Set[int], due: Set[int]) -> list[_Planned]:
         """Let units that are to be reduced be so at the first visit outside of them after their last."""
         ahead = Counter(map(self._unit_of, visits))
         due, found = {*due}, list[_Planned]()

@@ -179,9 +179,7 @@ class Reducer:
             progress.entered = True
             self._reached.append(progress)
 
-    def progress(
-        self, entering: UnitProgress | None, ahead: Mapping[int, int]
-    ) -> list[Reduced]:
+    def progress(self, entering: UnitProgress | None, ahead: Mapping[int, int]) -> list[Reduced]:
         """How far this rank is with each unit.
 
         Args:

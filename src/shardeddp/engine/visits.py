@@ -148,9 +148,7 @@ class Forecast:
 
     def _is_expected(self, visit: int, begun: int) -> bool:
         made, unit = self._made.get(visit), visit % self._units
-        again = (
-            made is not None and made.run == self._run - 1 and made.part == begun - self._begun
-        )
+        again = made is not None and made.run == self._run - 1 and made.part == begun - self._begun
         if self._uses is None or unit not in self._announced:
             return again
         uses = self._uses(unit)
