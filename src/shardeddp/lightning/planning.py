@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -144,7 +144,7 @@ def samples_of(batch: Any) -> int:
     return found[0] if found else 1
 
 
-def _tokens_of(batch: Any) -> int:
+def tokens_of(batch: Any) -> int:
     """Tokens of a sample: the second size of the first tensor of whole numbers; 1 without any."""
     found: list[int] = []
 
@@ -263,7 +263,7 @@ def plan_of_run(
             per_node=setting.ranks_per_node,
             gpu_figures=figures,
             batch=lambda size: resized(batch, size),
-            length=_tokens_of(batch),
+            length=tokens_of(batch),
             global_batch=samples * setting.accumulates * count,
             precisions=(setting.precision,),
             offloads=tuple(dict.fromkeys(("none", setting.offload))),
@@ -367,30 +367,9 @@ def choose(
 def _fastest(
     module: LightningModule, candidates: Mapping[str, ShardingStrategy], setting: Setting, gpu: str
 ) -> Chosen:
-    count = setting.num_nodes * setting.ranks_per_node
-    example = module.example_input_array
-    with detached(module):
-        plan = make_plan(
-            module,
-            gpu=gpu,
-            gpus=count,
-            per_node=setting.ranks_per_node,
-            batch=lambda size: resized(example, size),
-            length=_tokens_of(example),
-            global_batch=samples_of(example) * setting.accumulates * count,
-            strategies=tuple(candidates),
-            precisions=(setting.precision,),
-            recomputes=(setting.recompute,),
-            offloads=(setting.offload,),
-            micro_batches=(samples_of(example),),
-            auto_wrap_policy=setting.policy,
-        )
-    sizes = {
-        name: sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
-        for name, sharding in candidates.items()
-    }
-    own = [it for it in plan.plans if it.choice.shard_size == sizes[it.choice.strategy]]
-    best, room = own[0], plan.cluster.gpu.memory_gb * 1e9 / GIB
+    plan = plan_as_set(module, module.example_input_array, candidates, setting, gpu)
+    count = plan.cluster.count
+    best, room = plan.best, plan.cluster.gpu.memory_gb * 1e9 / GIB
     needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
     return Chosen(
         sharding_strategy=best.choice.strategy,
@@ -398,6 +377,47 @@ def _fastest(
         if best.fits
         else f"the least memory of all, none of which fits {count} x {gpu} by the plan ({needs})",
     )
+
+
+def plan_as_set(
+    module: LightningModule,
+    batch: Any,
+    candidates: Mapping[str, ShardingStrategy],
+    setting: Setting,
+    gpu: str,
+) -> Plan:
+    """The plan of a run, for its own settings and shard sizes.
+
+    Args:
+        module: Stays as it is.
+        batch: One of a rank's micro-batches.
+        candidates: Strategies, by name.
+        setting: What the run has set.
+        gpu: Name.
+    """
+    count, samples = setting.num_nodes * setting.ranks_per_node, samples_of(batch)
+    with detached(module):
+        plan = make_plan(
+            module,
+            gpu=gpu,
+            gpus=count,
+            per_node=setting.ranks_per_node,
+            batch=lambda size: resized(batch, size),
+            length=tokens_of(batch),
+            global_batch=samples * setting.accumulates * count,
+            strategies=tuple(candidates),
+            precisions=(setting.precision,),
+            recomputes=(setting.recompute,),
+            offloads=(setting.offload,),
+            micro_batches=(samples,),
+            auto_wrap_policy=setting.policy,
+        )
+    sizes = {
+        name: sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
+        for name, sharding in candidates.items()
+    }
+    own = [it for it in plan.plans if it.choice.shard_size == sizes[it.choice.strategy]]
+    return replace(plan, plans=own)
 
 
 def by_states(
