@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from shardeddp.config import Options
 from shardeddp.engine.runtime import Runtime
-from shardeddp.engine.unit import UnitState
+from shardeddp.engine.unit import Unit, UnitState
 from shardeddp.plan.memory import MemoryPlan
 from shardeddp.report import Column, human_bytes, terminal_width, text_table
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -21,13 +22,13 @@ _HEADING = "Memory of this rank when it ran out, as shardeddp counts it:"
 
 
 @contextmanager
-def explaining_memory(describe: Callable[[], Sequence[str]]) -> Generator[None]:
+def explaining_memory(describe: Callable[[BaseException], Sequence[str]]) -> Generator[None]:
     """Surround a part of a step: an error for want of memory has a table at the end of its text.
 
     It is the same error otherwise.
 
     Args:
-        describe: The lines of the table.
+        describe: Makes the lines of the table.
     """
     try:
         yield
@@ -35,7 +36,7 @@ def explaining_memory(describe: Callable[[], Sequence[str]]) -> Generator[None]:
         text = str(error)
         if _is_out_of_memory(error, text) and _HEADING not in text:
             try:
-                lines = describe()
+                lines = describe(error)
             except Exception as other:  # noqa: BLE001 - the first error is the one to tell of
                 lines = [f"(not counted: {type(other).__name__}: {other})"]
             error.args = ("\n".join([text, "", _HEADING, *lines]).lstrip(), *error.args[1:])
@@ -49,11 +50,16 @@ def _is_out_of_memory(error: BaseException, text: str) -> bool:
 
 
 def memory_lines(
-    runtime: Runtime, plan: MemoryPlan, optimizers: Sequence[Optimizer], options: Options
+    error: BaseException,
+    runtime: Runtime,
+    plan: MemoryPlan,
+    optimizers: Sequence[Optimizer],
+    options: Options,
 ) -> list[str]:
     """What a rank holds on its device, as lines; nothing is asked of the device.
 
     Args:
+        error: That has come out of a step.
         runtime: Of the model.
         plan: Without activations.
         optimizers: Of the run.
@@ -94,10 +100,25 @@ def memory_lines(
     ]
     return [
         *text_table(columns, terminal_width(80)),
-        f"Units that are gathered: {', '.join(gathered) or 'none'}",
+        *_at_work(error, units),
+        f"Gathered units: {', '.join(gathered) or 'nothing'}.",
         "What takes less memory:",
         *(f"- {each}" for each in advice(options, device)),
     ]
+
+
+def _at_work(error: BaseException, units: Sequence[Unit]) -> list[str]:
+    """The unit whose forward an error has passed first; the way out has released it."""
+    modules = {id(unit.spec.module): unit for unit in units}
+    passed = [
+        modules[id(frame.f_locals.get("self"))]
+        for frame, _ in walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in modules
+    ]
+    if not passed:
+        return []
+    nbytes = sum(cost.full_nbytes for cost in passed[-1].costs())
+    return [f"It was in the forward of {passed[-1].label} ({human_bytes(nbytes)} gathered)."]
 
 
 def advice(options: Options, device: torch.device) -> list[str]:

@@ -436,9 +436,12 @@ class ShardedDP(ParallelStrategy):
         # Where the host is the device, its states are there already.
         return self.options.offload.optimizer_alone and self.root_device.type != "cpu"
 
-    def memory_lines(self) -> list[str]:
-        """What this rank holds now beside what was planned, as lines of a table."""
-        return memory_lines(self.runtime, self.memory_plan, self.optimizers, self.options)
+    def _explaining_memory(self) -> AbstractContextManager[None]:
+        return explaining_memory(
+            lambda error: memory_lines(
+                error, self.runtime, self.memory_plan, self.optimizers, self.options
+            )
+        )
 
     def print_units(self) -> None:
         """Print the units, and the bytes that each rank stores of them.
@@ -707,7 +710,7 @@ class ShardedDP(ParallelStrategy):
             self._during("compute"),
             precision,
             self.runtime.step(name) as outputs,
-            explaining_memory(self.memory_lines),
+            self._explaining_memory(),
         ):
             outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
         return outputs[0]
@@ -716,12 +719,12 @@ class ShardedDP(ParallelStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        with self._during("compute"), explaining_memory(self.memory_lines):
+        with self._during("compute"), self._explaining_memory():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._during("optimizer"), explaining_memory(self.memory_lines):
+        with self._during("optimizer"), self._explaining_memory():
             return super().optimizer_step(*args, **kwargs)
 
     @override
