@@ -453,7 +453,7 @@ def _describe(frame: FrameType | None) -> tuple[str, str]:
     if callee is None:
         return "Python", ABOUT_COLLECTIVES
     inside = "" if within is None or within is callee else _name(within)
-    if collective is not None and _package(callee) == "torch":
+    if collective is not None:
         inside = f"torch.distributed.{_name(collective)}"
     if _package(callee) == "torch":
         return inside or "the forward of a module", ABOUT_COLLECTIVES
