@@ -495,14 +495,6 @@ class GroupGradients:
         self._memory.drop_partial_of(index)
         self._partly_used[index] = False
 
-    def is_unreduced(self, index: int) -> bool:
-        """Whether a parameter has a gradient that a later micro-batch is to complete."""
-        return (
-            stored_gradient(self._unsharded[index]) is not None
-            or index in self._outside
-            or self._partly_used[index]
-        )
-
     def used(self) -> list[bool]:
         """Whether this rank has a gradient, by parameter.
 

@@ -214,10 +214,6 @@ class UnitGradients(Protocol):
         """A parameter's gradient before it is complete."""
         ...
 
-    def is_unreduced(self, index: int) -> bool:
-        """Whether there is one."""
-        ...
-
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
         """Forget that."""
         ...
@@ -494,14 +490,6 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
         """Join the reduction of a unit's gradients, also with those of uses outside of the unit."""
         self._unit_gradients = unit_gradients, index
-
-    @property
-    def has_unreduced_gradient(self) -> bool:
-        """Whether a backward without synchronisation has left a gradient that no step can use."""
-        if self._unit_gradients is None:
-            return False
-        unit_gradients, index = self._unit_gradients
-        return unit_gradients.is_unreduced(index)
 
     def keep_gradient(self) -> None:
         """Note that somebody may have kept the local gradient, as optimizers do in their states."""

@@ -81,24 +81,12 @@ Its name, its dtype outside, and a weak reference to its sharded parameter.
 _ALIASES = WeakIdKeyDictionary()
 """Weak references to detached aliases, by parameter; not in its dictionary, which is pickled."""
 
-_PARAMETERS = WeakIdKeyDictionary()
-"""Weak references to parameters, by detached alias."""
-
 
 def part_from_aliases(parameter: torch.Tensor) -> None:
     """Leave an unsharded parameter's values to its detached aliases; the parameter gets others."""
     found: Any = _ALIASES.pop(parameter, None) or []
     for alias in [alias for each in found if (alias := each()) is not None]:
         alias.data = alias.clone()
-
-
-def parameter_in(tensor: torch.Tensor) -> Any:
-    """The unsharded parameter that a plain tensor is, or an alias or a view of; else None."""
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, UnshardedBase):
-        return base
-    reference: Any = _PARAMETERS.get(base)
-    return None if reference is None else reference()
 
 
 class WholeParameter(nn.Parameter):
@@ -143,7 +131,6 @@ class WholeParameter(nn.Parameter):
                 *(each for each in _ALIASES.get(self) or () if each() is not None),
                 weakref.ref(alias),
             ]
-            _PARAMETERS[alias] = weakref.ref(self)
         return alias
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
