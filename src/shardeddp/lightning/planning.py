@@ -13,6 +13,7 @@ from lightning_utilities import apply_to_collection
 from torch import nn
 
 from shardeddp.config import MixedPrecision, Options
+from shardeddp.engine.runtime import find_tensors
 from shardeddp.engine.unit import costs_of
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
@@ -134,26 +135,33 @@ def resized(batch: Any, samples: int) -> Any:
 
 def samples_of(batch: Any) -> int:
     """Samples of a batch: the first size of its first tensor."""
-    found: list[int] = []
-
-    def look(tensor: torch.Tensor) -> None:
-        if tensor.ndim and tensor.shape[0]:
-            found.append(tensor.shape[0])
-
-    apply_to_collection(batch, torch.Tensor, look)
-    return found[0] if found else 1
+    return next((it.shape[0] for it in find_tensors(batch) if it.ndim and it.shape[0]), 1)
 
 
 def _tokens_of(batch: Any) -> int:
     """Tokens of a sample: the second size of the first tensor of whole numbers; 1 without any."""
-    found: list[int] = []
+    found = (it for it in find_tensors(batch) if it.ndim > 1)
+    return next((it.shape[1] for it in found if not (it.is_floating_point() or it.is_complex())), 1)
 
-    def look(tensor: torch.Tensor) -> None:
-        if tensor.ndim > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
-            found.append(tensor.shape[1])
 
-    apply_to_collection(batch, torch.Tensor, look)
-    return found[0] if found else 1
+def _plan_as_set(
+    module: LightningModule, batch: Any, setting: Setting, gpu: str, **options: Any
+) -> Plan:
+    """The plan of a run as it is set; options are the rest of :func:`make_plan`'s."""
+    count = setting.num_nodes * setting.ranks_per_node
+    with detached(module):
+        return make_plan(
+            module,
+            gpu=gpu,
+            gpus=count,
+            per_node=setting.ranks_per_node,
+            batch=lambda size: resized(batch, size),
+            length=_tokens_of(batch),
+            global_batch=samples_of(batch) * setting.accumulates * count,
+            precisions=(setting.precision,),
+            auto_wrap_policy=setting.policy,
+            **options,
+        )
 
 
 # -- dry run
@@ -254,22 +262,15 @@ def plan_of_run(
         )
     samples = samples_of(batch)
     sizes = {samples // part for part in (1, 2, 4, 8, 16) if samples % part == 0}
-    count = setting.num_nodes * setting.ranks_per_node
-    with detached(module):
-        plan = make_plan(
-            module,
-            gpu=gpu,
-            gpus=count,
-            per_node=setting.ranks_per_node,
-            gpu_figures=figures,
-            batch=lambda size: resized(batch, size),
-            length=_tokens_of(batch),
-            global_batch=samples * setting.accumulates * count,
-            precisions=(setting.precision,),
-            offloads=tuple(dict.fromkeys(("none", setting.offload))),
-            micro_batches=sorted(sizes),
-            auto_wrap_policy=setting.policy,
-        )
+    plan = _plan_as_set(
+        module,
+        batch,
+        setting,
+        gpu,
+        gpu_figures=figures,
+        offloads=tuple(dict.fromkeys(("none", setting.offload))),
+        micro_batches=sorted(sizes),
+    )
     return plan, ["", *lines]
 
 
@@ -367,24 +368,17 @@ def choose(
 def _fastest(
     module: LightningModule, candidates: Mapping[str, ShardingStrategy], setting: Setting, gpu: str
 ) -> Chosen:
-    count = setting.num_nodes * setting.ranks_per_node
     example = module.example_input_array
-    with detached(module):
-        plan = make_plan(
-            module,
-            gpu=gpu,
-            gpus=count,
-            per_node=setting.ranks_per_node,
-            batch=lambda size: resized(example, size),
-            length=_tokens_of(example),
-            global_batch=samples_of(example) * setting.accumulates * count,
-            strategies=tuple(candidates),
-            precisions=(setting.precision,),
-            recomputes=(setting.recompute,),
-            offloads=(setting.offload,),
-            micro_batches=(samples_of(example),),
-            auto_wrap_policy=setting.policy,
-        )
+    plan = _plan_as_set(
+        module,
+        example,
+        setting,
+        gpu,
+        strategies=tuple(candidates),
+        recomputes=(setting.recompute,),
+        offloads=(setting.offload,),
+        micro_batches=(samples_of(example),),
+    )
     sizes = {
         name: sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
         for name, sharding in candidates.items()
@@ -392,11 +386,12 @@ def _fastest(
     own = [it for it in plan.plans if it.choice.shard_size == sizes[it.choice.strategy]]
     best, room = own[0], plan.cluster.gpu.memory_gb * 1e9 / GIB
     needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
+    machines = f"{plan.cluster.count} x {gpu}"
     return Chosen(
         sharding_strategy=best.choice.strategy,
-        reason=f"the fastest that fits {count} x {gpu} by the plan ({needs}, {best.step.total:.3g} s)"
+        reason=f"the fastest that fits {machines} by the plan ({needs}, {best.step.total:.3g} s)"
         if best.fits
-        else f"the least memory of all, none of which fits {count} x {gpu} by the plan ({needs})",
+        else f"the least memory of all, none of which fits {machines} by the plan ({needs})",
     )
 
 
