@@ -23,6 +23,7 @@ from shardeddp.engine.unit import layout_of
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.plan.topology import Topology
 from shardeddp.tensor.autograd import extend_functions
+from shardeddp.tensor.collectives import extend_collectives
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap.tree import ParameterSpec
 
@@ -69,6 +70,7 @@ def shard(
 ) -> dict[str, Pair]:
     """Turn tensors of one dtype into the parameters of a flat buffer, as the engine does."""
     extend_functions()  # on all ranks alike: some may have trained a model before
+    extend_collectives()
     parameters = {
         name: nn.Parameter(value.clone(), requires_grad) for name, value in values.items()
     }

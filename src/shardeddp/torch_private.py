@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
@@ -247,6 +248,30 @@ disable_hooks = PatchPoint("torch._C._autograd:_saved_tensors_hooks_disable")
 # -- Operations
 
 all_operation_names: Callable[[], Sequence[str]] = _private("torch._C:_dispatch_get_all_op_names")
+_front: Any = _private("torch._C:DispatchKey.BackendSelect")
+"""The dispatch key behind those of subclasses and before those of devices, of all calls."""
+
+
+def put_in_front(
+    library: torch.library.Library,
+    func: OpOverload,
+    kernel: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+) -> None:
+    """Run a kernel in front of those that an operation has for devices.
+
+    Args:
+        library: Keeps the kernel.
+        func: The operation.
+        kernel: Called with the operation, with what runs it as it would have been run, and with
+            the arguments.
+    """
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(func, partial(func.redispatch, keys.remove(_front)), args, kwargs)
+
+    library.impl(func, run, "BackendSelect", with_keyset=True)
+
+
 has_kernel: Callable[[str, str], bool] = _private("torch._C:_dispatch_has_kernel_for_dispatch_key")
 higher_order_operations: Any = _private("torch._ops:_higher_order_ops")
 
@@ -309,6 +334,12 @@ def sequence_number(group: dist.ProcessGroup) -> int:
 def process_groups() -> list[dist.ProcessGroup]:
     """Every process group of this process."""
     return list(_world.pg_map)
+
+
+backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = _private(
+    "torch.distributed:ProcessGroup._get_backend"
+)
+"""The backend of a group for a device, whose methods are no operations of torch."""
 
 
 def backend_config(group: dist.ProcessGroup) -> str:

@@ -173,3 +173,23 @@ def test_a_copy_of_the_model_computes_without_communication_while_it_is_whole() 
         teacher[0].weight.zero_()
     assert not is_whole(teacher) and not full(teacher[0].weight).any()
     trial.check_parameters()
+
+
+@on_ranks(2)
+def test_assigned_data_reaches_the_shards_as_well() -> None:
+    trial = Trial(linears(), Sharding(units=("0", "1")))
+    with summoned(trial):
+        trial.model[1].weight.data = torch.full((WIDTH, WIDTH), 3.0)
+    assert bool((full(trial.model[1].weight) == 3.0).all())
+
+
+@on_ranks(2)
+def test_assigned_data_is_refused_where_another_parameter_has_the_same_memory() -> None:
+    model = linears()
+    model[1].weight.data = model[0].weight.data
+    trial = Trial(model, Sharding(units=("0", "1")))
+    with (
+        summoned(trial),
+        pytest.raises(RuntimeError, match=r"1\.weight and 0\.weight have the same"),
+    ):
+        trial.model[1].weight.data = torch.zeros(WIDTH, WIDTH)

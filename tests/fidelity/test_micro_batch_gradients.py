@@ -1,8 +1,10 @@
 """Micro-batches show their gradients in `on_after_backward`, and go on with their own buffers."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from shardeddp import ShardTensor
 from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case, ranks_of, train_in_turn
@@ -138,3 +140,91 @@ def test_micro_batches_go_on_with_their_own_buffers_as_under_ddp(
     beside_ddp: BesideDdp, strategy: str, place: int
 ) -> None:
     beside_ddp([OF_BUFFERS[place]], strategy)
+
+
+class StepsWithoutSynchronisation(SmallGpt):
+    """Local descent: DDP lets each rank step on its own gradient."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, _: int) -> None:
+        optimizer = self.optimizers()
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class StepsByAnUnknownOptimizer(StepsWithoutSynchronisation):
+    """One that is stepped on sharded tensors."""
+
+    def configure_optimizers(self) -> Any:
+        return Descent(self.parameters(), {"lr": 0.1})
+
+
+class Descent(optim.Optimizer):
+    """On the sharded tensors themselves."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
+class DropsWhatWasNotAveraged(StepsWithoutSynchronisation):
+    """The gradient of the backward before is forgotten."""
+
+    def training_step(self, batch: Tensor, _: int) -> None:
+        optimizer = self.optimizers()
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+        optimizer.zero_grad()
+        optimizer.step()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+NOT_AVERAGED = "an optimizer steps on .*weight, whose gradient ranks have not averaged"
+
+
+@pytest.mark.parametrize("model", [StepsWithoutSynchronisation, StepsByAnUnknownOptimizer])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "shard_optimizer", "no_shard"])
+def test_a_step_on_gradients_that_are_not_averaged_is_refused_by_name(
+    beside_ddp: BesideDdp, strategy: str, model: type[SmallGpt]
+) -> None:
+    beside_ddp([case(model, refused=NOT_AVERAGED)], strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_that_are_not_averaged_may_be_dropped(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    beside_ddp([case(DropsWhatWasNotAveraged)], strategy)
+
+
+class DropsWhatOneRankUsed(DropsWhatWasNotAveraged):
+    """A parameter that some ranks use in some steps: what is dropped has no sign on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        optimizer = self.optimizers()
+        with self.trainer.strategy.block_backward_sync():
+            loss = self.loss(batch)
+            if batch_index and self.global_rank:
+                loss = loss + self.sometimes(self.embed(batch)).square().mean()
+            self.manual_backward(loss)
+        optimizer.zero_grad()
+        loss = self.loss(batch) + self.sometimes(self.embed(batch)).square().mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_one_rank_used_may_be_dropped_before_others_hear_of_it(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    beside_ddp([case(DropsWhatOneRankUsed, ddp={"find_unused_parameters": True})], strategy)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +194,29 @@ def test_an_exception_on_one_rank_ends_the_script_on_all(tmp_path: Path, rank: i
     finished = run_script(str(tmp_path), "sharded_dp", "--fail-on", str(rank), timeout_s=60)
     assert finished.code != 0
     assert f"LookupError: rank {rank} lost its data" in finished.stderr
+    assert finished.said == []
+    assert not finished.leftover
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [("sharded_dp_fork", 1), ("sharded_dp_notebook", 0), ("sharded_dp_spawn", 0)],
+)
+def test_the_process_that_has_started_the_ranks_is_told_which_has_failed_and_why(
+    tmp_path: Path, strategy: str, rank: int, killed: bool
+) -> None:
+    how = ("--fail-on", str(rank), *(["--killed"] if killed else []))
+    finished = run_script(str(tmp_path), strategy, *how, timeout_s=120)
+    assert finished.code != 0
+    last = finished.stderr.rpartition("torch.multiprocessing.spawn.")[2]
+    # The rank itself, or the other one in the text of its own error, whichever has ended first.
+    assert (
+        re.search(rf"process {rank} terminated with signal SIGKILL|no word from rank {rank}", last)
+        if killed
+        else f"LookupError: rank {rank} lost its data" in last
+    )
     assert finished.said == []
     assert not finished.leftover
 

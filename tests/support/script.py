@@ -1,14 +1,17 @@
 """A training script as users write them, for tests of how processes start and end; says what it did in JSON lines.
 
-Usage: script.py OUT STRATEGY [--fail-on RANK] [--only-fit] [--deferred]
+Usage: script.py OUT STRATEGY [--fail-on RANK [--killed]] [--only-fit] [--deferred]
 """
 
 import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,17 @@ from support.trainers import EXPECTED_WARNINGS
 
 
 class FailsOnOneRank(EvaluatedGpt):
-    """Raises in the second training step of one rank, if told to."""
+    """Raises in the second training step of one rank, if told to, or is killed there."""
 
-    def __init__(self, fail_on: int | None) -> None:
+    def __init__(self, fail_on: int | None, killed: bool) -> None:
         super().__init__()
-        self.fail_on = fail_on
+        self.fail_on, self.killed = fail_on, killed
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
         """One loss, or the failure."""
         if batch_index == 1 and self.global_rank == self.fail_on:
+            if self.killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise LookupError(f"rank {self.global_rank} lost its data")
         return super().training_step(batch, batch_index)
 
@@ -43,7 +48,9 @@ def say(**what: Any) -> None:
     sys.stdout.flush()
 
 
-def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool, deferred: bool) -> None:
+def run(
+    out: Path, strategy: str, make: Callable[[], FailsOnOneRank], only_fit: bool, deferred: bool
+) -> None:
     """Train, test and predict on two ranks, save, and compare what the file holds with the module."""
     seed_everything(1, verbose=False)
     trainer = Trainer(
@@ -57,7 +64,7 @@ def run(out: Path, strategy: str, fail_on: int | None, only_fit: bool, deferred:
         enable_model_summary=False,
     )
     with trainer.init_module(empty_init=deferred):
-        model = FailsOnOneRank(fail_on)
+        model = make()
     loader = token_loader(16)
     trainer.fit(model, loader, loader)
     tested = predictions = None
@@ -92,6 +99,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("strategy")
     parser.add_argument("--fail-on", type=int, default=None)
+    parser.add_argument("--killed", action="store_true")
     parser.add_argument("--only-fit", action="store_true")
     parser.add_argument("--deferred", action="store_true")
     arguments = parser.parse_args()
@@ -99,9 +107,8 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for message, category in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message, category)
-    run(
-        arguments.out, arguments.strategy, arguments.fail_on, arguments.only_fit, arguments.deferred
-    )
+    make = partial(FailsOnOneRank, arguments.fail_on, arguments.killed)
+    run(arguments.out, arguments.strategy, make, arguments.only_fit, arguments.deferred)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from shardeddp.comm.collectives import (
     Work,
     split_mean_factor,
 )
+from shardeddp.torch_private import backend_of
 
 # -- Collectives of gloo
 #
@@ -42,6 +43,7 @@ class GlooCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:
         super().__init__(ranks, dist.get_rank(group), traffic)
         self._group = group
+        self._transfers = backend_of(group, torch.device("cpu"))  # past checks of users' tensors
 
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", buffer.nbytes)
@@ -114,9 +116,9 @@ class GlooCollectives(Collectives):
         """Send to one group rank and receive from another; empty tensors are not transferred."""
         works: list[Work] = []
         if received.numel():
-            works += _works(dist.irecv(received, group=self._group, group_src=source))
+            works.append(self._transfers.recv([received], source, 0))
         if sent.numel():
-            works += _works(dist.isend(sent, group=self._group, group_dst=target))
+            works.append(self._transfers.send([sent], target, 0))
         return works
 
 

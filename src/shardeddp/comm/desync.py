@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -183,6 +184,8 @@ _BUSY_S = 5.0
 """The same for a rank that waits in no communication we know of: it may be about to go on."""
 
 _COMM = str(Path(__file__).parent)
+_TENSOR = str(Path(__file__).parents[1] / "tensor")
+_TORCH_FILES = str(Path(torch.__file__).parent)
 _STANDARD = str(Path(threading.__file__).parent)
 _OF_TORCH = {
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single", "all_reduce",
@@ -190,6 +193,8 @@ _OF_TORCH = {
     "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
 }  # fmt: skip
 """Collectives that block; a rank that sends or receives waits for one other rank alone."""
+
+_SENDS = {"send", "isend", "send_object_list"}
 
 Progress = dict[str, dict[str, int]]
 """Operations that a rank has begun, by group and kind.
@@ -249,6 +254,9 @@ class DesyncCheck:
             "waits": waits,
             "torch": torch_group,
             "source": _source_of_receive(frame),
+            "needs": _needed(frame),
+            "target": _target_of_send(frame),
+            "handle": _awaits_handle(frame),
             "what": f"{operation} at {place_of(frame)}",
             "advice": advice,
         }
@@ -266,22 +274,33 @@ class DesyncCheck:
             self._break_off()
             return
         if self._asked:
-            answers = self._liveness_probe.answers(self._neighbours, self._asked)
+            target = self._report["target"]
+            asked = {*self._neighbours} if target is None else {*self._neighbours, target}
+            answers = self._liveness_probe.answers(asked, self._asked)
             reports = {rank: answer["reports"].get("desync") for rank, answer in answers.items()}
             odd = {
                 rank: report
                 for rank, report in reports.items()
-                if report and (_crossed(self._report, report) or self._is_awaited_by(report))
+                if report
+                and (
+                    _crossed(self._report, report)
+                    or (rank in self._report["needs"] and self._is_awaited_by(rank, report))
+                )
             }
             if odd:
                 self._fail(odd)
                 return
         self._asked = self._liveness_probe.ask()
 
-    def _is_awaited_by(self, other: dict[str, Any]) -> bool:
+    def _is_awaited_by(self, rank: int, other: dict[str, Any]) -> bool:
         """Whether a rank receives what this one cannot send before that rank has come here."""
-        sends = self._report["what"].startswith("send of ")
-        return sends and other["source"] == self._rank and other["still_s"] >= ALARM_S
+        sends = self._report["target"] == rank
+        has_begun_more = _is_ahead_in_torch(other, self._report)
+        if other["source"] == self._rank:
+            return other["still_s"] >= ALARM_S and (sends or has_begun_more)
+        # Its handle may be that of a transfer with a third rank, which is merely late.
+        certain = sends or self._neighbours == [rank]
+        return certain and has_begun_more and other["handle"] and other["still_s"] >= _BUSY_S
 
     def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
         reports = dict(sorted((odd | {self._rank: self._report}).items()))
@@ -322,6 +341,15 @@ def _ahead(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     }
 
 
+def _is_ahead_in_torch(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a rank has begun more than another in a group that is not ours."""
+    return any(
+        counts["operations"] > other["begun"][group]["operations"]
+        for group, counts in one["begun"].items()
+        if group.startswith(_TORCH) and group in other["begun"]
+    )
+
+
 _TORCH = "torch "
 
 
@@ -336,21 +364,61 @@ def _counted_by_torch(own: set[str]) -> Progress:
 
 
 def _source_of_receive(frame: FrameType | None) -> int | None:
-    """The rank from which a thread receives, where it waits for that and was told a global one."""
+    """The rank from which a thread receives, where it waits for that and names one."""
     if frame is None or _file(frame) != COLLECTIVES_FILE or _name(frame) != "recv":
         return None
-    source: int | None = frame.f_locals["src"]
-    return source
+    return _global_rank(frame, "src")
+
+
+def _global_rank(frame: FrameType, argument: str) -> int | None:
+    """The rank that a function of torch was given, as a global one or as one of its group."""
+    given: int | None = frame.f_locals.get(argument)
+    in_group: int | None = frame.f_locals.get(f"group_{argument}")
+    if given is not None or in_group is None:
+        return given
+    group: Any = frame.f_locals.get("group") or dist.group.WORLD
+    return dist.get_global_rank(group, in_group)
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _needed(frame: FrameType | None) -> list[int]:
+    """The ranks that have to come to the call in which a thread waits."""
+    for each in _callers(frame):
+        if each.f_code is CallFingerprints.call.__code__:
+            return each.f_locals["self"]._others
+    return []
+
+
+def _target_of_send(frame: FrameType | None) -> int | None:
+    """The rank to which a thread is about to send; None: it is not."""
+    for each in _callers(frame):
+        if _file(each) == COLLECTIVES_FILE and each.f_code.co_name in _SENDS:
+            return _global_rank(each, "dst")
+    return None
+
+
+def _awaits_handle(frame: FrameType | None) -> bool:
+    """Whether a thread waits in a ``wait()`` of native code, as that of a collective handle."""
+    if frame is None:
+        return False
+    loaded = [
+        each.argval
+        for each in dis.get_instructions(frame.f_code)
+        if each.offset <= frame.f_lasti and each.opname in ("LOAD_METHOD", "LOAD_ATTR")
+    ]
+    return loaded[-1:] == ["wait"]
 
 
 def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:
     """Whether a thread waits in communication, and in which of torch's groups if it is not ours."""
-    while (
-        frame is not None
-        and frame.f_code.co_filename.startswith(_STANDARD)
-        and "-packages" not in _file(frame)
-    ):
-        frame = frame.f_back  # an event or a lock that is waited for
+    while frame is not None and _is_passed_through(frame):
+        frame = frame.f_back
     if frame is None:
         return False, ""
     if frame.f_code.co_filename == COLLECTIVES_FILE and frame.f_code.co_name in _OF_TORCH:
@@ -359,9 +427,19 @@ def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:
     return _file(frame).startswith(_COMM), ""
 
 
+def _is_passed_through(frame: FrameType) -> bool:
+    """Whether not a frame but its caller tells what a thread waits for."""
+    file = _file(frame)
+    if file == COLLECTIVES_FILE:
+        return False
+    if file.startswith((_TENSOR, _TORCH_FILES)):
+        return True  # on the way from a collective of a user's to the operation on whole tensors
+    return file.startswith(_STANDARD) and "-packages" not in file  # an event or a lock
+
+
 def _describe(frame: FrameType | None) -> tuple[str, str]:
     """What a thread waits for, in the words of who has asked, and the advice that goes with it."""
-    innermost, place, callee, within = frame, place_of(frame), None, None
+    place, callee, within, collective = place_of(frame), None, None, None
     while frame is not None and f"{_file(frame)}:{frame.f_lineno}" != place:
         if frame.f_code is CallFingerprints.call.__code__:
             return frame.f_locals["operation"], frame.f_locals["advice"] or frame.f_locals[
@@ -369,12 +447,14 @@ def _describe(frame: FrameType | None) -> tuple[str, str]:
             ].advice
         if within is None and _package(frame) in LIGHTNING:
             within = frame
+        if collective is None and _file(frame) == COLLECTIVES_FILE:
+            collective = frame
         callee, frame = frame, frame.f_back
     if callee is None:
         return "Python", ABOUT_COLLECTIVES
     inside = "" if within is None or within is callee else _name(within)
-    if innermost is not None and _file(innermost) == COLLECTIVES_FILE:
-        inside = f"torch.distributed.{_name(innermost)}"
+    if collective is not None:
+        inside = f"torch.distributed.{_name(collective)}"
     if _package(callee) == "torch":
         return inside or "the forward of a module", ABOUT_COLLECTIVES
     return _name(callee) + (f" ({inside})" if inside else ""), ABOUT_COLLECTIVES

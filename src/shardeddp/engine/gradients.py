@@ -495,6 +495,14 @@ class GroupGradients:
         self._memory.drop_partial_of(index)
         self._partly_used[index] = False
 
+    def is_unreduced(self, index: int) -> bool:
+        """Whether a parameter has a gradient that a later micro-batch is to complete."""
+        return (
+            stored_gradient(self._unsharded[index]) is not None
+            or index in self._outside
+            or self._partly_used[index]
+        )
+
     def used(self) -> list[bool]:
         """Whether this rank has a gradient, by parameter.
 
@@ -536,6 +544,7 @@ class GroupGradients:
             # To a gradient of other memory the sum so far has been added.
             found = zip(stored_gradients(self._sharded), self._views, strict=True)
             self._summed = [gradient is None or gradient is view for gradient, view in found]
+            self._reduced = False  # or a sum that users drop would come back with a late answer
 
     def drop_waiting(self) -> None:
         """Forget gradients that have not been reduced."""

@@ -30,6 +30,7 @@ from shardeddp.engine.unit import Unit, UnitProgress, UnitState
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
 from shardeddp.tensor.backward import graph_is_retained
+from shardeddp.tensor.collectives import extend_collectives
 from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import (
@@ -534,6 +535,7 @@ class Runtime:
         self._buffers = BufferSync(self.root_module, mesh)
         self._buffers_are_due = True
         extend_functions()
+        extend_collectives()
         self._saved = SavedTensors(self._restore)
         self._saves_views = sharding.reshard is Reshard.AFTER_FORWARD and mesh.gather.size > 1
         for progress in self.progresses:

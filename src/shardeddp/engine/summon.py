@@ -14,7 +14,7 @@ from shardeddp.comm.consistency import checksum
 from shardeddp.engine.runtime import Runtime, units_of_all
 from shardeddp.engine.unit import Unit, register
 from shardeddp.tensor.shard_tensor import ShardTensor, gather, mark_written
-from shardeddp.tensor.unsharded import OURS, WholeParameter
+from shardeddp.tensor.unsharded import MEMORY_OF, OURS, WholeParameter
 from shardeddp.wrap.tree import module_behind, registry_of
 
 
@@ -118,7 +118,8 @@ def _gather(sharded: ShardTensor, offload_to_cpu: bool) -> torch.Tensor:
 def _make_whole(sharded: ShardTensor, values: torch.Tensor) -> WholeParameter:
     with torch.inference_mode(False):
         whole = WholeParameter(values, sharded.requires_grad)
-    vars(whole)[OURS[0]] = fqn = sharded.spec.fqn
+    fqn = sharded.spec.fqn
+    vars(whole).update({OURS[0]: fqn, MEMORY_OF: sharded.memory_of})
 
     def refuse(parameter: torch.Tensor) -> None:
         parameter.grad = None

@@ -172,6 +172,7 @@ class SwappedStep(ABC):
         take_sharded(self._optimizer)  # the closure may have added some
         groups = [group["params"] for group in self._optimizer.param_groups]
         settle_gradients(chain.from_iterable(groups))
+        _refuse_unreduced(chain.from_iterable(groups))
         keep_writes(chain.from_iterable(groups))  # or the step would change shards that lack them
         gradients = [stored_gradients(parameters) for parameters in groups]
         self._stepped = _with_gradient(chain.from_iterable(groups), chain.from_iterable(gradients))
@@ -227,9 +228,21 @@ def take_sharded(optimizer: optim.Optimizer, *_: Any) -> None:
 def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
     """Sharded parameters with a gradient, which the step has changed; alike on all ranks."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _refuse_unreduced(held)
     stepped = _with_gradient(held, stored_gradients(held))
     _keep_gradients(optimizer, stepped)
     return stepped
+
+
+def _refuse_unreduced(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if isinstance(parameter, ShardTensor) and parameter.has_unreduced_gradient:
+            raise RuntimeError(
+                f"an optimizer steps on {parameter.spec.fqn}, whose gradient ranks have not "
+                f"averaged: its backward was inside of block_backward_sync() (Fabric: "
+                f"no_backward_sync()). A sharded parameter has one value for all ranks, and no "
+                f"rank can step by itself. Let the last backward before a step be outside of it"
+            )
 
 
 def _with_gradient(

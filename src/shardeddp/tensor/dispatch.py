@@ -19,6 +19,7 @@ import torch
 from shardeddp.comm import CollectiveHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.tensor.backward import running_backward
+from shardeddp.tensor.collectives import refuse_unmet
 from shardeddp.tensor.operations import reshapes, written
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather, handlers, mark_written
 from shardeddp.tensor.views import (
@@ -351,6 +352,7 @@ def _norm_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> flo
 
 
 def _run_gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    refuse_unmet(func, args, kwargs)
     found: dict[int, Gathered] = {}
     operation = f"{func.overloadpacket.__name__} of"
 

@@ -1,5 +1,6 @@
 """Operations by kind: only query a tensor, write to one, communicate or draw random numbers."""
 
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -36,7 +37,7 @@ _COMPUTED_ATTRIBUTES = {
 # have no backward.
 _UNRECORDED = ("torch.nn.init", "torch.distributed.distributed_c10d")
 
-_COLLECTIVES = ("c10d", "_c10d_functional")
+COLLECTIVES = ("c10d", "_c10d_functional")
 
 # Operations of torch.distributed that write to nothing. All others write to their first argument;
 # no schema says so.
@@ -55,15 +56,28 @@ def asks_only_about(func: Any) -> bool:
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among its arguments that an operation is known to write to."""
-    found: list[Any] = []
-    for position, name in _written_places(func):
-        found += pytree.tree_leaves(args[position] if position < len(args) else kwargs.get(name))
-    return [argument for argument in found if isinstance(argument, torch.Tensor)]
+    places = _written_places(func)
+    found = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+    return [*tensors_in(found)]
+
+
+def tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operation, and in lists of them."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from tensors_in(argument)
+
+
+def writes(func: Any) -> bool:
+    """Whether an operation is known to write to some of its arguments."""
+    return bool(_written_places(func))
 
 
 def communicates(func: Any) -> bool:
     """Whether an operation is one of torch.distributed."""
-    return func.namespace in _COLLECTIVES
+    return func.namespace in COLLECTIVES
 
 
 @cache
@@ -73,7 +87,7 @@ def tells_what_it_writes(func: Any) -> bool:
     Operations of other libraries may leave out ``mutates_args``, and batch norms do not tell of
     running statistics.
     """
-    if func.namespace not in ("aten", "prims", "prim", *_COLLECTIVES):
+    if func.namespace not in ("aten", "prims", "prim", *COLLECTIVES):
         return False
     tells = "functional" in func.__name__ or "no_training" in func.__name__
     return tells or not any(

@@ -46,6 +46,7 @@ from shardeddp.tensor.unsharded import (
     ReleasedParameter,
     SameParameter,
     UnshardedBase,
+    keep_shared_memory,
     part_from_aliases,
     sharded_of,
     without_released,
@@ -214,6 +215,10 @@ class UnitGradients(Protocol):
         """A parameter's gradient before it is complete."""
         ...
 
+    def is_unreduced(self, index: int) -> bool:
+        """Whether there is one."""
+        ...
+
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
         """Forget that."""
         ...
@@ -374,20 +379,10 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             self._local = values.to(self._local.device, copy=True)
             self._source = self._writes = None
             return
-        self.keep_shared_memory()
+        keep_shared_memory(self._spec.fqn, self.memory_of)
         self._part_from_aliases()
         with torch.no_grad():
             self.copy_(data)
-
-    def keep_shared_memory(self) -> None:
-        """Refuse to give a parameter memory of its own while another one shares it."""
-        if self.memory_of:
-            raise RuntimeError(
-                f"{self._spec.fqn} and {self.memory_of} have the same memory, and sharded "
-                f"parameters keep theirs: .data = ... would change both, where an unsharded "
-                f"parameter would part from the other. Write in place (copy_, mul_), or part them "
-                f"before the model is sharded"
-            )
 
     def _part_from_aliases(self) -> None:
         """Leave the values to the tensors that share them, as a tensor with new memory does."""
@@ -490,6 +485,14 @@ class ShardTensor(NoRawMemory, torch.Tensor):
     def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
         """Join the reduction of a unit's gradients, also with those of uses outside of the unit."""
         self._unit_gradients = unit_gradients, index
+
+    @property
+    def has_unreduced_gradient(self) -> bool:
+        """Whether a backward without synchronisation has left a gradient that no step can use."""
+        if self._unit_gradients is None:
+            return False
+        unit_gradients, index = self._unit_gradients
+        return unit_gradients.is_unreduced(index)
 
     def keep_gradient(self) -> None:
         """Note that somebody may have kept the local gradient, as optimizers do in their states."""

@@ -78,8 +78,24 @@ Its name, its dtype outside, and a weak reference to its sharded parameter.
 """
 
 
+MEMORY_OF = "_shardeddp_memory_of"
+"""Key of a summoned parameter's dictionary: the name of one that shares its memory; or empty."""
+
 _ALIASES = WeakIdKeyDictionary()
 """Weak references to detached aliases, by parameter; not in its dictionary, which is pickled."""
+
+_PARAMETERS = WeakIdKeyDictionary()
+"""Weak references to parameters, by detached alias."""
+
+
+def keep_shared_memory(fqn: str, memory_of: str) -> None:
+    """Refuse to give a parameter memory of its own while another one shares it."""
+    if memory_of:
+        raise RuntimeError(
+            f"{fqn} and {memory_of} have the same memory, and sharded parameters keep theirs: "
+            f".data = ... would change both, where an unsharded parameter would part from the "
+            f"other. Write in place (copy_, mul_), or part them before the model is sharded"
+        )
 
 
 def part_from_aliases(parameter: torch.Tensor) -> None:
@@ -87,6 +103,16 @@ def part_from_aliases(parameter: torch.Tensor) -> None:
     found: Any = _ALIASES.pop(parameter, None) or []
     for alias in [alias for each in found if (alias := each()) is not None]:
         alias.data = alias.clone()
+
+
+def parameter_in(tensor: torch.Tensor) -> Any:
+    """The unsharded parameter that a plain tensor is, or an alias or a view of; else None."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, UnshardedBase):
+        return base
+    reference: Any = _PARAMETERS.get(base)
+    parameter = None if reference is None else reference()
+    return parameter if isinstance(parameter, UnshardedBase) else None  # or one that is summoned
 
 
 class WholeParameter(nn.Parameter):
@@ -119,7 +145,9 @@ class WholeParameter(nn.Parameter):
         has_memory = type(data) is torch.Tensor or isinstance(data, WholeParameter)
         if has_memory and data.data_ptr() == self.data_ptr() and data.stride() == self.stride():
             return
-        sharded_of(self).keep_shared_memory()
+        is_ours = isinstance(self, UnshardedBase)
+        memory_of = sharded_of(self).memory_of if is_ours else vars(self)[MEMORY_OF]
+        keep_shared_memory(vars(self)[OURS[0]], memory_of)
         part_from_aliases(self)
         with torch.no_grad():
             self.copy_(data)
@@ -131,6 +159,7 @@ class WholeParameter(nn.Parameter):
                 *(each for each in _ALIASES.get(self) or () if each() is not None),
                 weakref.ref(alias),
             ]
+            _PARAMETERS[alias] = weakref.ref(self)
         return alias
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from shardeddp.comm import agree_on_highest_alike
+from shardeddp.tensor.collectives import finish, refuse_unmet
 from shardeddp.tensor.operations import (
-    RECEIVES,
     communicates,
     is_random,
     reshapes,
@@ -27,7 +26,7 @@ from shardeddp.tensor.shard_tensor import (
     outside_of_graphs,
     refuse_recorded_write,
 )
-from shardeddp.torch_private import coalesces, is_alias_of, make_subclass, no_torch_function, pytree
+from shardeddp.torch_private import is_alias_of, make_subclass, no_torch_function, pytree
 
 # -- Full elements of a ShardTensor, gathered or behind views
 
@@ -199,6 +198,7 @@ class GatheredView(NoRawMemory, torch.Tensor):
         kwargs = kwargs or {}
         views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         targets = [target for target in written(func, args, kwargs) if isinstance(target, cls)]
+        refuse_unmet(func, args, kwargs)
         for view in views:
             view._gathered.refresh()
         _check_targets(func, targets, args, kwargs)
@@ -270,20 +270,16 @@ def run_on_whole(
     collective writes is refused where it differs between ranks.
 
     Raises:
-        NotImplementedError: Nobody could tell when something has arrived.
         RuntimeError: The written values differ between ranks; shards are unchanged.
     """
     refuse_overlapping(func, targets)
-    talks = communicates(func)
-    if talks and gathered:
-        _refuse_late(func, gathered[0], targets)
     suspects = (
         [] if tells_what_it_writes(func) else [home for home in gathered if home not in targets]
     )
     before = [home.digest() for home in suspects]
     result = func(*args, **kwargs)
-    if talks and targets:
-        _finish(func, result, targets)
+    if communicates(func) and targets:
+        finish(func, result, [home.full for home in targets])
         for home in targets:
             home.check_alike(func)
     for home, digest in zip(suspects, before, strict=True):
@@ -307,35 +303,3 @@ def refuse_overlapping(
         raise NotImplementedError(
             f"{func} would write to several views of {fqns} at once: write to one at a time"
         )
-
-
-def _refuse_late(func: Any, asked: Gathered, targets: Sequence[Gathered]) -> None:
-    """Refuse operations whose result arrives when nothing of ours runs."""
-    if asked.sharded.spec.mesh.data.size == 1:
-        return
-    if coalesces():
-        raise NotImplementedError(
-            f"{func} on {asked.sharded.spec.fqn}, which is sharded, inside of a block that "
-            f"coalesces collectives: expected one that runs by itself. Communicate a copy of it "
-            f"(full_tensor()) or leave the block"
-        )
-    if targets and func.overloadpacket.__name__ in RECEIVES:
-        raise NotImplementedError(
-            f"{func} would receive into {targets[0].sharded.spec.fqn}, which is sharded and has "
-            f"one value for all ranks: expected a collective that leaves the same on all of them. "
-            f"Receive into a tensor of your own, and copy_() to the parameter what all ranks agree "
-            f"on; it is unchanged"
-        )
-
-
-def _finish(func: Any, result: Any, targets: Sequence[Gathered]) -> None:
-    """Wait for the writes of a collective, even if its caller wants to wait later.
-
-    The caller's ``wait()`` finds it done.
-    """
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, torch.ScriptObject):
-            dist.Work.unbox(leaf).wait()
-    if func.namespace == "_c10d_functional":
-        for home in targets:
-            torch.ops._c10d_functional.wait_tensor(home.full)
