@@ -9,6 +9,7 @@ from shardeddp.errors import (
     RankError,
 )
 from shardeddp.lightning.load import load_from_checkpoint, read_directories_too
+from shardeddp.lightning.step_monitor import StepMonitor
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -34,6 +35,7 @@ __all__ = [
     "ShardTensor",
     "ShardedDP",
     "SizePolicy",
+    "StepMonitor",
     "clip_grad_norm_",
     "clip_grad_value_",
     "load_from_checkpoint",

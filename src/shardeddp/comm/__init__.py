@@ -12,6 +12,7 @@ from shardeddp.comm.agreement import (
 )
 from shardeddp.comm.collectives import CollectiveHandle, Collectives, Traffic
 from shardeddp.comm.mesh import Mesh, barrier, broadcast_object, reduce_tensor
+from shardeddp.comm.step_clock import StepClock, during
 from shardeddp.comm.streams import CommStream, StreamHandle
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Collectives",
     "CommStream",
     "Mesh",
+    "StepClock",
     "StreamHandle",
     "Traffic",
     "agree_on_any",
@@ -28,6 +30,7 @@ __all__ = [
     "all_gather_bytes",
     "barrier",
     "broadcast_object",
+    "during",
     "gather_results",
     "gather_to_first",
     "reduce_tensor",

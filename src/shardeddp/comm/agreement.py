@@ -18,6 +18,7 @@ import xxhash
 
 from shardeddp.comm.collectives import in_forked_process
 from shardeddp.comm.host_group import HostGroup
+from shardeddp.comm.step_clock import during
 from shardeddp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -202,7 +203,8 @@ class Reduction:
 
     def is_there_within(self, seconds: float) -> bool:
         """Whether all ranks have given theirs, of one that has begun ahead; waits that long."""
-        return self._under_way is None or bool(wait([self._under_way], seconds).done)
+        with during(self._group.clock, "ranks"):
+            return self._under_way is None or bool(wait([self._under_way], seconds).done)
 
     def wait(self) -> torch.Tensor:
         """The numbers, once all ranks have given theirs.
@@ -210,7 +212,9 @@ class Reduction:
         Raises:
             DesyncError: Some have come to another operation.
         """
-        if not (self._reduce() if self._under_way is None else self._under_way.result()):
+        with during(self._group.clock, "ranks"):
+            alike = self._reduce() if self._under_way is None else self._under_way.result()
+        if not alike:
             describe = _record_of(self._group).describe
             described = (
                 self.operation if describe is None else describe(self._meeting, self.operation)

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from shardeddp.comm.step_clock import StepClock
+
 T = TypeVar("T")
 
 DIRECT_SIZE = 64
@@ -156,6 +158,8 @@ class HostGroup:
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self._row, self._column = (*axes, None, None)[:2]
         self._timeout, self._patience = timeout, patience
+        self.clock: StepClock | None = None
+        """Measures what a thread that trains waits for; None: nobody does."""
         self.channel = Channel() if channel is None else channel
         """Tags and the thread of its operations."""
         self.rank = 0 if self._row is None else self._row.rank()

@@ -42,6 +42,7 @@ from shardeddp.comm.desync import STREAMS, CallFingerprints, DesyncCheck, Progre
 from shardeddp.comm.host_group import Channel, HostGroup, grid_of
 from shardeddp.comm.liveness import LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation, drain_threads_at_exit
+from shardeddp.comm.step_clock import StepClock, during
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
 from shardeddp.plan.topology import Topology
@@ -392,6 +393,8 @@ class Mesh:
             self.error_propagation,
         )
         """Ends waits that cannot be over."""
+        self.clock: StepClock | None = None
+        """Measures steps; None: nobody does."""
         self.is_inherited = False
         """Whether this process was forked from the rank, so that nothing can be communicated."""
         _MESHES.add(self)
@@ -439,6 +442,14 @@ class Mesh:
         """A run has ended: later ones of this process may communicate by the same groups."""
         streams = self.gather_stream, self.reduce_stream, self.replicate_stream
         self._groups.give_back(sum(stream.issued for stream in streams))
+
+    def measure(self, clock: StepClock | None) -> None:
+        """Let a clock measure what compute waits for; None ends it."""
+        self.clock = clock
+        checks = self.users.group, self.fingerprints.group, self.data_fingerprints.group
+        for group in (self.control, self.world_control, *checks):
+            if group is not None:
+                group.clock = clock
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
@@ -676,5 +687,6 @@ def reduce_tensor(mesh: Mesh, tensor: torch.Tensor, reduce_op: object) -> torch.
     integral = kind == "mean" and not tensor.is_floating_point() and not tensor.is_complex()
     reduced = (tensor.float() if integral else tensor.detach().clone()).to(mesh.device).contiguous()
     # Ranks that split layers have the same values.
-    mesh.data.all_reduce_(reduced, kind).wait()
+    with during(mesh.clock, "ranks"):
+        mesh.data.all_reduce_(reduced, kind).wait()
     return reduced.to(tensor.device)

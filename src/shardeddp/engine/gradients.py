@@ -13,6 +13,7 @@ from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.comm.collectives import ReduceKind
 from shardeddp.engine.storage import allocate, empty_on_host, local_view, release
 from shardeddp.plan.layout import FlatLayout
+from shardeddp.plan.memory import HeldMemory
 from shardeddp.tensor.backward import (
     running_backward,
     store_gradient,
@@ -60,6 +61,11 @@ class GradientMemory:
         self._buffer: torch.Tensor | None = None
         self._buffer_slots: list[torch.Tensor] = []
         self._shard_slots: list[torch.Tensor] = []
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the gradient buffer's memory, if it has any now."""
+        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     def open_shard(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The gradient shard, and its slots where it is packed into."""
@@ -372,6 +378,16 @@ class GroupGradients:
     def shard(self) -> torch.Tensor | None:
         """1D, shard_numel; None before the first reduction."""
         return self._memory.shard
+
+    def held(self) -> HeldMemory:
+        """Bytes of gradients."""
+        memory = self._memory
+        shards = [it for it in (memory.shard, memory.partial) if it is not None]
+        left = [it for it in stored_gradients(self._unsharded) if it is not None]
+        return HeldMemory(
+            gradient_nbytes=0 if memory.is_on_host else sum(it.nbytes for it in shards),
+            in_flight_nbytes=memory.buffer_nbytes + sum(it.nbytes for it in left),
+        )
 
     def attach(self, on_outside: Callable[[int], None]) -> None:
         """Reduce gradients of uses outside of the unit as well, from now on.

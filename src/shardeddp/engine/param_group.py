@@ -14,7 +14,7 @@ from shardeddp.comm import CollectiveHandle, Mesh, StreamHandle
 from shardeddp.engine.gradients import GroupGradients
 from shardeddp.engine.storage import GatheredBuffer, empty_on_host, local_view
 from shardeddp.plan.layout import FlatLayout, OwnedIntervals
-from shardeddp.plan.memory import GroupCost
+from shardeddp.plan.memory import GroupCost, HeldMemory
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, sharded_class
@@ -147,6 +147,18 @@ class FlatGroup:
             reduce_itemsize=self._reduce_dtype.itemsize,
             split=self._mesh.collect.size,
             replicas=self._mesh.replicate.size,
+        )
+
+    def held(self) -> HeldMemory:
+        """Bytes that it holds on the device now."""
+        owns = self._memory_owner is None
+        gathered = self.buffer.flat if owns and not self._resident else None
+        parts = [
+            it for it in (gathered, self._part, self._kept_part, self._arriving) if it is not None
+        ]
+        return self.gradients.held() + HeldMemory(
+            main_nbytes=self.main_shard.nbytes if owns and not self._on_host else 0,
+            in_flight_nbytes=sum(it.nbytes for it in parts),
         )
 
     # -- Gathering

@@ -13,7 +13,7 @@ from operator import or_
 
 import torch
 
-from shardeddp.comm import Mesh, all_gather_bytes
+from shardeddp.comm import Mesh, all_gather_bytes, during
 from shardeddp.comm.agreement import ABOUT_TRAINED, ask_for_highest_alike
 from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.unit import GradientLevel, UnitProgress
@@ -101,7 +101,8 @@ class Reducer:
         self._reached: list[UnitProgress] = []  # in this backward, in order
         # Trainable parameters by unit; None: no backward yet.
         self._trained: list[frozenset[int]] | None = None
-        self._in_flight: list[Reduction] = []  # issued -> finished before the next unit packs
+        # With the label of their unit; issued -> finished before the next unit packs
+        self._in_flight: list[tuple[str, Reduction]] = []
         self._sharded = [
             sharded for progress in progresses for sharded in progress.unit.sharded_parameters()
         ]
@@ -237,14 +238,21 @@ class Reducer:
     def _issue(self, progress: UnitProgress) -> None:
         # One unit's gradients are in each collective at a time: that bounds memory, and one unit's
         # backward hides it.
-        self._in_flight = [reduction for reduction in self._in_flight if not reduction.advance()]
+        left: list[tuple[str, Reduction]] = []
+        for unit, reduction in self._in_flight:
+            with during(self._mesh.clock, "reduction", unit):
+                if not reduction.advance():
+                    left.append((unit, reduction))
+        self._in_flight = left
         progress.issued = True
-        self._in_flight += progress.unit.reduce_gradients(self._across_replicas)
+        issued = progress.unit.reduce_gradients(self._across_replicas)
+        self._in_flight += [(progress.unit.label, reduction) for reduction in issued]
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for reduction in self._in_flight:
-            reduction.finish()
+        for unit, reduction in self._in_flight:
+            with during(self._mesh.clock, "reduction", unit):
+                reduction.finish()
         self._in_flight = []
 
     # -- Agreement at the end of a backward

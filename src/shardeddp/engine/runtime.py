@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from shardeddp.comm import Mesh
+from shardeddp.comm import Mesh, during
 from shardeddp.comm.propagation import is_transfer_error
 from shardeddp.config import Options
 from shardeddp.engine.gradients import GroupGradients
@@ -77,7 +77,8 @@ class BufferSync:
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             # As bytes, which every backend broadcasts.
-            self._mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
+            with during(self._mesh.clock, "ranks"):
+                self._mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
             if self._mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]

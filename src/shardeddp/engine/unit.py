@@ -12,16 +12,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from shardeddp.comm import Mesh, StreamHandle
+from shardeddp.comm import Mesh, StreamHandle, during
 from shardeddp.engine.autocast_copies import AutocastCopies, copies_of
 from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.param_group import FlatGroup
 from shardeddp.engine.storage import GatheredBuffer
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.layout import FlatLayout
-from shardeddp.plan.memory import GroupCost
+from shardeddp.plan.memory import GroupCost, HeldMemory
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.plan.topology import Topology
+from shardeddp.tensor.backward import stored_gradients
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.tensor.unsharded import accumulate_in
 from shardeddp.torch_private import will_execute, without_torch_function
@@ -94,7 +95,7 @@ class Unit:
     """
 
     def __init__(self, spec: UnitSpec, mesh: Mesh, sharding: ShardingStrategy) -> None:
-        self.spec = spec
+        self.spec, self._mesh = spec, mesh
         self.state = UnitState.SHARDED
         # Whole parameters that modules hold during summon_full_params.
         self._summoned: list[torch.Tensor] = []
@@ -159,6 +160,16 @@ class Unit:
         return [group.cost() for group in self.groups] + [
             _idle_cost(specs) for specs in by_buffer(self.spec.passthrough)
         ]
+
+    def held(self) -> HeldMemory:
+        """Bytes that it holds on the device now; parameters that nobody shares count, too."""
+        own = [it.parameter for it in self.spec.passthrough]
+        grads = [it for it in stored_gradients(own) if it is not None]
+        passed = HeldMemory(
+            main_nbytes=sum(it.nbytes for it in own),
+            gradient_nbytes=sum(it.nbytes for it in grads),
+        )
+        return sum((group.held() for group in self.groups), passed)
 
     def unshard(self) -> None:
         """Allocate the gathered buffers and issue the all-gathers; :meth:`wait` completes it."""
@@ -396,11 +407,12 @@ class Unit:
         return any(group.gradients.partial for group in self.groups)
 
     def _finish_gather(self) -> None:
-        for handle in self._handle:
-            handle.wait()
-        self._handle = []
-        for group in self.groups:
-            group.finish_copies()
+        with during(self._mesh.clock, "gather", self.label):
+            for handle in self._handle:
+                handle.wait()
+            self._handle = []
+            for group in self.groups:
+                group.finish_copies()
 
     def _move(self, verb: str) -> None:
         source, target = TRANSITIONS[verb]

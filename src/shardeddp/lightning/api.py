@@ -253,6 +253,11 @@ def cluster_environment_of(trainer: Any) -> Any:
     return getattr(trainer.strategy, "cluster_environment", None)
 
 
+def log_interval(trainer: Any) -> int:
+    """Steps of a Trainer from one log to the next; 0: it logs none."""
+    return trainer.log_every_n_steps
+
+
 def reloads_dataloaders(trainer: Any) -> bool:
     """Whether a Trainer makes its training data loaders anew now and then."""
     return bool(vars(trainer).get("reload_dataloaders_every_n_epochs"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -138,16 +138,16 @@ def samples_of(batch: Any) -> int:
     return next((it.shape[0] for it in find_tensors(batch) if it.ndim and it.shape[0]), 1)
 
 
-def _tokens_of(batch: Any) -> int:
+def tokens_of(batch: Any) -> int:
     """Tokens of a sample: the second size of the first tensor of whole numbers; 1 without any."""
     found = (it for it in find_tensors(batch) if it.ndim > 1)
     return next((it.shape[1] for it in found if not (it.is_floating_point() or it.is_complex())), 1)
 
 
-def _plan_as_set(
+def _plan_with(
     module: LightningModule, batch: Any, setting: Setting, gpu: str, **options: Any
 ) -> Plan:
-    """The plan of a run as it is set; options are the rest of :func:`make_plan`'s."""
+    """A plan for the ranks, batch and units of a run; options: the rest of :func:`make_plan`'s."""
     count = setting.num_nodes * setting.ranks_per_node
     with detached(module):
         return make_plan(
@@ -156,7 +156,7 @@ def _plan_as_set(
             gpus=count,
             per_node=setting.ranks_per_node,
             batch=lambda size: resized(batch, size),
-            length=_tokens_of(batch),
+            length=tokens_of(batch),
             global_batch=samples_of(batch) * setting.accumulates * count,
             precisions=(setting.precision,),
             auto_wrap_policy=setting.policy,
@@ -262,7 +262,7 @@ def plan_of_run(
         )
     samples = samples_of(batch)
     sizes = {samples // part for part in (1, 2, 4, 8, 16) if samples % part == 0}
-    plan = _plan_as_set(
+    plan = _plan_with(
         module,
         batch,
         setting,
@@ -368,23 +368,8 @@ def choose(
 def _fastest(
     module: LightningModule, candidates: Mapping[str, ShardingStrategy], setting: Setting, gpu: str
 ) -> Chosen:
-    example = module.example_input_array
-    plan = _plan_as_set(
-        module,
-        example,
-        setting,
-        gpu,
-        strategies=tuple(candidates),
-        recomputes=(setting.recompute,),
-        offloads=(setting.offload,),
-        micro_batches=(samples_of(example),),
-    )
-    sizes = {
-        name: sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
-        for name, sharding in candidates.items()
-    }
-    own = [it for it in plan.plans if it.choice.shard_size == sizes[it.choice.strategy]]
-    best, room = own[0], plan.cluster.gpu.memory_gb * 1e9 / GIB
+    plan = plan_as_set(module, module.example_input_array, candidates, setting, gpu)
+    best, room = plan.best, plan.cluster.gpu.memory_gb * 1e9 / GIB
     needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
     machines = f"{plan.cluster.count} x {gpu}"
     return Chosen(
@@ -393,6 +378,40 @@ def _fastest(
         if best.fits
         else f"the least memory of all, none of which fits {machines} by the plan ({needs})",
     )
+
+
+def plan_as_set(
+    module: LightningModule,
+    batch: Any,
+    candidates: Mapping[str, ShardingStrategy],
+    setting: Setting,
+    gpu: str,
+) -> Plan:
+    """The plan of a run, for its own settings and shard sizes.
+
+    Args:
+        module: Stays as it is.
+        batch: One of a rank's micro-batches.
+        candidates: Strategies, by name.
+        setting: What the run has set.
+        gpu: Name.
+    """
+    plan = _plan_with(
+        module,
+        batch,
+        setting,
+        gpu,
+        strategies=tuple(candidates),
+        recomputes=(setting.recompute,),
+        offloads=(setting.offload,),
+        micro_batches=(samples_of(batch),),
+    )
+    sizes = {
+        name: sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
+        for name, sharding in candidates.items()
+    }
+    own = [it for it in plan.plans if it.choice.shard_size == sizes[it.choice.strategy]]
+    return replace(plan, plans=own)
 
 
 def by_states(

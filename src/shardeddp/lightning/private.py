@@ -127,6 +127,33 @@ def replace_data_fetcher(loop: Any, fetcher: PrefetchDataFetcher) -> None:
     loop._data_fetcher = fetcher
 
 
+def surround_fetches(
+    trainer: Any, before: Callable[[], object], after: Callable[[], object]
+) -> Callable[[], None]:
+    """Call functions before and after each batch of training is taken from the loaders.
+
+    Returns:
+        A function that undoes it; a new epoch takes note of either.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def begin() -> None:
+        before()
+        type(loop)._on_before_fetch(loop)
+
+    def end() -> None:
+        type(loop)._on_after_fetch(loop)
+        after()
+
+    vars(loop).update(_on_before_fetch=begin, _on_after_fetch=end)
+
+    def undo() -> None:
+        vars(loop).pop("_on_before_fetch", None)
+        vars(loop).pop("_on_after_fetch", None)
+
+    return undo
+
+
 def accumulates(loop: Any) -> bool:
     """Whether the gradients of the batch at work in a fit loop are still to be added to."""
     return loop._should_accumulate()
@@ -494,6 +521,8 @@ _REPLACED = (
     (_SIGNALS, "_sigterm_notifier_fn", "signum _"),
     (_SIGNALS, "_slurm_sigusr_handler_fn", "signum _"),
     (_EPOCH, "_broadcast_sigterm_tensor", ""),
+    (_EPOCH, "_on_before_fetch", ""),
+    (_EPOCH, "_on_after_fetch", ""),
     (_CHECKPOINTS, "_parse_ckpt_path", "state_fn ckpt_path model_provided model_connected"),
     (_CHECKPOINTS, "resume_start", "checkpoint_path weights_only"),
     ("pytorch.callbacks:ModelSummary", "_summary", "trainer pl_module"),

@@ -21,7 +21,7 @@ from typing_extensions import override
 from shardeddp.checkpoint.full import gather_full
 from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.restore import parameter_names
-from shardeddp.comm import Mesh, Traffic
+from shardeddp.comm import Mesh, Traffic, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
     ActivationCheckpointingLike,
@@ -58,6 +58,7 @@ from shardeddp.lightning.checkpointing import Checkpoints, checkpoint_folders
 from shardeddp.lightning.guards import Guards
 from shardeddp.lightning.launchers import ShardedMultiProcessingLauncher, ShardedScriptLauncher
 from shardeddp.lightning.model_sharding import ModelSharding
+from shardeddp.lightning.out_of_memory import explaining_memory, memory_lines
 from shardeddp.lightning.planning import (
     Chosen,
     PlanLauncher,
@@ -435,6 +436,13 @@ class ShardedDP(ParallelStrategy):
         # Where the host is the device, its states are there already.
         return self.options.offload.optimizer_alone and self.root_device.type != "cpu"
 
+    def _explaining_memory(self) -> AbstractContextManager[None]:
+        return explaining_memory(
+            lambda error: memory_lines(
+                error, self.runtime, self.memory_plan, self.optimizers, self.options
+            )
+        )
+
     def print_units(self) -> None:
         """Print the units, and the bytes that each rank stores of them.
 
@@ -503,7 +511,7 @@ class ShardedDP(ParallelStrategy):
             self.num_nodes, self.num_processes, tensor_size=options.tensor_parallel_size
         )
         if options.plan_only:
-            launcher: Any = PlanLauncher(self, options, self._setting)
+            launcher: Any = PlanLauncher(self, options, self.setting)
             self._launcher = launcher
         elif options.start_method == "popen":
             self._launcher = ShardedScriptLauncher(
@@ -539,7 +547,8 @@ class ShardedDP(ParallelStrategy):
         if self.trainer is not None:
             self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
 
-    def _setting(self, trainer: Trainer | None) -> Setting:
+    def setting(self, trainer: Trainer | None) -> Setting:
+        """What is set, as far as plans depend on it."""
         return setting_of(
             self.options,
             self.precision_plugin.precision,
@@ -551,7 +560,7 @@ class ShardedDP(ParallelStrategy):
 
     def _choose_sharding(self) -> None:
         """Go on as if the strategy that rank 0 chooses for ``auto`` had been set."""
-        module, setting = self.lightning_module, self._setting(self.trainer)
+        module, setting = self.lightning_module, self.setting(self.trainer)
         found = self._group.on_rank_zero(
             "choice of a sharding strategy",
             lambda: vars(choose(module, self.options.candidates, setting)),
@@ -663,6 +672,17 @@ class ShardedDP(ParallelStrategy):
         self._resume.begin_batch()
         self._callbacks.begin_batch(self._trainer_at_work())
 
+    def _during(self, part: str) -> AbstractContextManager[None]:
+        mesh = self._group.current
+        return during(None if mesh is None else mesh.clock, part)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        with self._during("data"):
+            return super().batch_to_device(batch, device, dataloader_idx)
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
@@ -686,9 +706,26 @@ class ShardedDP(ParallelStrategy):
     def _step(
         self, name: str, precision: AbstractContextManager[Any], args: Any, kwargs: Any
     ) -> Any:
-        with precision, self.runtime.step(name) as outputs:
+        with (
+            self._during("compute"),
+            precision,
+            self.runtime.step(name) as outputs,
+            self._explaining_memory(),
+        ):
             outputs.append(getattr(self.lightning_module, name)(*args, **kwargs))
         return outputs[0]
+
+    @override
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        with self._during("compute"), self._explaining_memory():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._during("optimizer"), self._explaining_memory():
+            return super().optimizer_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -758,7 +795,7 @@ class ShardedDP(ParallelStrategy):
         if self._guards.is_alone(self.trainer):
             return
         names = partial(parameter_names, self.lightning_module, self.optimizers)
-        with self._group.explaining():
+        with self._during("checkpoint"), self._group.explaining():
             extended = self._resume.extended(checkpoint, self.lightning_module, names)
             if self.chosen is not None and KEY in extended:
                 extended[KEY]["chosen"] = dict(vars(self.chosen))
@@ -768,7 +805,8 @@ class ShardedDP(ParallelStrategy):
 
     def wait_for_checkpoint(self) -> None:
         """Wait until no checkpoint is being written; raises if the last one could not be saved."""
-        self._checkpoints.wait()
+        with self._during("checkpoint"):
+            self._checkpoints.wait()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

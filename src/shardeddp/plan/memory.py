@@ -118,6 +118,21 @@ class MemoryPlan:
         return self.resting_nbytes + self.in_flight_nbytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldMemory:
+    """Bytes that a unit or a part of it holds on its rank's device now."""
+
+    main_nbytes: int = 0
+    gradient_nbytes: int = 0
+    """Of gradient shards."""
+    in_flight_nbytes: int = 0
+    """Gathered parameters, and gradients that are not reduced yet."""
+
+    def __add__(self, other: "HeldMemory") -> "HeldMemory":
+        """Both."""
+        return HeldMemory(**{name: mine + vars(other)[name] for name, mine in vars(self).items()})
+
+
 def plan_memory(
     units: Sequence[Sequence[GroupCost]],
     sharding: ShardingStrategy,

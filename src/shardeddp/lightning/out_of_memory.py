@@ -1,0 +1,149 @@
+"""Out of memory: what a rank held when a step needed more, beside what was planned, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardeddp.config import Options
+from shardeddp.engine.runtime import Runtime
+from shardeddp.engine.unit import Unit, UnitState
+from shardeddp.plan.memory import MemoryPlan
+from shardeddp.report import Column, human_bytes, terminal_width, text_table
+from shardeddp.tensor.shard_tensor import ShardTensor
+
+_SIGNS = ("not enough memory", "can't allocate memory", "out of memory")
+_HEADING = "Memory of this rank when it ran out, as shardeddp counts it:"
+
+
+@contextmanager
+def explaining_memory(describe: Callable[[BaseException], Sequence[str]]) -> Generator[None]:
+    """Surround a part of a step: an error for want of memory has a table at the end of its text.
+
+    It is the same error otherwise.
+
+    Args:
+        describe: Makes the lines of the table.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if _is_out_of_memory(error, text) and _HEADING not in text:
+            try:
+                lines = describe(error)
+            except Exception as other:  # noqa: BLE001 - the first error is the one to tell of
+                lines = [f"(not counted: {type(other).__name__}: {other})"]
+            error.args = ("\n".join([text, "", _HEADING, *lines]).lstrip(), *error.args[1:])
+        raise
+
+
+def _is_out_of_memory(error: BaseException, text: str) -> bool:
+    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
+        sign in text for sign in _SIGNS
+    )
+
+
+def memory_lines(
+    error: BaseException,
+    runtime: Runtime,
+    plan: MemoryPlan,
+    optimizers: Sequence[Optimizer],
+    options: Options,
+) -> list[str]:
+    """What a rank holds on its device, as lines; nothing is asked of the device.
+
+    Args:
+        error: That has come out of a step.
+        runtime: Of the model.
+        plan: Without activations.
+        optimizers: Of the run.
+        options: Of the strategy.
+    """
+    units, device = [progress.unit for progress in runtime.progresses], runtime.mesh.device
+    held = [each.held() for each in units]
+    main, between, in_flight = (
+        sum(getattr(each, name) for each in held)
+        for name in ("main_nbytes", "gradient_nbytes", "in_flight_nbytes")
+    )
+    rows = {
+        "main shards": (main, plan.main_shard_nbytes),
+        "gradient shards": (between, plan.gradient_shard_nbytes),
+        "optimizer states": (_states(optimizers, device), plan.optimizer_nbytes),
+        "gathered, or gradients on their way": (
+            in_flight,
+            plan.retained_nbytes + plan.in_flight_nbytes,
+        ),
+    }
+    planned = [each for _, each in rows.values()]
+    columns = [
+        Column(heading="kind", cells=[*rows], footer="without activations", is_number=False),
+        *(
+            Column(
+                heading=heading, cells=[*map(human_bytes, cells)], footer=human_bytes(sum(cells))
+            )
+            for heading, cells in (
+                ("now", [now for now, _ in rows.values()]),
+                ("planned peak", planned),
+            )
+        ),
+    ]
+    gathered = [
+        f"{unit.label} ({human_bytes(each.in_flight_nbytes)})"
+        for unit, each in zip(units, held, strict=True)
+        if unit.state is not UnitState.SHARDED
+    ]
+    return [
+        *text_table(columns, terminal_width(80)),
+        *_at_work(error, units),
+        f"Gathered units: {', '.join(gathered) or 'nothing'}.",
+        "What takes less memory:",
+        *(f"- {each}" for each in advice(options, device)),
+    ]
+
+
+def _at_work(error: BaseException, units: Sequence[Unit]) -> list[str]:
+    """The unit whose forward an error has passed first; the way out has released it."""
+    modules = {id(unit.spec.module): unit for unit in units}
+    passed = [
+        modules[id(frame.f_locals.get("self"))]
+        for frame, _ in walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in modules
+    ]
+    if not passed:
+        return []
+    nbytes = sum(cost.full_nbytes for cost in passed[-1].costs())
+    return [f"It was in the forward of {passed[-1].label} ({human_bytes(nbytes)} gathered)."]
+
+
+def advice(options: Options, device: torch.device) -> list[str]:
+    """What takes less memory than some options, the cheapest first."""
+    strategy = options.sharding_strategy
+    lines = ["a smaller micro-batch, with Trainer(accumulate_grad_batches=...) for the same step"]
+    if options.activation_checkpointing is None:
+        lines.append('ShardedDP(activation_checkpointing="auto"): activations are computed again')
+    if strategy != "full_shard":
+        lines.append(f'ShardedDP("full_shard"): {strategy} holds more between steps')
+    elif options.sharding.reshard.value != "after_forward":
+        lines.append("ShardedDP(reshard_after_forward=True): units are released after forward")
+    if device.type != "cpu" and not options.offload.params:
+        kind = "True" if options.offload.optimizer else "CPUOffload(optimizer=True)"
+        lines.append(f"ShardedDP(cpu_offload={kind}): states are in host memory")
+    return [*lines, "what fits, and how fast it is: shardeddp plan, or ShardedDP(plan_only=True)"]
+
+
+def _states(optimizers: Iterable[Optimizer], device: torch.device) -> int:
+    found: list[Any] = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    local = [value.to_local() if isinstance(value, ShardTensor) else value for value in found]
+    return sum(each.nbytes for each in local if each.device.type == device.type)

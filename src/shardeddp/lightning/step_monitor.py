@@ -1,0 +1,413 @@
+"""Step monitor: where the time of a training's steps goes, how fast they are, and which rank is slow."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from shardeddp.comm import Mesh, StepClock
+from shardeddp.comm.agreement import Reduction, reduce_highest
+from shardeddp.comm.step_clock import EVALUATION, PARTS, CudaTimer, HostTimer, Span
+from shardeddp.engine.runtime import runtime_of
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning import private
+from shardeddp.lightning.api import (
+    Callback,
+    LightningModule,
+    Trainer,
+    log_interval,
+    rank_zero_only,
+    rank_zero_warn,
+)
+from shardeddp.lightning.planning import (
+    ASSUMED_GPU,
+    detached,
+    plan_as_set,
+    samples_of,
+    tokens_of,
+)
+from shardeddp.lightning.step_report import StepReport, step_lines
+from shardeddp.lightning.stragglers import WINDOW, Stragglers
+from shardeddp.lightning.strategy import ShardedDP
+from shardeddp.plan.hardware import gpu_of_device
+from shardeddp.planner.search import Planned
+from shardeddp.planner.source import without_weights
+from shardeddp.report import terminal_width
+
+# -- Totals of steps
+
+
+@dataclass(kw_only=True)
+class _Totals:
+    steps: int = 0
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    """By part and unit."""
+    slower: float = 0.0
+    """Of what compute has waited for, seconds that a slower rank was to blame for."""
+    samples: int = 0
+    tokens: int = 0
+    sent: int = 0
+    own: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """By step, seconds of data and compute."""
+
+    def add_step(self, spans: Sequence[Span], counts: tuple[int, int, int]) -> None:
+        """Add one step."""
+        data = compute = 0.0
+        for part, unit, _, took in spans:
+            if part != EVALUATION:
+                self._spend(part, unit, took)
+            data += took if part == "data" else 0.0
+            compute += took if part == "compute" else 0.0
+        self.steps += 1
+        self.own.append((data, compute))
+        self._count(*counts)
+
+    def add(self, other: _Totals) -> None:
+        """Add another's steps."""
+        self.steps += other.steps
+        for key, took in other.seconds.items():
+            self._spend(*key, took)
+        self.slower += other.slower
+        self._count(other.samples, other.tokens, other.sent)
+
+    def _spend(self, part: str, unit: str, seconds: float) -> None:
+        self.seconds[part, unit] = self.seconds.get((part, unit), 0.0) + seconds
+
+    def _count(self, samples: int, tokens: int, sent: int) -> None:
+        self.samples += samples
+        self.tokens += tokens
+        self.sent += sent
+
+    def typical(self) -> tuple[float, float]:
+        """Seconds of data and of compute of a usual step; zeros without any."""
+        if not self.own:
+            return 0.0, 0.0
+        return median(data for data, _ in self.own), median(compute for _, compute in self.own)
+
+    def means(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+        """Seconds of a step by part, and those of gathers and reductions by unit as well."""
+        each = {key: took / self.steps for key, took in self.seconds.items()}
+        parts = {part: sum(took for key, took in each.items() if key[0] == part) for part in PARTS}
+        waits = parts["gather"] + parts["reduction"]
+        moved = min(self.slower / self.steps, waits)
+        kept = 1 - moved / waits if waits else 1.0
+        parts["ranks"] += moved
+        for part in ("gather", "reduction"):
+            parts[part] *= kept
+        units = {key: took * kept for key, took in each.items() if key[1]}
+        return parts, units
+
+
+@dataclass(kw_only=True)
+class _Fit:
+    """One training."""
+
+    mesh: Mesh
+    clock: StepClock
+    undo: Callable[[], None]
+    step: int
+    """The Trainer's count when a step has ended last."""
+    logged: int
+    ended: int = 0
+    counted: list[int] = field(default_factory=lambda: [0, 0])
+    """Samples and tokens of the step at work."""
+    sent: int = 0
+    waiting: deque[tuple[int, int, int]] = field(default_factory=deque[tuple[int, int, int]])
+    """Counts of steps whose time cannot be read yet."""
+    window: _Totals = field(default_factory=_Totals)
+    asked: tuple[_Totals, Reduction] | None = None
+    """A window that other ranks have been told of."""
+    since_log: _Totals = field(default_factory=_Totals)
+    all: _Totals = field(default_factory=_Totals)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    is_warm: bool = False
+    """Whether the first step has been left out: it allocates, compiles and agrees."""
+
+
+# -- StepMonitor
+
+
+def timer_of(device: torch.device) -> HostTimer | CudaTimer:
+    """The timer that suits a device."""
+    return CudaTimer() if device.type == "cuda" else HostTimer()
+
+
+class StepMonitor(Callback):
+    """Says where the time of each training step goes, how fast training is, and which rank is slow.
+
+    The parts of a step sum to it: computing, waiting for gathers and for reductions (by unit) that
+    computing does not hide, waiting for slower ranks, data, the optimizer, checkpoints, and the
+    rest. They reach all loggers of the Trainer as ``shardeddp/step/...``, every
+    ``log_every_n_steps``; the throughput is in the progress bar, and a table is printed when
+    training ends. A rank that is slower than the others is named, once. Evaluation and the first
+    step are left out. No step waits for the device, or for other ranks.
+
+    Args:
+        trace: Where the parts of the last ten steps of each rank are written when training ends, for
+            Perfetto or ``chrome://tracing``: ``steps.json`` is ``steps.rank0.json`` and so on. None:
+            nowhere.
+    """
+
+    def __init__(self, trace: str | Path | None = None) -> None:
+        super().__init__()
+        self.report: StepReport | None = None
+        """Of this rank's last training, once it has ended."""
+        self.stragglers: list[int] = []
+        """Ranks that were slower than the others in it."""
+        self._trace = None if trace is None else Path(trace)
+        self._last: deque[list[Span]] = deque(maxlen=10)
+        self._fit: _Fit | None = None
+        self._bare: Any = None  # the module without weights and shards
+        self._expected: Planned | None = None
+        self._note = ""  # why something is not known
+        self._gpu: str | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keep a copy of the module without its weights, for its FLOPs."""
+        if not isinstance(trainer.strategy, ShardedDP):
+            raise ConfigurationError(
+                f"StepMonitor measures steps of ShardedDP, found {type(trainer.strategy).__name__}. Use "
+                f"Trainer(strategy=ShardedDP(...)), or take StepMonitor out of the callbacks"
+            )
+        if stage == "fit" and trainer.is_global_zero and runtime_of(pl_module) is None:
+            self._bare = None
+            with suppress(ConfigurationError), detached(pl_module):
+                self._bare = without_weights(pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure."""
+        self._stop()
+        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        clock = StepClock(timer_of(mesh.device))
+        undo = private.surround_fetches(
+            trainer, lambda: clock.during("data"), lambda: clock.__exit__()
+        )
+        self._fit = _Fit(
+            mesh=mesh,
+            clock=clock,
+            undo=undo,
+            step=trainer.global_step,
+            logged=trainer.global_step,
+            sent=_sent(mesh),
+        )
+        self.report, self.stragglers, self._expected, self._note = None, [], None, ""
+        self._last.clear()
+        if mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(mesh.device)
+        mesh.measure(clock)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count a batch, and end a step if the optimizer has stepped."""
+        fit = self._fit
+        if fit is None:
+            return
+        samples = samples_of(batch)
+        fit.counted[0] += samples
+        fit.counted[1] += samples * tokens_of(batch)
+        if not fit.is_warm and self._expected is None and not self._note and trainer.is_global_zero:
+            self._plan(trainer, batch)
+        if trainer.global_step != fit.step:
+            fit.step = trainer.global_step
+            self._end_step(trainer, fit)
+        if self.report is not None and trainer.progress_bar_callback is not None:
+            name, rate = self.report.throughput
+            pl_module.log(name, rate, prog_bar=True, logger=False)
+
+    def _end_step(self, trainer: Trainer, fit: _Fit) -> None:
+        fit.clock.end_step()
+        sent = _sent(fit.mesh)
+        fit.waiting.append((*fit.counted, max(0, sent - fit.sent)))  # pyright: ignore[reportArgumentType]
+        fit.counted, fit.sent = [0, 0], sent
+        self._take(fit)
+        # Of steps that have ended, which are as many on all ranks; those that can be read may not be.
+        fit.ended += 1
+        if fit.ended % WINDOW == 1 and fit.asked is not None:
+            self._hear(fit)
+            if 0 < log_interval(trainer) <= fit.step - fit.logged and fit.since_log.steps:
+                fit.logged = fit.step
+                self.report = self._report(trainer, fit.since_log)
+                fit.since_log = _Totals()
+                for logger in trainer.loggers:
+                    logger.log_metrics(self.report.metrics(), step=fit.step)
+        if fit.ended % WINDOW == 0:
+            fit.asked = fit.window, _tell(fit.window.typical(), fit.mesh)
+            fit.window = _Totals()
+
+    def _take(self, fit: _Fit) -> None:
+        for spans in fit.clock.take():
+            counts = fit.waiting.popleft()
+            if fit.is_warm:
+                fit.window.add_step(spans, counts)
+                self._last.append(spans)
+            fit.is_warm = True
+
+    def _hear(self, fit: _Fit) -> None:
+        """Look at how long all ranks' steps take; they have told each other a step ago."""
+        if fit.asked is None:
+            return
+        (window, answer), fit.asked = fit.asked, None
+        numbers = answer.wait().view(torch.float32).view(-1, 2).tolist()
+        told = [(data, compute) for data, compute in numbers]
+        own = [*map(sum, told)]
+        window.slower = window.steps * (max(own) - own[fit.mesh.rank])
+        fit.since_log.add(window)
+        fit.all.add(window)
+        if said := fit.stragglers.add(told):
+            rank_zero_warn(said)
+        self.stragglers = fit.stragglers.named
+
+    def _plan(self, trainer: Trainer, batch: Any) -> None:
+        """Predict the step, and count the model's FLOPs; on rank 0."""
+        strategy: Any = trainer.strategy
+        device = strategy.root_device
+        self._gpu = None
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(device)
+            self._gpu = gpu_of_device(found.name, found.total_memory)
+        options = strategy.options
+        if self._bare is None or options.tensor_parallel_size > 1:
+            self._note = "the planner cannot plan this module"
+            return
+        try:
+            self._expected = plan_as_set(
+                self._bare,
+                batch,
+                {options.sharding_strategy: options.sharding},
+                strategy.setting(trainer),
+                self._gpu or ASSUMED_GPU,
+            ).best
+        except ConfigurationError as error:
+            self._note = str(error)[:120]
+
+    def _report(self, trainer: Trainer, totals: _Totals) -> StepReport:
+        fit, expected = self._fit, self._expected
+        assert fit is not None
+        parts, units = totals.means()
+        seconds = sum(parts.values())
+        size, flops, peak = fit.mesh.topology.data_size, None, None
+        if expected is not None:
+            choice = expected.choice
+            samples = totals.samples / totals.steps
+            flops = expected.model_flops * samples / (choice.micro_batch * choice.micro_batches)
+            peak = expected.peak_flops if self._gpu else None
+        device = fit.mesh.device
+        return StepReport(
+            rank=fit.mesh.rank,
+            steps=totals.steps,
+            parts=parts,
+            units=units,
+            samples_per_s=size * totals.samples / totals.steps / seconds,
+            tokens_per_s=size * totals.tokens / totals.steps / seconds
+            if totals.tokens > totals.samples
+            else None,
+            model_flops_per_s=None if flops is None else flops / seconds,
+            peak_flops_per_s=peak,
+            memory_nbytes=torch.cuda.max_memory_allocated(device)
+            if device.type == "cuda"
+            else None,
+            sent_nbytes=totals.sent // totals.steps,
+            expected=expected if self._gpu else None,
+            note=self._note
+            or (f"no dense peak of this device ({device.type}) is known" if peak is None else ""),
+        )
+
+    # -- Evaluation, and the end
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out what follows."""
+        if self._fit is not None:
+            self._fit.clock.during(EVALUATION)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on."""
+        if self._fit is not None:
+            self._fit.clock.__exit__()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show what was measured."""
+        fit = self._fit
+        if fit is None:
+            return
+        if fit.mesh.device.type == "cuda":
+            torch.cuda.synchronize(fit.mesh.device)  # once
+        self._hear(fit)
+        self._take(fit)
+        fit.all.add(fit.window)
+        if fit.all.steps:
+            self.report = self._report(trainer, fit.all)
+            rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
+            if self._trace is not None:
+                self._write_trace(self._trace, fit.mesh.rank)
+        self._stop()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Measure no more."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._fit is not None:
+            self._fit.mesh.measure(None)
+            self._fit.undo()
+        self._fit = None
+
+    def _write_trace(self, path: Path, rank: int) -> None:
+        events, begin = list[dict[str, Any]](), 0.0
+        for spans in self._last:
+            events += [
+                {
+                    "ph": "X",
+                    "cat": part,
+                    "name": f"{part} {unit}".strip(),
+                    "ts": 1e6 * (begin + since),
+                    "dur": 1e6 * took,
+                    "pid": rank,
+                    "tid": 0,
+                }
+                for part, unit, since, took in spans
+            ]
+            begin += sum(took for *_, took in spans)
+        document = {"traceEvents": events, "distributedInfo": {"rank": rank}}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(f".rank{rank}.json").write_text(json.dumps(document))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy or a pickle, which measures nothing yet."""
+        return {**vars(self), "_fit": None, "_bare": None}
+
+
+def _tell(own: tuple[float, float], mesh: Mesh) -> Reduction:
+    """Tell all ranks of this one, in bytes of its own; nobody waits."""
+    numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32)
+    numbers[mesh.rank] = torch.tensor(own)
+    return reduce_highest(
+        numbers.view(-1).view(torch.uint8), "times of steps", mesh.world_control, ahead=True
+    )
+
+
+def _sent(mesh: Mesh) -> int:
+    return mesh.traffic.total_nbytes + mesh.activation_traffic.total_nbytes

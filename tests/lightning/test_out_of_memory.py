@@ -1,0 +1,120 @@
+"""An error for want of memory keeps its type and says what was held, what was planned, and what to change."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardeddp import ShardedDP
+from shardeddp.config import Options
+from shardeddp.lightning.out_of_memory import advice, explaining_memory
+from shardeddp.report import human_bytes
+from support.tasks import Block, TinyGpt, token_loader
+from support.trainers import make_trainer
+from world import Worlds, on_ranks
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
+]
+
+TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+class Needs(TinyGpt):
+    """A module that runs out of memory in its third step."""
+
+    where = "forward"
+    error: BaseException = torch.cuda.OutOfMemoryError(TEXT)
+
+    def _need(self, where: str) -> None:
+        if where == self.where and self.trainer.global_step == 2:
+            raise self.error
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss; the second block may want memory."""
+        handle = self.blocks[1].up.register_forward_pre_hook(lambda *_: self._need("forward"))
+        loss = super().loss(batch)
+        handle.remove()
+        loss.register_hook(lambda _: self._need("backward"))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """In the step."""
+        self._need("optimizer")
+
+
+def told(where: str, error: BaseException, strategy: str = "full_shard") -> tuple[str, int, int]:
+    """The text of an error, and bytes of main shards and optimizer states as planned."""
+    sharded, task = ShardedDP(strategy, auto_wrap_policy={Block}), Needs()
+    task.where, task.error = where, error
+    trainer = make_trainer(sharded, max_steps=4)
+    with pytest.raises(type(error)) as caught:
+        trainer.fit(task, token_loader(32))
+    assert caught.value is error
+    plan = sharded.memory_plan
+    return str(error), plan.main_shard_nbytes, plan.optimizer_nbytes
+
+
+def row(text: str, name: str) -> list[str]:
+    """Cells of a row of the table."""
+    [line] = [line for line in text.splitlines() if line.startswith(name)]
+    return [cell.strip() for cell in line.removeprefix(name).split("  ") if cell.strip()]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_the_text_goes_on_with_what_is_held_and_what_was_planned(world: Worlds, where: str) -> None:
+    for text, main, states in world(2).run(told, where, torch.cuda.OutOfMemoryError(TEXT)):
+        assert text.startswith(f"{TEXT}\n\nMemory of this rank")
+        assert text.count("Memory of this rank") == 1
+        assert row(text, "main shards") == [human_bytes(main)] * 2
+        # Two states of Adam per element, and its step counts.
+        assert row(text, "optimizer states")[1] == human_bytes(states)
+        assert row(text, "gradient shards")[0] != "0 B"
+        is_forward = where == "forward"
+        assert ("It was in the forward of blocks.1 (1.16 KiB gathered)" in text) is is_forward
+        [gathered] = [line for line in text.splitlines() if line.startswith("Gathered units")]
+        assert ("blocks.2 (" in gathered) is (where != "optimizer"), "ahead, or kept for backward"
+        assert "activation_checkpointing" in text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 5 bytes."),
+    ],
+)
+def test_want_of_memory_on_the_host_is_explained_too(world: Worlds, error: BaseException) -> None:
+    for text, *_ in world(1).run(told, "forward", error):
+        assert "main shards" in text
+        assert text.startswith(str(error))
+
+
+@on_ranks(1)
+def test_other_errors_stay_as_they_are() -> None:
+    text, *_ = told("forward", RuntimeError("shapes differ"))
+    assert text == "shapes differ"
+
+
+def test_a_table_that_cannot_be_made_hides_nothing() -> None:
+    def fails(error: BaseException) -> list[str]:
+        raise KeyError("units")
+
+    with pytest.raises(MemoryError) as caught, explaining_memory(fails):
+        raise MemoryError("no room")
+    assert str(caught.value).startswith("no room\n")
+    assert "not counted: KeyError" in str(caught.value)
+
+
+def test_what_is_set_already_is_not_advised() -> None:
+    gpu, host = torch.device("cuda"), torch.device("cpu")
+    plain = "\n".join(advice(Options(sharding_strategy="shard_grad_op"), gpu))
+    for text in ("micro-batch", "activation_checkpointing", "full_shard", "CPUOffload(optimizer"):
+        assert text in plain
+    done = Options(cpu_offload=True)
+    assert "cpu_offload" not in "\n".join(advice(done, gpu))
+    assert "cpu_offload" not in "\n".join(advice(Options(), host))
+    kept = Options(reshard_after_forward=False)
+    assert "reshard_after_forward=True" in "\n".join(advice(kept, gpu))

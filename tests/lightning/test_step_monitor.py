@@ -1,0 +1,424 @@
+"""StepMonitor in runs of a Trainer: parts of steps, what loggers and people get, and what it leaves alone."""
+
+import contextlib
+import csv
+import io
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from shardeddp import ConfigurationError, ShardedDP, StepMonitor
+from shardeddp.comm.step_clock import PARTS, HostTimer
+from shardeddp.lightning import step_monitor as module
+from shardeddp.lightning.step_report import StepReport
+from support.tasks import Block, TinyGpt, token_loader
+from support.trainers import make_trainer
+from world import Worlds, on_ranks
+
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
+]
+
+STEPS = 12
+
+
+class Takes(TinyGpt):
+    """A step that takes some time: it is added to an injected clock, or slept."""
+
+    spend: Callable[[str], object] = staticmethod(lambda part: None)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """A loss."""
+        self.spend("compute")
+        return super().training_step(batch, batch_index)
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        """A loss that nobody looks at."""
+        self.spend("evaluation")
+        self.loss(batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """After backward."""
+        self.spend("optimizer")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Before it is written."""
+        self.spend("hook of a checkpoint")
+
+
+def takes(spend: Callable[[str], object]) -> Takes:
+    """A task whose parts spend time that way."""
+    task = Takes()
+    task.spend = spend
+    return task
+
+
+class Watches(Callback):
+    """Measures from one end of an optimizer step to the next with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """A step may end here."""
+        if trainer.global_step != (self.ends[-1][0] if self.ends else 0):
+            self.ends.append((trainer.global_step, time.perf_counter()))
+
+    @property
+    def seconds(self) -> float:
+        """Of a step but the first."""
+        return (self.ends[-1][1] - self.ends[0][1]) / (len(self.ends) - 1)
+
+
+def fit(
+    strategy: str = "full_shard",
+    task: LightningModule | None = None,
+    *,
+    monitor: StepMonitor | None = None,
+    shard_size: int | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    loader: Any = None,
+    val: Any = None,
+    **options: Any,
+) -> StepReport:
+    """What a monitor reports of a training."""
+    monitor = monitor or StepMonitor()
+    trainer = make_trainer(
+        ShardedDP(strategy, shard_size, {Block}),
+        callbacks=[monitor, *callbacks],
+        **{"max_steps": STEPS, **options},
+    )
+    loader = loader or token_loader(4 * 20 * dist.get_world_size())
+    trainer.fit(task or Takes(), loader, val)
+    assert trainer.strategy.mesh.clock is None, "nothing is measured any more"
+    assert monitor.report is not None
+    return monitor.report
+
+
+# -- Parts that sum to the step
+
+
+def shares(strategy: str, shard_size: int | None, options: dict[str, Any]) -> StepReport:
+    watches = Watches()
+    report = fit(strategy, shard_size=shard_size, callbacks=(watches,), **options)
+    assert report.steps == len(watches.ends) - 1
+    assert abs(report.seconds / watches.seconds - 1) < 0.01
+    assert tuple(report.parts) == PARTS
+    assert min(report.parts.values()) >= 0
+    return report
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "shard_size", "options"),
+    [
+        ("full_shard", 2, None, {}),
+        ("full_shard", 2, None, {"accumulate_grad_batches": 2, "max_steps": 6}),
+        ("hybrid_shard", 4, 2, {}),
+        ("shard_grad_op", 2, None, {"accumulate_grad_batches": 2, "max_steps": 6}),
+        ("no_shard", 2, None, {"gradient_clip_val": 0.5}),
+    ],
+)
+def test_parts_sum_to_the_step_and_units_have_their_names(
+    world: Worlds, strategy: str, size: int, shard_size: int | None, options: dict[str, Any]
+) -> None:
+    units = {"(root)", "blocks.0", "blocks.1", "blocks.2"}
+    for report in world(size).run(shares, strategy, shard_size, options):
+        reduced = {unit for part, unit in report.units if part == "reduction"}
+        gathered = {unit for part, unit in report.units if part == "gather"}
+        assert reduced == gathered == units
+        for part in ("gather", "reduction"):
+            summed = sum(took for (its, _), took in report.units.items() if its == part)
+            assert summed == pytest.approx(report.parts[part])
+        micro_batches = options.get("accumulate_grad_batches", 1)
+        assert report.sent_nbytes > 0
+        assert report.samples_per_s == pytest.approx(size * 4 * micro_batches / report.seconds)
+        assert report.tokens_per_s == pytest.approx(6 * report.samples_per_s)
+
+
+SECONDS = {
+    "data": 1.0,
+    "compute": 8.0,
+    "optimizer": 2.0,
+    "evaluation": 50.0,
+    "hook of a checkpoint": 4.0,
+}
+
+
+class Time:
+    """A clock that a training moves on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, part: str) -> None:
+        """A part takes its time."""
+        self.now += SECONDS[part]
+
+
+class Slow(Dataset[Tensor]):
+    """Tokens that take time to load."""
+
+    def __init__(self, spend: Callable[[str], object]) -> None:
+        self._spend, self._inner = spend, token_loader(80).dataset
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> Tensor:
+        self._spend("data")
+        return self._inner[index]
+
+
+def exact(**options: Any) -> dict[str, float]:
+    """Parts of a step on an injected clock; two samples a batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Time()
+        patch.setattr(module, "timer_of", lambda device: HostTimer(clock))
+        loader = DataLoader(Slow(clock.spend), batch_size=2)
+        report = fit(task=takes(clock.spend), loader=loader, **options)
+        return {part: took for part, took in report.parts.items() if took}
+
+
+def exact_with_accumulation() -> dict[str, float]:
+    return exact(accumulate_grad_batches=2)
+
+
+def exact_with_validation() -> dict[str, float]:
+    return exact(val=token_loader(8), val_check_interval=3)
+
+
+def exact_with_checkpoints(folder: str) -> dict[str, float]:
+    saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    return exact(callbacks=(saves,), enable_checkpointing=True)
+
+
+def test_each_part_has_its_own_time_and_nothing_else(world: Worlds, tmp_path: Path) -> None:
+    for size in (1, 2):
+        for parts in world(size).run(exact):
+            assert parts == {"data": 2, "compute": 8, "optimizer": 2}
+        for parts in world(size).run(exact_with_accumulation):
+            assert parts == {"data": 4, "compute": 16, "optimizer": 2}
+        for parts in world(size).run(exact_with_validation):
+            assert parts == {"data": 2, "compute": 8, "optimizer": 2}, "evaluation is no part"
+    for parts in world(2).run(exact_with_checkpoints, str(tmp_path)):
+        assert {**parts, "rest": 0, "checkpoint": 0} == {
+            "data": 2,
+            "compute": 8,
+            "optimizer": 2,
+            "rest": 0,
+            "checkpoint": 0,
+        }
+        # Lightning calls the module's hook before it calls the strategy.
+        assert parts["rest"] == 4
+
+
+def waiting() -> StepReport:
+    def spend(part: str) -> None:
+        time.sleep(0.03 if part == "compute" and dist.get_rank() == 1 else 0.001)
+
+    return fit(task=takes(spend))
+
+
+def test_time_that_ranks_wait_for_a_slow_one_is_not_the_network_s(world: Worlds) -> None:
+    fast, slow = world(2).run(waiting)
+    assert fast.parts["ranks"] > max(0.02, slow.parts["ranks"])
+
+
+def checkpointing(folder: str) -> StepReport:
+    saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    return fit(callbacks=(saves,), enable_checkpointing=True)
+
+
+def test_checkpoints_are_a_part(world: Worlds, tmp_path: Path) -> None:
+    for report in world(2).run(checkpointing, str(tmp_path)):
+        assert report.parts["checkpoint"] > report.parts["data"] > 0
+
+
+# -- Runs
+
+
+class Fails(Takes):
+    """A module that breaks off in the middle of a forward."""
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        """A loss, up to the fourth step."""
+        loss = super().training_step(batch, batch_index)
+        if self.trainer.global_step == 3:
+            raise KeyError("enough")
+        return loss
+
+
+@on_ranks(2)
+def test_a_monitor_measures_the_next_training_after_one_that_has_failed() -> None:
+    monitor = StepMonitor()
+    with pytest.raises(KeyError, match="enough"):
+        fit(task=Fails(), monitor=monitor)
+    assert monitor.report is None
+    first = fit(monitor=monitor)
+    second = fit(monitor=monitor, max_steps=7)
+    assert (first.steps, second.steps) == (STEPS - 1, 6)
+
+
+@on_ranks(2)
+def test_a_training_that_goes_on_measures_its_own_steps() -> None:
+    monitor, task = StepMonitor(), Takes()
+    trainer = make_trainer(ShardedDP(auto_wrap_policy={Block}), max_steps=4, callbacks=[monitor])
+    loader = token_loader(4 * 20 * dist.get_world_size())
+    trainer.fit(task, loader)
+    assert monitor.report is not None
+    assert monitor.report.steps == 3
+    trainer.fit_loop.epoch_loop.max_steps = 10
+    trainer.fit(task, loader)
+    assert monitor.report.steps == 5
+
+
+class Manual(TinyGpt):
+    """Two backwards and one step of the optimizer in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        """Steps by itself."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_manual_optimization_has_the_same_parts() -> None:
+    watches = Watches()
+    report = fit(task=Manual(), callbacks=(watches,))
+    assert abs(report.seconds / watches.seconds - 1) < 0.01
+    assert report.parts["optimizer"] > 0
+    assert report.parts["compute"] > report.parts["rest"]
+
+
+# -- What people get
+
+
+def logged(folder: str) -> None:
+    fit(
+        monitor=StepMonitor(Path(folder) / "trace/steps.json"),
+        logger=CSVLogger(folder),
+        log_every_n_steps=5,
+    )
+
+
+def test_loggers_get_stable_names_and_a_trace_sums_to_the_steps(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(logged, str(tmp_path))
+    [table] = tmp_path.glob("lightning_logs/*/metrics.csv")
+    with table.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["shardeddp/step/total_s"]]
+    assert [row["step"] for row in rows] == ["6", "11"]
+    names = {name for name in rows[0] if name.startswith("shardeddp/")}
+    assert names == {
+        *(f"shardeddp/step/{part}_s" for part in (*PARTS, "total")),
+        "shardeddp/samples_per_s",
+        "shardeddp/tokens_per_s",
+        "shardeddp/model_flops_per_s",
+        "shardeddp/sent_bytes",
+    }
+    for row in rows:
+        parts = sum(float(row[f"shardeddp/step/{part}_s"]) for part in PARTS)
+        assert parts == pytest.approx(float(row["shardeddp/step/total_s"]))
+    for rank in range(2):
+        trace = json.loads((tmp_path / f"trace/steps.rank{rank}.json").read_text())
+        events = trace["traceEvents"]
+        assert {event["cat"] for event in events} >= {"compute", "gather", "data", "optimizer"}
+        for event, following in itertools.pairwise(events):
+            assert event["ts"] + event["dur"] == pytest.approx(following["ts"])
+
+
+def printed() -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        fit()
+    return text.getvalue()
+
+
+def test_rank_0_shows_a_table_at_the_end(world: Worlds) -> None:
+    shown, nothing = world(2).run(printed)
+    assert nothing == ""
+    assert shown.startswith(f"Steps of rank 0: mean of {STEPS - 1}\n")
+    for text in (
+        "waiting for gathers",
+        "- blocks.1",
+        "waiting for slower ranks",
+        "rest",
+        "100.0 %",
+    ):
+        assert text in shown
+    assert "tokens/s" in shown
+    assert "model FLOP/s per rank" in shown
+    assert "no dense peak of this device (cpu) is known" in shown
+
+
+class Bar(Callback):
+    """Looks at what a progress bar would show."""
+
+    shown: dict[str, Any]
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        """Look."""
+        self.shown = dict(trainer.progress_bar_metrics)
+
+
+@on_ranks(2)
+def test_the_progress_bar_has_one_entry_of_it() -> None:
+    bar = Bar()
+    fit(callbacks=(bar,), log_every_n_steps=5, enable_progress_bar=True)
+    assert "tokens/s" in bar.shown
+    assert not [name for name in bar.shown if name.startswith("shardeddp")]
+
+
+class AsksTrainer(Takes):
+    """A step that the planner cannot run."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """A loss that grows."""
+        return super().loss(batch) * (1 + self.trainer.global_step)
+
+
+@on_ranks(1)
+def test_a_module_that_cannot_be_planned_has_no_flops_and_a_reason() -> None:
+    report = fit(task=AsksTrainer())
+    assert report.model_flops_per_s is report.mfu is None
+    assert report.note
+
+
+@on_ranks(1)
+def test_flops_are_those_of_matmuls_forward_and_backward() -> None:
+    report = fit()
+    tokens = 4 * 5  # the last of each sample has no target
+    forward = tokens * 2 * 8 * (3 * (16 + 16) + 11)
+    assert report.model_flops_per_s is not None
+    assert report.model_flops_per_s * report.seconds == pytest.approx(3 * forward)
+
+
+def test_another_strategy_is_refused() -> None:
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=1, logger=False, callbacks=[StepMonitor()]
+    )
+    with pytest.raises(ConfigurationError, match="measures steps of ShardedDP, found SingleDevice"):
+        trainer.fit(TinyGpt(), token_loader(4))

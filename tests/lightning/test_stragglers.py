@@ -1,0 +1,72 @@
+"""Slow ranks are named within 20 steps, with what they are slow at; clean steps name nobody."""
+
+import random
+
+import pytest
+
+from shardeddp.lightning.stragglers import WINDOW, Stragglers
+
+Window = list[tuple[float, float]]
+
+
+def windows(
+    ranks: int, count: int, noise: float, slow: dict[int, tuple[float, float]], seed: int = 0
+) -> list[Window]:
+    """Medians of steps with 10 ms of data and 90 of compute, times factors; with noise and now and then a spike."""
+    draw = random.Random(seed)
+
+    def typical(seconds: float) -> float:
+        steps = [
+            seconds * max(0.1, draw.gauss(1, noise)) * (3 if draw.random() < 0.01 else 1)
+            for _ in range(WINDOW)
+        ]
+        return sorted(steps)[WINDOW // 2]
+
+    made: list[Window] = []
+    for _ in range(count):
+        made.append([])
+        for rank in range(ranks):
+            data, compute = slow.get(rank, (1.0, 1.0))
+            made[-1].append((typical(0.01 * data), typical(0.09 * compute)))
+    return made
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 64])
+def test_nobody_is_named_in_a_thousand_clean_noisy_steps(ranks: int) -> None:
+    for seed in range(5):
+        stragglers = Stragglers()
+        said = [stragglers.add(w) for w in windows(ranks, 1000 // WINDOW, 0.04, {}, seed)]
+        assert [*filter(None, said)] == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 64])
+@pytest.mark.parametrize("factors", [(2.0, 1.0), (1.0, 1.0 / 0.9)])
+def test_a_rank_that_is_slower_by_a_tenth_is_named_within_20_steps(
+    ranks: int, factors: tuple[float, float]
+) -> None:
+    for seed in range(20):
+        stragglers = Stragglers()
+        for window in windows(ranks, 40, 0.02, {}, seed):
+            assert not stragglers.add(window)
+        said = [
+            stragglers.add(w) for w in windows(ranks, 20 // WINDOW, 0.02, {1: factors}, seed + 99)
+        ]
+        [named] = filter(None, said)
+        assert "rank 1 is slower" in named
+        assert ("most of that loading data" in named) is (factors[0] > 1)
+
+
+def test_a_rank_is_named_once_and_the_next_one_after_it() -> None:
+    stragglers = Stragglers()
+    slow = {1: (1.0, 1.5), 3: (9.0, 1.0)}
+    said = [*filter(None, (stragglers.add(w) for w in windows(8, 20, 0.01, slow)))]
+    assert [text.split(" is")[0] for text in said] == ["rank 3", "rank 1"]
+    assert "loading data" in said[0].rpartition("most of that")[2]
+    assert stragglers.named == [3, 1]
+
+
+def test_one_rank_and_ranks_that_cannot_tell_yet_name_nobody() -> None:
+    stragglers = Stragglers()
+    for _ in range(10):
+        assert not stragglers.add([(0.0, 1.0)])
+        assert not stragglers.add([(0.0, 1.0), (0.0, 0.0)])
