@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
 
 from shardeddp import ShardedDP, ShardTensor
 from support.tasks import VOCABULARY, Block, EvaluatedGpt, TinyGpt, token_loader
@@ -254,8 +255,48 @@ class HasNoParameters(LightningModule):
         return batch.float().mean()
 
 
-def evaluate_without_parameters(build: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
-    model, loader = HasNoParameters(), token_loader(8 * dist.get_world_size())
+class IsFrozen(HasNoParameters):
+    """Nothing of it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Linear(1, 1).requires_grad_(False)
+        torch.nn.init.constant_(self.scale.weight, 2.0)
+
+    def predict_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self.scale(super().predict_step(batch, batch_index).view(1))
+
+
+class HasOnlyMetrics(HasNoParameters):
+    """Its state is a metric's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        self.mean(batch.float())
+        self.log("mean", self.mean)
+
+    test_step = validation_step
+
+
+class HasAnEmptyParameter(HasNoParameters):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+
+    def predict_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return super().predict_step(batch, batch_index) + self.nothing.sum()
+
+
+def evaluate_without_parameters(
+    module_class: type[LightningModule], build: Callable[..., Any], arguments: dict[str, Any]
+) -> list[Any]:
+    torch.manual_seed(1)
+    model, loader = module_class(), token_loader(8 * dist.get_world_size())
     trainer = make_trainer(build(**arguments))
     return [
         trainer.validate(model, loader, verbose=False),
@@ -269,8 +310,11 @@ def evaluate_without_parameters(build: Callable[..., Any], arguments: dict[str, 
     "arguments", [{}, {"sharding_strategy": "no_shard"}, {"auto_wrap_policy": None}]
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_module_without_parameters_is_evaluated(
-    world: Worlds, ranks: int, arguments: dict[str, Any]
+@pytest.mark.parametrize(
+    "module_class", [HasNoParameters, IsFrozen, HasOnlyMetrics, HasAnEmptyParameter]
+)
+def test_a_module_without_parameters_that_train_is_evaluated(
+    world: Worlds, module_class: type[LightningModule], ranks: int, arguments: dict[str, Any]
 ) -> None:
-    found = world(ranks).run(evaluate_without_parameters, ShardedDP, arguments)
-    assert found == world(ranks).run(evaluate_without_parameters, DDPStrategy, {})
+    found = world(ranks).run(evaluate_without_parameters, module_class, ShardedDP, arguments)
+    assert found == world(ranks).run(evaluate_without_parameters, module_class, DDPStrategy, {})

@@ -226,6 +226,79 @@ def test_a_module_without_optimizers_is_saved_and_resumed(
         torch.testing.assert_close(mine["losses"], theirs["losses"])
 
 
+class StepsItself(TinyGpt):
+    """Descends without an optimizer."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.losses.append(float(loss.detach()))
+        self.step()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Down the gradients, which are dropped then."""
+        for parameter in self.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
+class HasNone(StepsItself):
+    """The same with an empty list of optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        return []
+
+
+class HasItsOwn(StepsItself):
+    """An optimizer of which Lightning knows nothing, with a state of its own in the checkpoint."""
+
+    def on_fit_start(self) -> None:
+        self.own = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def step(self) -> None:
+        self.own.step()
+        self.own.zero_grad()
+
+
+def train_twice(model_class: type[LightningModule], path: str, *strategy: Any) -> dict[str, Any]:
+    seed_everything(1, verbose=False)
+    for epochs in (1, 2):
+        model: Any = model_class()
+        trainer = make_trainer(strategy_of(*strategy), max_epochs=epochs)
+        trainer.fit(model, same_batches(), ckpt_path=path if epochs == 2 else None)
+        trainer.save_checkpoint(path)
+        dist.barrier()
+    return {"losses": model.losses, "weights": full_weights(model)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_class", [StepsItself, HasNone, HasItsOwn])
+@pytest.mark.parametrize(("strategy", "size", "kind"), FORMATS)
+def test_a_module_that_steps_by_itself_goes_on_after_a_resume(
+    world: Worlds,
+    ddp: Reference,
+    tmp_path: Path,
+    model_class: type[LightningModule],
+    strategy: str,
+    size: int | None,
+    kind: str,
+) -> None:
+    ranks = 4 if size else 2
+    expected = ddp(ranks, quietly, train_twice, model_class)
+    found = world(ranks).run(
+        quietly, train_twice, model_class, str(tmp_path / "ours.ckpt"), strategy, size, kind
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=1e-5, atol=0)
+        assert_same_weights(mine["weights"], theirs["weights"])
+
+
 def quietly(function: Callable[..., Any], *arguments: Any) -> Any:
     warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
     warnings.filterwarnings("ignore", "the checkpoint has no optimizer states")
@@ -239,26 +312,56 @@ class Stripped(TinyGpt):
         checkpoint["optimizer_states"] = []
 
 
-def resume_stripped(path: str, *strategy: Any) -> dict[str, Any]:
-    seed_everything(1, verbose=False)
-    for epochs in (1, 2):
-        model = Stripped()
-        trainer = make_trainer(strategy_of(*strategy), max_epochs=epochs)
-        trainer.fit(model, same_batches(), ckpt_path=path if epochs == 2 else None)
-        trainer.save_checkpoint(path)
-        dist.barrier()
-    return {"losses": model.losses, "weights": full_weights(model)}
+class StrippedOfSchedulersToo(Stripped):
+    """The schedule begins anew as well."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["lr_schedulers"] = []
+
+
+class TwoOptimizers(Stripped):
+    """Both begin anew."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        body = [p for p in self.blocks.parameters() if p.ndim >= 2]
+        rest = [self.embed.weight]
+        return [torch.optim.Adam(body, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:  # type: ignore[override]
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.losses.append(float(loss.detach()))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Emptied(TinyGpt):
+    """Keeps the options of its optimizer, and leaves the moments out."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"][0]["state"] = {}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_class", [Stripped, StrippedOfSchedulersToo, TwoOptimizers, Emptied])
 @pytest.mark.parametrize(("strategy", "size", "kind"), FORMATS)
 def test_a_checkpoint_without_optimizer_states_is_gone_on_from(
-    world: Worlds, ddp: Reference, tmp_path: Path, strategy: str, size: int | None, kind: str
+    world: Worlds,
+    ddp: Reference,
+    tmp_path: Path,
+    model_class: type[LightningModule],
+    strategy: str,
+    size: int | None,
+    kind: str,
 ) -> None:
     ranks = 4 if size else 2
-    expected = ddp(ranks, quietly, resume_stripped)
+    expected = ddp(ranks, quietly, train_twice, model_class)
     found = world(ranks).run(
-        quietly, resume_stripped, str(tmp_path / "ours.ckpt"), strategy, size, kind
+        quietly, train_twice, model_class, str(tmp_path / "ours.ckpt"), strategy, size, kind
     )
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=1e-5, atol=0)
