@@ -13,9 +13,10 @@ hooks) are used where they are needed; ``tests/house_rules.py`` lists them.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
@@ -267,9 +268,30 @@ def put_in_front(
     """
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_past, "front", False):
+            return func.redispatch(keys.remove(_front), *args, **kwargs)
         return kernel(func, partial(func.redispatch, keys.remove(_front)), args, kwargs)
 
     library.impl(func, run, "BackendSelect", with_keyset=True)
+
+
+_past = threading.local()
+
+
+def past_the_front(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function's operations pass by the kernels that were put in front."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # No dispatch key is excluded: groups written in Python make tensors, for which torch needs
+        # the same key.
+        _past.front = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _past.front = False
+
+    return run
 
 
 has_kernel: Callable[[str, str], bool] = _private("torch._C:_dispatch_has_kernel_for_dispatch_key")
@@ -334,12 +356,6 @@ def sequence_number(group: dist.ProcessGroup) -> int:
 def process_groups() -> list[dist.ProcessGroup]:
     """Every process group of this process."""
     return list(_world.pg_map)
-
-
-backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = _private(
-    "torch.distributed:ProcessGroup._get_backend"
-)
-"""The backend of a group for a device, whose methods are no operations of torch."""
 
 
 def backend_config(group: dist.ProcessGroup) -> str:

@@ -15,7 +15,9 @@ from shardeddp.comm.collectives import (
     Work,
     split_mean_factor,
 )
-from shardeddp.torch_private import backend_of
+from shardeddp.torch_private import past_the_front
+
+# Kernels in front of collectives look for parameters of users; none of these gets any.
 
 # -- Collectives of gloo
 #
@@ -43,16 +45,18 @@ class GlooCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], traffic: Traffic) -> None:
         super().__init__(ranks, dist.get_rank(group), traffic)
         self._group = group
-        self._transfers = backend_of(group, torch.device("cpu"))  # past checks of users' tensors
 
+    @past_the_front
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", buffer.nbytes)
         return CollectiveHandle(self._exchange_own(self._slices(buffer)), keep=(buffer,))
 
+    @past_the_front
     def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", sum(piece.nbytes for piece in pieces))
         return CollectiveHandle(self._exchange_own(pieces), keep=pieces)
 
+    @past_the_front
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
         before, after = split_mean_factor(buffer, self.size)
@@ -68,6 +72,7 @@ class GlooCollectives(Collectives):
             works, lambda: _scaled_sum(output, own, arrived, after), keep=(*slices, arrived)
         )
 
+    @past_the_front
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
         # gloo has no average.
@@ -82,6 +87,7 @@ class GlooCollectives(Collectives):
 
         return CollectiveHandle(_works(work), divide if kind == "mean" else None, keep=(tensor,))
 
+    @past_the_front
     def all_to_all(  # noqa: D102
         self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
     ) -> CollectiveHandle:
@@ -91,6 +97,7 @@ class GlooCollectives(Collectives):
             works += self._transfer(leaving[target], target, arriving[source], source)
         return CollectiveHandle(works, keep=(*arriving, *leaving))
 
+    @past_the_front
     def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:  # noqa: D102
         self.count("broadcast", tensor.nbytes)
         work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
@@ -116,9 +123,9 @@ class GlooCollectives(Collectives):
         """Send to one group rank and receive from another; empty tensors are not transferred."""
         works: list[Work] = []
         if received.numel():
-            works.append(self._transfers.recv([received], source, 0))
+            works += _works(dist.irecv(received, group=self._group, group_src=source))
         if sent.numel():
-            works.append(self._transfers.send([sent], target, 0))
+            works += _works(dist.isend(sent, group=self._group, group_dst=target))
         return works
 
 
@@ -186,18 +193,21 @@ class NativeCollectives(Collectives):
         super().__init__(ranks, dist.get_rank(group), traffic)
         self._group = group
 
+    @past_the_front
     def all_gather_(self, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", buffer.nbytes)
         own = buffer.view(self.size, -1)[self.rank]
         _all_gather(buffer, own, group=self._group)
         return CollectiveHandle(keep=(buffer,))
 
+    @past_the_front
     def all_gather_uneven_(self, pieces: Sequence[torch.Tensor]) -> CollectiveHandle:  # noqa: D102
         self.count("all_gather", sum(piece.nbytes for piece in pieces))
         # Pieces of several sizes are what NCCL's own all-gather broadcasts in one launch.
         dist.all_gather([*pieces], pieces[self.rank], group=self._group)
         return CollectiveHandle(keep=pieces)
 
+    @past_the_front
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> CollectiveHandle:  # noqa: D102
         self.count("reduce_scatter", buffer.nbytes)
         before, after = split_mean_factor(buffer, self.size)
@@ -208,6 +218,7 @@ class NativeCollectives(Collectives):
             output.mul_(after)
         return CollectiveHandle(keep=(buffer,))
 
+    @past_the_front
     def all_reduce_(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> CollectiveHandle:  # noqa: D102
         self.count("all_reduce", tensor.nbytes, passes=2)
         before, after = split_mean_factor(tensor, self.size)
@@ -218,6 +229,7 @@ class NativeCollectives(Collectives):
             tensor.mul_(after)
         return CollectiveHandle(keep=(tensor,))
 
+    @past_the_front
     def all_to_all(  # noqa: D102
         self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
     ) -> CollectiveHandle:
@@ -234,6 +246,7 @@ class NativeCollectives(Collectives):
             work.wait()  # on the stream, not on the host
         return CollectiveHandle(keep=(*arriving, *leaving))
 
+    @past_the_front
     def broadcast_(self, tensor: torch.Tensor, source: int) -> CollectiveHandle:  # noqa: D102
         self.count("broadcast", tensor.nbytes)
         dist.broadcast(tensor, src=self.ranks[source], group=self._group)

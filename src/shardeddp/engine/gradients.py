@@ -138,11 +138,11 @@ class GradientMemory:
 
     def drop_partial_of(self, index: int) -> None:
         """Forget the partial sums of one parameter."""
-        if self.partial is not None:
-            pieces = self.mesh.replicate.size if self.mesh.topology.split_replicas else 1
-            first = self.mesh.slice_rank // pieces * pieces
-            for place, piece in enumerate(self.partial.view(pieces, -1)):
-                local_view(piece, self._layout, index, first + place).zero_()
+        assert self.partial is not None
+        pieces = self.mesh.replicate.size if self.mesh.topology.split_replicas else 1
+        first = self.mesh.slice_rank // pieces * pieces
+        for place, piece in enumerate(self.partial.view(pieces, -1)):
+            local_view(piece, self._layout, index, first + place).zero_()
 
     def absorb(self, output: torch.Tensor, kept: Sequence[bool]) -> None:
         """Bring averaged gradients to the gradient shard.
@@ -507,8 +507,9 @@ class GroupGradients:
         store_gradient(self._unsharded[index], None)
         self._outside.pop(index, None)
         self._summed[index] = False
-        # Whoever has used it: what others of the shard group have is in there, too.
-        self._memory.drop_partial_of(index)
+        if self._memory.partial is not None:
+            # Whoever has used it: what others of the shard group have is in there, too.
+            self._memory.drop_partial_of(index)
         self._partly_used[index] = False
 
     def is_unreduced(self, index: int) -> bool:
@@ -518,6 +519,10 @@ class GroupGradients:
             or index in self._outside
             or self._partly_used[index]
         )
+
+    def unreduced_any(self) -> bool:
+        """Whether any parameter has one."""
+        return self.waiting() or self.partial
 
     def used(self) -> list[bool]:
         """Whether this rank has a gradient, by parameter.

@@ -19,6 +19,7 @@ from shardeddp.engine.gradients import Reduction
 from shardeddp.engine.unit import GradientLevel, UnitProgress
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.backward import store_gradients, stored_gradients
+from shardeddp.tensor.shard_tensor import any_completion_hooks
 
 
 class Reduced(IntEnum):
@@ -421,7 +422,7 @@ class Reducer:
         return [bool(each) for each in found[1 + 3 * len(self._progresses) :]]
 
     def _has_hooks(self) -> bool:
-        return any(sharded.has_completion_hooks for sharded in self._sharded)
+        return any_completion_hooks(self._sharded)
 
     def _keep_sums(self, keep: bool) -> None:
         for progress in self._progresses:
@@ -446,15 +447,15 @@ class Reducer:
         units = len(self._progresses)
         entered, viewed = found[1 + units :][:units], found[1 + 2 * units :][:units]
         used = self._used(found)
-        installed = iter(map(or_, used, also) if also else used)
-        levels = iter(self._levels(found))
+        installed = [*map(or_, used, also)] if also else used
+        has_any = [level > GradientLevel.NONE for level in self._levels(found)]
+        end = 0
         for progress, by_any, is_viewed in zip(self._progresses, entered, viewed, strict=True):
-            count = len(progress.unit.sharded_parameters())
+            begin, end = end, end + len(progress.unit.sharded_parameters())
             progress.is_viewed = bool(is_viewed)
-            gets = [next(installed) for _ in range(count)]
             if not self._keeps_partial():
-                progress.unit.install_gradients(gets)
-            progress.learn(bool(by_any), [next(levels) > GradientLevel.NONE for _ in range(count)])
+                progress.unit.install_gradients(installed[begin:end])
+            progress.learn(bool(by_any), has_any[begin:end])
 
     def _run_hooks(self, found: Sequence[int]) -> None:
         levels = iter(self._levels(found))

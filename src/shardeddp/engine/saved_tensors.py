@@ -115,12 +115,16 @@ class _Hooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         kind = type(tensor)
         if kind is torch.Tensor or kind is nn.Parameter or issubclass(kind, UnshardedParameter):
-            view = self._view(tensor)
-            if view is not None:
+            values = tensor
+        else:
+            values = local_of(tensor) if isinstance(tensor, DTensor) else None
+        if values is not None and values.layout is torch.strided:
+            storage = values.untyped_storage()._cdata
+            buffer = self.buffers.get(storage)
+            view = None if buffer is None else buffer.save(values, storage)
+            if view is not None and values is tensor:
                 return view
-        elif isinstance(tensor, DTensor):
-            view = self._view(local_of(tensor))
-            if view is not None:
+            if view is not None and isinstance(tensor, DTensor):
                 return SavedDistributedView(view, layout_of(tensor))
         if self._below is not None:
             return self._below[0](tensor)
@@ -147,13 +151,6 @@ class _Hooks:
                 f"compute its gradient"
             )
         return tensor
-
-    def _view(self, tensor: torch.Tensor) -> SavedView | None:
-        if tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()._cdata
-        buffer = self.buffers.get(storage)
-        return None if buffer is None else buffer.save(tensor, storage)
 
     def _restored(self, saved: SavedView) -> torch.Tensor:
         restore = self._restore()

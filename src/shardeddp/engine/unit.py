@@ -96,6 +96,9 @@ class Unit:
 
     def __init__(self, spec: UnitSpec, mesh: Mesh, sharding: ShardingStrategy) -> None:
         self.spec, self._mesh = spec, mesh
+        self.label = spec.label
+        """The unit's name as people read it."""
+
         self.state = UnitState.SHARDED
         # Whole parameters that modules hold during summon_full_params.
         self._summoned: list[torch.Tensor] = []
@@ -134,11 +137,6 @@ class Unit:
         self._handle: list[StreamHandle] = []  # all-gathers in flight -> wait()
         for slot in self._slots:
             register(slot.owner, slot.attribute, slot.sharded)
-
-    @property
-    def label(self) -> str:
-        """The unit's name as people read it."""
-        return self.spec.label
 
     @property
     def stale(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import optim
 
 from shardeddp.tensor.backward import stored_gradients
-from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes
+from shardeddp.tensor.shard_tensor import ShardTensor, keep_writes, meshes_of, unreduced_of
 from shardeddp.tensor.unsharded import UnshardedBase, outside_of
 
 State = dict[str, Any]
@@ -202,10 +202,7 @@ class SwappedStep(ABC):
 
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """All ranks are about to step: let gradients be what they agree on."""
-    # In one order on all ranks.
-    for mesh in dict.fromkeys(
-        each.spec.mesh for each in parameters if isinstance(each, ShardTensor)
-    ):
+    for mesh in meshes_of(parameters):
         mesh.settle(stepping=True)
 
 
@@ -235,14 +232,14 @@ def stepped_parameters(optimizer: optim.Optimizer) -> list[ShardTensor]:
 
 
 def _refuse_unreduced(parameters: Iterable[torch.Tensor]) -> None:
-    for parameter in parameters:
-        if isinstance(parameter, ShardTensor) and parameter.has_unreduced_gradient:
-            raise RuntimeError(
-                f"an optimizer steps on {parameter.spec.fqn}, whose gradient ranks have not "
-                f"averaged: its backward was inside of block_backward_sync() (Fabric: "
-                f"no_backward_sync()). A sharded parameter has one value for all ranks, and no "
-                f"rank can step by itself. Let the last backward before a step be outside of it"
-            )
+    found = unreduced_of(parameters)
+    if found is not None:
+        raise RuntimeError(
+            f"an optimizer steps on {found.spec.fqn}, whose gradient ranks have not averaged: its "
+            f"backward was inside of block_backward_sync() (Fabric: no_backward_sync()). A sharded "
+            f"parameter has one value for all ranks, and no rank can step by itself. Let the last "
+            f"backward before a step be outside of it"
+        )
 
 
 def _with_gradient(

@@ -219,6 +219,10 @@ class UnitGradients(Protocol):
         """Whether there is one."""
         ...
 
+    def unreduced_any(self) -> bool:
+        """Whether there is one of any parameter."""
+        ...
+
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
         """Forget that."""
         ...
@@ -477,22 +481,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 return super().register_post_accumulate_grad_hook(hook)
         return self._made_hooks().add_completion(hook)
 
-    @property
-    def has_completion_hooks(self) -> bool:
-        """Whether users are to hear when a gradient is complete."""
-        return self._hooks is not None and bool(self._hooks.of_users()[1])
-
     def take_part(self, unit_gradients: UnitGradients, index: int) -> None:
         """Join the reduction of a unit's gradients, also with those of uses outside of the unit."""
         self._unit_gradients = unit_gradients, index
-
-    @property
-    def has_unreduced_gradient(self) -> bool:
-        """Whether a backward without synchronisation has left a gradient that no step can use."""
-        if self._unit_gradients is None:
-            return False
-        unit_gradients, index = self._unit_gradients
-        return unit_gradients.is_unreduced(index)
 
     def keep_gradient(self) -> None:
         """Note that somebody may have kept the local gradient, as optimizers do in their states."""
@@ -838,6 +829,36 @@ class ShardTensor(NoRawMemory, torch.Tensor):
                 if isinstance(each, ShardTensor):
                     each.route_gradient()
         return handlers.operation(func, args, kwargs)
+
+
+# Of all parameters of an optimizer or a model in every step, so without a call for each of them.
+
+
+def any_completion_hooks(parameters: Sequence[ShardTensor]) -> bool:
+    """Whether users are to hear when one of their gradients is complete."""
+    hooks = [each._hooks for each in parameters]  # pyright: ignore[reportPrivateUsage]
+    return any([it.of_users()[1] for it in hooks if it is not None])
+
+
+def meshes_of(parameters: Iterable[torch.Tensor]) -> list[Mesh]:
+    """Meshes of those that are sharded, in one order on all ranks."""
+    sharded = [each for each in parameters if isinstance(each, ShardTensor)]
+    return [*dict.fromkeys([each._spec.mesh for each in sharded])]  # pyright: ignore[reportPrivateUsage]
+
+
+def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
+    """One whose gradient, left by a backward without synchronisation, no step can use."""
+    sharded = [each for each in parameters if isinstance(each, ShardTensor)]
+    places = [each._unit_gradients for each in sharded]  # pyright: ignore[reportPrivateUsage]
+    units = dict.fromkeys([place[0] for place in places if place is not None])
+    if not any([unit.unreduced_any() for unit in units]):
+        return None
+    found = (
+        each
+        for each, place in zip(sharded, places, strict=True)
+        if place is not None and place[0].is_unreduced(place[1])
+    )
+    return next(found, None)
 
 
 def keep_writes(parameters: Iterable[Any]) -> None:
