@@ -1,15 +1,20 @@
 """What a step costs beside its arithmetic: no wait for the device that one process does not have, no extra barrier."""
 
+import os
+import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shardeddp
 from shardeddp import ShardedDP
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -112,3 +117,69 @@ def test_a_logged_value_costs_one_reduction_and_no_barrier() -> None:
     without, having = (watch_steps(DDPStrategy(), values) for values in (0, 3))
     having.subtract(without)
     assert having["barrier"] == 3 * STEPS, "what is spared"
+
+
+# -- calls
+
+
+class Scales(nn.Module):
+    """Element-wise weights, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(4) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+class OfScales(LightningModule):
+    """Two units of many parameters."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.units = nn.Sequential(Scales(count), Scales(count))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self.units(batch.float()[:, :4]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class CountCalls(Callback):
+    """Counts calls of the package's own functions in the fifth step."""
+
+    calls = 0
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 4:
+            sys.setprofile(self._count)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
+            self.calls += 1
+
+
+SOURCE = os.path.dirname(shardeddp.__file__)
+
+
+@on_ranks(2)
+def test_few_functions_are_called_for_each_parameter_in_a_step() -> None:
+    for strategy, most in (("full_shard", 23), ("shard_grad_op", 14), ("no_shard", 15)):
+        calls: list[int] = []
+        for count in (10, 30):
+            counter = CountCalls()
+            trainer = make_trainer(
+                ShardedDP(strategy, auto_wrap_policy={Scales}), max_steps=5, callbacks=[counter]
+            )
+            trainer.fit(OfScales(count), token_loader(40))
+            calls.append(counter.calls)
+        assert 0 < (calls[1] - calls[0]) / 40 <= most, f"{strategy}: {calls}"

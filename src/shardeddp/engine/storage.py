@@ -149,8 +149,8 @@ class GatheredBuffer:
         ]
         # What carries one storage after the other to its parameter.
         self._carrier = torch.empty(0, dtype=dtype, device=device)
-        # Addresses of the storages of usable parameters; empty while released.
-        self._storages: list[int] = []
+        # Numbers of usable parameters by address of their storages; empty while released.
+        self._storages: dict[int, int] = {}
         self._bound: torch.Tensor | None = None  # the buffer that they are parts of
         # Reference count of each parameter without a graph or view.
         self._references: list[int] = []
@@ -198,7 +198,8 @@ class GatheredBuffer:
                 set_data(parameter, carrier.set_(storage, *geometry))
                 storages.append(storage._cdata)
             carrier.set_()  # pyright: ignore[reportCallIssue]
-        self._storages, self._bound = storages, self.flat
+        self._storages = {storage: place for place, storage in enumerate(storages)}
+        self._bound = self.flat
         if self.watched is not None:
             self.watched.update(dict.fromkeys(storages, self))
 
@@ -228,14 +229,14 @@ class GatheredBuffer:
                 if is_saved or storage_use_count(storage) > _BOUND:
                     # Views that have left are saved like others. The weak reference keeps the
                     # address from being used again.
-                    place = self._storages.index(storage)
+                    place = self._storages[storage]
                     self._outlived[storage] = place, StorageWeakRef(parameter.untyped_storage())
                 elif self.watched is not None:
                     del self.watched[storage]
                 if not is_saved:
                     set_data(parameter, placeholder)
                 _set_attribute(parameter, "__class__", released)
-        self.flat, self._storages, self._bound = None, [], None
+        self.flat, self._storages, self._bound = None, {}, None
 
     # -- Views that outlive their gather
 
@@ -246,7 +247,7 @@ class GatheredBuffer:
         self._forget_expired()
         return bool(self._outlived) or any(
             storage_use_count(storage) > _BOUND + (i in self.wrapped)
-            for i, storage in enumerate(self._storages)
+            for storage, i in self._storages.items()
         )
 
     def outlived(self) -> list[tuple[int, torch.Tensor]]:
@@ -278,7 +279,7 @@ class GatheredBuffer:
         if tensor.dtype is not self.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         former = self._outlived.get(storage)
-        place = self._storages.index(storage) if former is None else former[0]
+        place = self._storages[storage] if former is None else former[0]
         with without_torch_function():  # the class of a released one leads elsewhere
             version = self.parameters[place]._version
         offset = int(tensor.storage_offset())
