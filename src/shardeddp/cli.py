@@ -1,4 +1,4 @@
-"""Commands: plan runs, verify, inspect, compare, consolidate and index checkpoints, and migrate files."""
+"""Commands: probe machines, plan runs, verify, inspect, compare, consolidate and index checkpoints, migrate files."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ from shardeddp.checkpoint.verify import (
     tensor_rows,
 )
 from shardeddp.errors import CheckpointError, ConfigurationError, printable
+from shardeddp.lightning.probe import probe as measure
 from shardeddp.migrate import migrate as read_file
 from shardeddp.migrate import report
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.planner.calibration import calibrate, write
 from shardeddp.planner.plan import make_plan
 from shardeddp.planner.search import RECOMPUTES
 from shardeddp.planner.source import Source, of_dimensions, of_module, of_transformers_config
@@ -241,6 +243,7 @@ def plan(options: argparse.Namespace) -> int:
         offloads=options.offload or ("none",),
         micro_batches=options.micro_batch or (1, 2, 4, 8, 16),
         auto_wrap_policy=options.auto_wrap_policy,
+        calibrate=options.calibrate,
     )
     if options.html is not None:
         options.html.write_text(made.html())
@@ -252,6 +255,17 @@ def plan(options: argparse.Namespace) -> int:
     lines += ["", made.yaml] if made.fits else []
     print("\n".join(lines))
     return 0 if made.fits else 1
+
+
+def probe(options: argparse.Namespace) -> int:
+    """Measure how fast the machine at hand is."""
+    if options.output.is_dir() or not options.output.parent.is_dir():
+        raise _UsageError(f"-o {options.output}: expected a file in a directory that is there")
+    found = measure()
+    if found is not None:
+        write(options.output, found)
+        print(printable("\n".join([*calibrate([options.output]).lines, f"wrote {options.output}"])))
+    return 0
 
 
 def _source(options: argparse.Namespace) -> Source:
@@ -344,7 +358,8 @@ def migrate(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    each.__name__: each for each in (verify, inspect, consolidate, metadata, diff, migrate, plan)
+    each.__name__: each
+    for each in (verify, inspect, consolidate, metadata, diff, migrate, plan, probe)
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from html import escape
 
 from shardeddp.plan.hardware import GIB, Cluster
+from shardeddp.planner.calibration import TIME_INTERVAL
 from shardeddp.planner.cost import FITTED
-from shardeddp.planner.search import MEMORY_INTERVAL, TIME_INTERVAL, Planned
+from shardeddp.planner.search import MEMORY_INTERVAL, Planned
 from shardeddp.report import Column, text_table
 
 _COLOURS = {
@@ -29,9 +31,15 @@ _LABELS = {"in_flight": "units in flight"}
 
 
 def plan_lines(
-    plans: Sequence[Planned], cluster: Cluster, name: str, top: int, width: int
+    plans: Sequence[Planned],
+    cluster: Cluster,
+    name: str,
+    calibrated: Sequence[str],
+    top: int,
+    width: int,
 ) -> list[str]:
-    """The best plans as a table, and how many fit at all."""
+    """The best plans as a table, how many fit at all, and what was calibrated with what."""
+    measured = f", without measurements {100 * TIME_INTERVAL:.0f} %" if calibrated else ""
     fitting = sum(plan.fits for plan in plans)
     gpu, shown = cluster.gpu, plans[:top]
     columns = [
@@ -57,7 +65,9 @@ def plan_lines(
         f"{name} on {cluster.count} x {gpu.name} ({cluster.num_nodes} x {cluster.ranks_per_node})",
         *text_table(columns, width),
         f"GiB: peak of a GPU of {gpu.memory_gb * 1e9 / GIB:.1f} GiB, within "
-        f"{100 * MEMORY_INTERVAL:.0f} %. Time: within {100 * TIME_INTERVAL:.0f} %.",
+        f"{100 * MEMORY_INTERVAL:.0f} %. Time of the first: within "
+        f"{100 * shown[0].interval:.0f} %{measured}.",
+        *(line for text in calibrated for line in textwrap.wrap(text, width)),
     ]
     if cluster.num_nodes > 1 and cluster.network_gbits is None:
         taken = gpu.network_gbits * FITTED.network_unstated
