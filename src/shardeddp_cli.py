@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_migrate(commands)
     _add_plan(commands)
     _add_probe(commands)
+    _add_report(commands)
     return parser
 
 
@@ -230,10 +231,7 @@ def _add_plan(commands: Any) -> None:
         "--offload", action="append", choices=("none", "optimizer", "params"), help=each
     )
     parser.add_argument("--micro-batch", action="append", type=_count, metavar="N", help=each)
-    measured = "what `shardeddp probe` or StepMonitor(record=FILE) has written; may be repeated"
-    parser.add_argument(
-        "--calibrate", action="append", default=[], type=Path, metavar="FILE", help=measured
-    )
+    _add_calibrate(parser)
     parser.add_argument("--auto-wrap-policy", default="auto", metavar="POLICY", help="(auto)")
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="rows to show (10)")
     parser.add_argument("--why", action="store_true", help="why the best is the best")
@@ -251,6 +249,23 @@ def _add_probe(commands: Any) -> None:
     where = "what to write (probe.json)"
     parser.add_argument(
         "-o", "--output", default="probe.json", type=Path, metavar="FILE", help=where
+    )
+
+
+def _add_report(commands: Any) -> None:
+    text = "draw where the time of a run's steps went, beside the plan, as one HTML page"
+    parser = _add_command(commands, "report", text)
+    run = "what StepMonitor(record=FILE) has written"
+    parser.add_argument("file", type=Path, metavar="FILE", help=run)
+    where = "what to write (FILE with .html in the place of .json)"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=where)
+    _add_calibrate(parser)
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    measured = "what `shardeddp probe` or StepMonitor(record=FILE) has written; may be repeated"
+    parser.add_argument(
+        "--calibrate", action="append", default=[], type=Path, metavar="FILE", help=measured
     )
 
 

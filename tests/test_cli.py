@@ -388,6 +388,14 @@ def test_a_wrong_file_to_calibrate_with_is_one_line(
     assert err.startswith(f"shardeddp plan: {tmp_path / 'a.json'}: ")
 
 
+def test_a_probe_is_no_run_to_report(tmp_path: Path, capsys: Output) -> None:
+    write_measured(tmp_path / "a.json", probe_of())
+    status, out, err = run(capsys, "report", tmp_path / "a.json")
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert "expected what StepMonitor(record=...) has written, found a probe" in err
+    assert not (tmp_path / "a.html").exists()
+
+
 @pytest.mark.parametrize("where", ["", "nowhere/probe.json"])
 def test_a_probe_that_could_not_be_written_does_not_begin(
     tmp_path: Path, capsys: Output, where: str

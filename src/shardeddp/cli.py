@@ -42,13 +42,14 @@ from shardeddp.checkpoint.verify import (
 from shardeddp.errors import CheckpointError, ConfigurationError, printable
 from shardeddp.lightning.probe import probe as measure
 from shardeddp.migrate import migrate as read_file
-from shardeddp.migrate import report
+from shardeddp.migrate import report as migration_report
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
-from shardeddp.planner.calibration import calibrate, write
+from shardeddp.planner.calibration import Recorded, calibrate, read, write
 from shardeddp.planner.plan import make_plan
 from shardeddp.planner.search import RECOMPUTES
 from shardeddp.planner.source import Source, of_dimensions, of_module, of_transformers_config
 from shardeddp.planner.transformer import Dimensions
+from shardeddp.planner.view import run_page
 from shardeddp.report import (
     human_bytes,
     inspection_view,
@@ -268,6 +269,19 @@ def probe(options: argparse.Namespace) -> int:
     return 0
 
 
+def report(options: argparse.Namespace) -> int:
+    """Draw what StepMonitor has recorded of a run."""
+    run = read(options.file)
+    if not isinstance(run, Recorded):
+        raise ConfigurationError(
+            f"{options.file}: expected what StepMonitor(record=...) has written, found a probe"
+        )
+    output = options.output or options.file.with_suffix(".html")
+    output.write_text(run_page(run, calibrate(options.calibrate, run.device.name)))
+    print(printable(f"wrote {output}"))
+    return 0
+
+
 def _source(options: argparse.Namespace) -> Source:
     given = [options.module, options.dims, options.transformer]
     if sum(it is not None for it in given) != 1:
@@ -353,13 +367,13 @@ def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:
 def migrate(options: argparse.Namespace) -> int:
     """Say what takes the place of another strategy in a file."""
     found = read_file(options.file)
-    print(printable(report(found)))
+    print(printable(migration_report(found)))
     return 1 if any(each.translation.loses for each in found) else 0
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     each.__name__: each
-    for each in (verify, inspect, consolidate, metadata, diff, migrate, plan, probe)
+    for each in (verify, inspect, consolidate, metadata, diff, migrate, plan, probe, report)
 }
 
 

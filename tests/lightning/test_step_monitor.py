@@ -24,6 +24,7 @@ from shardeddp.lightning import step_monitor as module
 from shardeddp.lightning.step_report import StepReport
 from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.planner.calibration import calibrate, read, write
+from shardeddp_cli import main
 from support.probes import probe_of
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -370,6 +371,10 @@ def test_the_record_of_a_run_makes_its_plan_as_long_as_it_was(
     assert step.compute + step.launch == pytest.approx(parts["compute"] + parts["rest"])
     assert step.optimizer == pytest.approx(parts["optimizer"])
     assert f"({STEPS - 1} steps on 2 x CPU): times what was planned, compute" in found.lines[1]
+    assert main(["report", str(run), "--calibrate", str(probe)]) == 0
+    page = run.with_suffix(".html").read_text()
+    assert "<h1>Takes: full_shard over 2, 1 x 4 samples, 32-true</h1>" in page
+    assert "blocks.1" in page
 
 
 @on_ranks(1)

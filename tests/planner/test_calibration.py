@@ -17,12 +17,14 @@ from shardeddp.planner.calibration import (
     TIME_INTERVAL,
     Recorded,
     calibrate,
+    read,
     write,
 )
 from shardeddp.planner.cost import FITTED
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.search import Planned
 from shardeddp.planner.transformer import Dimensions
+from shardeddp.planner.view import run_page
 from support.probes import CPU, FIGURES, KNOWN, probe_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,12 +52,20 @@ def run_of(planned: Planned, path: Path, **times: float) -> Path:
     """What a run has recorded whose parts took so many times as long as planned."""
     step = planned.step
     recorded = Recorded(
+        name="a decoder",
         device=CPU,
         steps=100,
-        compute=times.get("compute", 1.0) * (step.compute + step.launch),
-        gather=times.get("exposed", 1.0) * step.gathers,
-        reduction=times.get("exposed", 1.0) * step.reductions,
-        optimizer=times.get("optimizer", 1.0) * step.optimizer,
+        parts={
+            "compute": times.get("compute", 1.0) * (step.compute + step.launch),
+            "gather": times.get("exposed", 1.0) * step.gathers,
+            "reduction": times.get("exposed", 1.0) * step.reductions,
+            "optimizer": times.get("optimizer", 1.0) * step.optimizer,
+            "rest": 0.0,
+        },
+        gathers={"(root)": times.get("exposed", 1.0) * step.gathers},
+        reductions={},
+        figures={"shardeddp/tokens_per_s": planned.tokens_per_second},
+        memory=vars(planned.memory),
         task=planned.task,
     )
     write(path, recorded)
@@ -170,6 +180,21 @@ def test_a_probe_of_one_rank_plans_one_rank_and_asks_for_the_link_of_more(tmp_pa
     assert plan(tmp_path / "alone", gpus=1).best.step.gathers == 0
     with pytest.raises(ConfigurationError, match="--link-gbs"):
         plan(tmp_path / "alone")
+
+
+def test_the_page_of_a_run_has_its_parts_beside_the_planned_ones(probe: Path) -> None:
+    run = read(run_of(plan(probe).best, probe.with_name("run"), compute=2.0))
+    assert isinstance(run, Recorded)
+    page = run_page(replace(run, name="<a>", gathers={"blocks.<0>": 0.25}), calibrate([probe]))
+    assert "<title>&lt;a&gt;</title>" in page
+    assert f"A step: {sum(run.parts.values()):.3g} s" in page
+    assert "blocks.&lt;0&gt; 250 ms" in page
+    assert "Waiting for reductions" not in page
+    for part in ("compute", "optimizer", "As planned: ", "tokens_per_s", "units in flight"):
+        assert part in page
+    unknown = run_page(run, calibrate([]))
+    assert "As planned" not in unknown
+    assert "The planner has no figures of CPU" in unknown
 
 
 # -- Wrong files

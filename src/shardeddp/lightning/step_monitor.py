@@ -405,14 +405,24 @@ class StepMonitor(Callback):
         if self._expected is None:
             rank_zero_warn(f"StepMonitor: {path} was not written: {self._note}")
             return
-        parts, mesh = report.parts, trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        gathers, reductions = (
+            {unit: took for (its, unit), took in report.units.items() if its == part}
+            for part in ("gather", "reduction")
+        )
+        choice = self._expected.choice
+        name = (
+            f"{type(trainer.lightning_module).__name__}: {choice.strategy} over {choice.shard_size}"
+        )
         measured = Recorded(
+            name=f"{name}, {choice.micro_batches} x {choice.micro_batch} samples, {choice.precision}",
             device=Device.of(mesh.device, mesh.topology.world_size, trainer.num_devices),
             steps=report.steps,
-            compute=parts["compute"] + parts["rest"],
-            gather=parts["gather"],
-            reduction=parts["reduction"],
-            optimizer=parts["optimizer"],
+            parts=report.parts,
+            gathers=gathers,
+            reductions=reductions,
+            figures=report.metrics(),
+            memory=vars(self._expected.memory),
             task=self._expected.task,
         )
         write(path, measured)

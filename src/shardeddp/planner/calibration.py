@@ -140,14 +140,45 @@ class Task:
 class Recorded:
     """What the steps of a run took on rank 0: means in seconds."""
 
+    name: str
+    """Of the model, and how it was trained."""
     device: Device
     steps: int
-    compute: float
-    """With what loops and hooks take."""
-    gather: float
-    reduction: float
-    optimizer: float
+    parts: Mapping[str, float]
+    """They sum to the step."""
+    gathers: Mapping[str, float]
+    """Of them, waits for gathers by unit."""
+    reductions: Mapping[str, float]
+    figures: Mapping[str, float]
+    """As loggers get them."""
+    memory: Mapping[str, float]
+    """Bytes by kind, as planned."""
     task: Task
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "rest", "gather", "reduction", "optimizer"):
+            if name not in self.parts:
+                raise ConfigurationError(f"parts of a step: there is no {name}")
+
+    @property
+    def compute(self) -> float:
+        """With what loops and hooks take."""
+        return self.parts["compute"] + self.parts["rest"]
+
+    def planned(self, calibration: Calibration) -> tuple[Step, Cluster] | None:
+        """The step as it is planned; None: the planner has no figures of the device."""
+        name, figures = self.device.name, dict(calibration.figures)
+        if not figures and name not in GPUS:
+            return None
+        if self.device.ranks == 1 and figures:
+            figures.setdefault("link_gbs", 1.0)  # which nothing uses
+        cluster = Cluster(
+            gpu=find_gpu(name, **figures),
+            count=self.device.ranks,
+            per_node=self.device.per_node,
+            network_gbits=calibration.network_gbits,
+        )
+        return self.task.time(cluster, calibration.constants), cluster
 
 
 def write(path: Path, measured: Probe | Recorded) -> None:
@@ -160,7 +191,7 @@ def write(path: Path, measured: Probe | Recorded) -> None:
 # -- Reading of files
 
 _POSITIVE = {
-    *("seconds", "compute", "memory_gb", "memory_gbs", "optimizer_gbs"),
+    *("seconds", "memory_gb", "memory_gbs", "optimizer_gbs"),
     *("ranks", "per_node", "threads", "steps"),
 }
 """Figures that are above 0; all others are at least 0."""
@@ -205,6 +236,8 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
             if isinstance(made[key], (int, float)) and made[key] <= 0:
                 raise ConfigurationError(f"{where}: {key} is {made[key]}, expected more than 0")
         return cast(Any, kind)(**made)
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _parsed(inner[1], it, f"{where}: {key}") for key, it in value.items()}
     if origin in (Sequence, tuple) and isinstance(value, list):
         found = cast("list[Any]", value)
         made = [_parsed(inner[0], it, f"{where}[{index}]") for index, it in enumerate(found)]
@@ -423,30 +456,25 @@ def _speed(kind: str, timed: Sequence[TimedCollective], gbs: float, latency: flo
 def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
     """Constants by which the plan of a run takes as long as the run has taken."""
     device, task = run.device, run.task
-    if not base.figures and device.name not in GPUS:
+    found = run.planned(base)
+    if found is None:
         raise ConfigurationError(
             f"{path} was measured on {device.name}, of which the planner has no figures: calibrate "
             f"with a file of `shardeddp probe` on the same machine as well"
         )
-    alone = {"link_gbs": 1.0} if base.figures and device.ranks == 1 else {}  # which nothing uses
-    gpu = find_gpu(device.name, **{**alone, **base.figures})
-    cluster = Cluster(
-        gpu=gpu,
-        count=device.ranks,
-        per_node=device.per_node,
-        network_gbits=base.network_gbits,
-    )
+    planned, cluster = found
     constants = base.constants
-    planned = task.time(cluster, constants)
+    if run.compute <= 0:
+        raise ConfigurationError(f"{path}: parts: compute is 0, expected more")
     compute = run.compute / sum(vars(planned)[name] for name in _COMPUTE)
     constants = _scaled(constants, compute=compute)
     optimizer = network = 1.0
     measured = [*_COMPUTE]
-    if run.optimizer and planned.optimizer and task.setting.host_gbs is None:
-        optimizer = run.optimizer / planned.optimizer
+    if run.parts["optimizer"] and planned.optimizer and task.setting.host_gbs is None:
+        optimizer = run.parts["optimizer"] / planned.optimizer
         constants = replace(constants, optimizer=constants.optimizer * optimizer)
         measured.append("optimizer")
-    exposed = run.gather + run.reduction
+    exposed = run.parts["gather"] + run.parts["reduction"]
     if exposed and task.collectives:
         network = _network_factor(exposed, task, cluster, constants)
         constants = _scaled(constants, network=network)
