@@ -236,6 +236,32 @@ def test_a_file_with_figures_that_nothing_can_have_measured_is_an_error(
         calibrate([probe])
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda it: it["parts"].pop("gather"), "parts: gather missing"),
+        (lambda it: it["parts"].update(compute=0, rest=0), "parts: compute missing, or 0"),
+        (lambda it: it["parts"].update(compute=-1), "parts: compute: expected a finite number"),
+        (lambda it: it["gathers"].update(a=math.nan), "gathers: a: expected a finite number"),
+        (lambda it: it.update(steps=0), "steps is 0, expected more than 0"),
+        (lambda it: it["task"]["setting"].update(overlaps=1), "overlaps: expected something else"),
+        (lambda it: it["task"]["setting"].update(recomputes=[]), "recomputes: expected 3 values"),
+        (
+            lambda it: it["task"]["collectives"][0].update(kind="broadcast"),
+            r"collectives\[0\]: kind: expected something else, found 'broadcast'",
+        ),
+    ],
+)
+def test_a_run_with_figures_that_nothing_can_have_measured_is_an_error(
+    probe: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+) -> None:
+    monkeypatch.chdir(probe.parent)
+    run_of(plan(probe).best, probe)
+    probe.write_text(changed(change))
+    with pytest.raises(ConfigurationError, match=f"^{probe}.*{said}"):
+        calibrate([probe])
+
+
 @pytest.mark.parametrize("text", ["", "nothing", '{"version": 1', "[]", "3", "null", "{}"])
 def test_another_file_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)

@@ -155,11 +155,6 @@ class Recorded:
     """Bytes by kind, as planned."""
     task: Task
 
-    def __post_init__(self) -> None:
-        for name in ("compute", "rest", "gather", "reduction", "optimizer"):
-            if name not in self.parts:
-                raise ConfigurationError(f"parts of a step: there is no {name}")
-
     @property
     def compute(self) -> float:
         """With what loops and hooks take."""
@@ -219,7 +214,14 @@ def read(path: Path) -> Probe | Recorded:
             f"{path}: another version of shardeddp has written it (format {version}, this one reads "
             f"{VERSION}); measure again"
         )
-    return _parsed(kinds[name], document, f"{path}")
+    measured = _parsed(kinds[name], document, f"{path}")
+    if isinstance(measured, Recorded):
+        missing = {"compute", "gather", "reduction", "optimizer", "rest"} - measured.parts.keys()
+        if missing or not measured.compute:
+            raise ConfigurationError(
+                f"{path}: parts: {', '.join(sorted(missing)) or 'compute'} missing, or 0"
+            )
+    return measured
 
 
 def _parsed(kind: Any, value: Any, where: str) -> Any:
@@ -241,6 +243,8 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
     if origin in (Sequence, tuple) and isinstance(value, list):
         found = cast("list[Any]", value)
         made = [_parsed(inner[0], it, f"{where}[{index}]") for index, it in enumerate(found)]
+        if origin is tuple and len(made) != len(inner):
+            raise ConfigurationError(f"{where}: expected {len(inner)} values, found {len(made)}")
         return tuple(made) if origin is tuple else made
     number = not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
     if kind in (int, float) and number and math.isfinite(value) and value >= 0:
@@ -464,8 +468,6 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
         )
     planned, cluster = found
     constants = base.constants
-    if run.compute <= 0:
-        raise ConfigurationError(f"{path}: parts: compute is 0, expected more")
     compute = run.compute / sum(vars(planned)[name] for name in _COMPUTE)
     constants = _scaled(constants, compute=compute)
     optimizer = network = 1.0
