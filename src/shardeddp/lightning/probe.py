@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from shardeddp.comm import Mesh, barrier
 from shardeddp.comm.collectives import Collectives
-from shardeddp.lightning.api import Callback, LightningModule, Trainer
+from shardeddp.lightning.api import NAMESPACE, Callback, LightningModule, Trainer
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
 from shardeddp.planner.trace import Work, profile
@@ -54,6 +55,7 @@ def probe() -> Probe | None:
     measured when it starts; its own steps say what loops and hooks take.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    logging.getLogger(NAMESPACE).setLevel(logging.ERROR)  # that no Trainer trains in earnest
     measures = _Measures()
     batches: Any = [_tokens(_TINY)] * 2 * _STEPS
     Trainer(

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from shardeddp.plan.hardware import GIB, Cluster
+from shardeddp.plan.hardware import GIB, GPUS, Cluster
 from shardeddp.planner.calibration import TIME_INTERVAL, Calibration, Recorded
 from shardeddp.planner.cost import FITTED
 from shardeddp.planner.search import MEMORY_INTERVAL, Planned
@@ -153,7 +153,8 @@ def run_page(run: Recorded, calibration: Calibration) -> str:
     for kind, waits in (("gather", run.gathers), ("reduction", run.reductions)):
         if any(waits.values()):
             sections += [f"<h2>Waiting for {kind}s, by unit</h2>", _rows(kind, waits, 900)]
-    memory = {key: int(value) for key, value in run.memory.items() if key != "host"}
+    elsewhere = {"host"} if device.name in GPUS else {"host", "context"}  # which is CUDA's
+    memory = {key: int(value) for key, value in run.memory.items() if key not in elsewhere}
     sections += [
         f"<h2>Memory as planned: {sum(memory.values()) / GIB:.2f} GiB</h2>",
         _treemap(memory, 900, 300),
