@@ -55,6 +55,7 @@ def test_rank_0_has_what_all_ranks_have_measured(world: Worlds, tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_the_command_probes_ranks_of_torchrun_and_plans_take_its_file(tmp_path: Path) -> None:
     python = [sys.executable, "-W", "ignore", "-m"]
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
@@ -63,7 +64,8 @@ def test_the_command_probes_ranks_of_torchrun_and_plans_take_its_file(tmp_path: 
     options = ["--dims", dims, "--gpus", "2", "--precision", "32-true", "--calibrate", path]
     for command in ([*torchrun, "shardeddp", "probe", "-o", path], ["shardeddp", "plan", *options]):
         done = subprocess.run(
-            [*python, *command], check=False, capture_output=True, text=True, timeout=85
+            [*python, *command], check=False, capture_output=True, text=True, timeout=250
         )
         assert done.returncode == 0, done.stderr
-        assert f"Calibrated with {path} (2 x CPU): matmul " in done.stdout
+        said = " ".join(done.stdout.split())
+        assert f"Calibrated with {path} (2 x CPU): matmul " in said

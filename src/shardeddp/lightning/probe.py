@@ -55,7 +55,7 @@ def probe() -> Probe | None:
     measured when it starts; its own steps say what loops and hooks take.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    logging.getLogger(NAMESPACE).setLevel(logging.ERROR)  # that no Trainer trains in earnest
+    logging.getLogger(NAMESPACE).setLevel(logging.ERROR)  # notes on a training that is none
     measures = _Measures()
     batches: Any = [_tokens(_TINY)] * 2 * _STEPS
     Trainer(
