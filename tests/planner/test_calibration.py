@@ -169,6 +169,16 @@ def test_a_probe_of_a_busy_machine_leaves_a_wide_interval(tmp_path: Path) -> Non
     assert "repetitions within 40 %" in shown(found)
 
 
+def test_a_probe_whose_own_steps_are_not_fitted_leaves_a_wide_interval(tmp_path: Path) -> None:
+    measured = probe_of()
+    *others, last = measured.compute
+    odd = replace(last, backward_s=9 * last.backward_s)
+    write(tmp_path / "odd", replace(measured, compute=[*others, odd]))
+    found = plan(tmp_path / "odd")
+    assert found.best.interval > 2 * PROBED
+    assert json.loads(found.as_json())[0]["step_interval"][0] >= 0
+
+
 def test_parts_that_were_not_measured_keep_their_interval(tmp_path: Path) -> None:
     write(tmp_path / "alone", probe_of(collectives=[], interference=None))
     found = plan(tmp_path / "alone", gpu_figures={"link_gbs": 0.2})

@@ -335,7 +335,7 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
             "best": 1.0,
         }
     gpu = found or find_gpu(device.name, **figures, link_gbs=1.0)
-    changed = _of_compute(rows, gpu, probe.host)
+    changed, misfit = _of_compute(rows, gpu, probe.host)
     changed["optimizer"] = gpu.memory_tbs * 1e3 / probe.optimizer_gbs
     changed["micro_batch_ms"], changed["step_ms"] = 1e3 * probe.micro_batch_s, 1e3 * probe.step_s
     said = [f"matmul {best[main]:.3g} TFLOP/s in {main}", f"memory {probe.memory_gbs:.3g} GB/s"]
@@ -364,14 +364,16 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
         measured += _NETWORK
     if probe.interference is not None:
         changed["interference"] = max(_LEAST, probe.interference)
-    said.append(f"repetitions within {100 * probe.spread:.0f} %")
+    said.append(
+        f"repetitions within {100 * probe.spread:.0f} %, its own steps within {100 * misfit:.0f} %"
+    )
     threads = f", {device.threads} threads" if device.threads > 1 else ""
     return Calibration(
         constants=replace(FITTED, **changed),
         device=device,
         figures=figures,
         network_gbits=network,
-        intervals=dict.fromkeys(measured, max(PROBED, probe.spread)),
+        intervals=dict.fromkeys(measured, max(PROBED, probe.spread, misfit)),
         lines=[
             f"Calibrated with {path} ({device.ranks} x {device.name}{threads}): {', '.join(said)}."
         ],
@@ -382,8 +384,8 @@ _LEAST = 1e-3
 """Of constants, which are positive."""
 
 
-def _of_compute(rows: Sequence[Timed], gpu: GPU, host: Timed) -> dict[str, Any]:
-    """Constants of forwards and backwards, from some that were timed."""
+def _of_compute(rows: Sequence[Timed], gpu: GPU, host: Timed) -> tuple[dict[str, Any], float]:
+    """Constants of forwards and backwards from some that were timed, and how far these are off."""
     if gpu.name not in GPUS:  # the host computes: it waits for nobody
         rows = [*rows, host]
     names = ("matmul_flops", "matmul_nbytes", "attention_flops", "moved_nbytes", "kernels")
@@ -392,12 +394,20 @@ def _of_compute(rows: Sequence[Timed], gpu: GPU, host: Timed) -> dict[str, Any]:
     weights = [4.0 if it.backward_s else 1.0 for it in rows]
     costs = _least_squares(work, [it.seconds for it in rows], weights)
     flop, operand, attention, moved, kernel = costs
+    # Whole steps: what matmuls and attention take, the rest, and the rest of the backward.
     ahead = [[cost * it for cost, it in zip(costs, each, strict=True)] for each in work]
-    rest, others = 0.0, 0.0
-    for row, parts in zip(rows, ahead, strict=True):
-        if row.backward_s and row is not host:
-            others += row.backward_s - 2 * sum(parts[:2]) - BACKWARD_ATTENTION * parts[2]
-            rest += parts[3] + parts[4]
+    whole = [
+        (it, 3 * sum(parts[:2]) + (1 + BACKWARD_ATTENTION) * parts[2], sum(parts[3:]))
+        for it, parts in zip(rows, ahead, strict=True)
+        if it.backward_s and it is not host
+    ]
+    rest = sum(moved for *_, moved in whole)
+    others = sum(it.seconds + it.backward_s - done - moved for it, done, moved in whole)
+    factor = min(5.0, max(0.3, others / rest)) if rest else FITTED.moved_backward
+    misfit = max(
+        abs((done + (1 + factor) * moved) / (it.seconds + it.backward_s) - 1)
+        for it, done, moved in whole
+    )
     known = gpu.name in GPUS
     peak = 1e12 * (gpu.bf16_tflops if known else gpu.fp32_tflops)
     bandwidth = 1e12 * gpu.memory_tbs
@@ -406,14 +416,14 @@ def _of_compute(rows: Sequence[Timed], gpu: GPU, host: Timed) -> dict[str, Any]:
         "matmul_traffic": max(_LEAST, operand * bandwidth),
         "attention": 1 / (max(attention, 1e-18) * peak),
         "moved": max(_LEAST, moved * bandwidth),
-        "moved_backward": max(0.3, others / rest if rest else FITTED.moved_backward),
+        "moved_backward": factor,
         "root_moved": 1.0,
         "kernel_us": max(_LEAST, 1e6 * kernel),
         "launch_us": 1e6 * host.seconds / max(1, host.work.kernels) if known else _LEAST,
         "launch_backward": host.backward_s / host.seconds,
         "rates": {**FITTED.rates, gpu.name: 1.0, f"attention {gpu.name}": 1.0},
     }
-    return changed
+    return changed, misfit
 
 
 def _least_squares(

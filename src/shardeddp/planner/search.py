@@ -148,7 +148,7 @@ class Planned:
             "memory_nbytes": {**vars(self.memory), "peak": peak},
             "memory_interval": [round(peak * (1 + sign * MEMORY_INTERVAL)) for sign in (-1, 1)],
             "step_seconds": {**vars(self.step), "total": seconds},
-            "step_interval": [seconds * (1 + sign * self.interval) for sign in (-1, 1)],
+            "step_interval": [max(0.0, seconds * (1 + s * self.interval)) for s in (-1, 1)],
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
         }

@@ -45,6 +45,8 @@ def plan_lines(
     width: int,
 ) -> list[str]:
     """The best plans as a table, how many fit at all, and what was calibrated with what."""
+    # Names of files stay whole.
+    wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     measured = f", without measurements {100 * TIME_INTERVAL:.0f} %" if calibrated else ""
     fitting = sum(plan.fits for plan in plans)
     gpu, shown = cluster.gpu, plans[:top]
@@ -73,7 +75,7 @@ def plan_lines(
         f"GiB: peak of a GPU of {gpu.memory_gb * 1e9 / GIB:.1f} GiB, within "
         f"{100 * MEMORY_INTERVAL:.0f} %. Time of the first: within "
         f"{100 * shown[0].interval:.0f} %{measured}.",
-        *(line for text in calibrated for line in textwrap.wrap(text, width)),
+        *(line for text in calibrated for line in wrapped.wrap(text)),
     ]
     if cluster.num_nodes > 1 and cluster.network_gbits is None:
         taken = gpu.network_gbits * FITTED.network_unstated
