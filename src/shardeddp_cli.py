@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_metadata(commands)
     _add_migrate(commands)
     _add_plan(commands)
+    _add_probe(commands)
+    _add_report(commands)
     return parser
 
 
@@ -192,7 +194,8 @@ def _add_plan(commands: Any) -> None:
     sizes = "instead: layers=32,width=4096,heads=32,vocabulary=32000,kv_heads=8,hidden=11008,..."
     parser.add_argument("--dims", metavar="SIZES", help=sizes)
     parser.add_argument("--length", type=_count, default=2048, help="tokens of a sample (2048)")
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help="H100, A100-40, B200, ...")
+    device = "H100, A100-40, B200, ... (that of --calibrate, else H100)"
+    parser.add_argument("--gpu", metavar="NAME", help=device)
     parser.add_argument("--gpus", type=_count, required=True, metavar="N", help="of all nodes")
     parser.add_argument("--per-node", type=_count, default=8, metavar="N", help="(8)")
     parser.add_argument(
@@ -228,11 +231,42 @@ def _add_plan(commands: Any) -> None:
         "--offload", action="append", choices=("none", "optimizer", "params"), help=each
     )
     parser.add_argument("--micro-batch", action="append", type=_count, metavar="N", help=each)
+    _add_calibrate(parser)
     parser.add_argument("--auto-wrap-policy", default="auto", metavar="POLICY", help="(auto)")
     parser.add_argument("--top", type=_count, default=10, metavar="N", help="rows to show (10)")
     parser.add_argument("--why", action="store_true", help="why the best is the best")
     parser.add_argument("--json", action="store_true", help="print every plan as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="a picture of the best")
+
+
+def _add_probe(commands: Any) -> None:
+    text = "measure how fast this machine computes and communicates, for `plan --calibrate`"
+    parser = _add_command(commands, "probe", text)
+    parser.description = (
+        "Measure in less than a minute how fast this machine computes, moves memory and, started by "
+        "`torchrun --nproc-per-node N -m shardeddp probe`, how fast its ranks communicate."
+    )
+    where = "what to write (probe.json)"
+    parser.add_argument(
+        "-o", "--output", default="probe.json", type=Path, metavar="FILE", help=where
+    )
+
+
+def _add_report(commands: Any) -> None:
+    text = "draw where the time of a run's steps went, beside the plan, as one HTML page"
+    parser = _add_command(commands, "report", text)
+    run = "what StepMonitor(record=FILE) has written"
+    parser.add_argument("file", type=Path, metavar="FILE", help=run)
+    where = "what to write (FILE with .html in the place of .json)"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=where)
+    _add_calibrate(parser)
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    measured = "what `shardeddp probe` or StepMonitor(record=FILE) has written; may be repeated"
+    parser.add_argument(
+        "--calibrate", action="append", default=[], type=Path, metavar="FILE", help=measured
+    )
 
 
 def _count(text: str) -> int:

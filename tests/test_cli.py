@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardeddp.checkpoint import write
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
+from shardeddp.planner.calibration import write as write_measured
 from shardeddp_cli import main
 from support.exporting import checkpoint, flip, put, read_safetensors, weights
+from support.probes import probe_of
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -355,6 +357,52 @@ def test_migrate_exits_with_1_where_something_is_lost(tmp_path: Path, capsys: Ou
     file.write_text("nothing")
     status, out, err = run(capsys, "migrate", file)
     assert (status, out, len(err.splitlines())) == (1, "", 1)
+
+
+# -- plan and probe
+
+PLAN = ("plan", "--dims", "layers=1,width=32,heads=2,vocabulary=32", "--gpus", "2")
+
+
+def test_a_plan_is_calibrated_with_the_figures_of_a_file(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "a.json"
+    write_measured(file, probe_of())
+    status, out, err = run(capsys, *PLAN, "--calibrate", file, "--json")
+    assert (status, err) == (0, "")
+    before, after = json.loads(run(capsys, *PLAN, "--json")[1])[0], json.loads(out)[0]
+    assert after["step_seconds"] != before["step_seconds"]
+    assert "CPU" in run(capsys, *PLAN, "--calibrate", file)[1].splitlines()[0]
+    status, out, err = run(capsys, *PLAN, "--calibrate", file, "--gpu", "A100")
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert "measured on CPU, and the plan is for A100-80" in err
+
+
+@pytest.mark.parametrize("text", [None, "nothing", '{"shardeddp": "probe", "version": 1}'])
+def test_a_wrong_file_to_calibrate_with_is_one_line(
+    tmp_path: Path, capsys: Output, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "a.json").write_text(text)
+    status, out, err = run(capsys, *PLAN, "--calibrate", tmp_path / "a.json")
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert err.startswith(f"shardeddp plan: {tmp_path / 'a.json'}: ")
+
+
+def test_a_probe_is_no_run_to_report(tmp_path: Path, capsys: Output) -> None:
+    write_measured(tmp_path / "a.json", probe_of())
+    status, out, err = run(capsys, "report", tmp_path / "a.json")
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert "expected what StepMonitor(record=...) has written, found a probe" in err
+    assert not (tmp_path / "a.html").exists()
+
+
+@pytest.mark.parametrize("where", ["", "nowhere/probe.json"])
+def test_a_probe_that_could_not_be_written_does_not_begin(
+    tmp_path: Path, capsys: Output, where: str
+) -> None:
+    status, out, err = run(capsys, "probe", "-o", tmp_path / where)
+    assert (status, out) == (2, "")
+    assert "expected a file in a directory that is there" in err
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])

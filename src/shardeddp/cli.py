@@ -1,4 +1,4 @@
-"""Commands: plan runs, verify, inspect, compare, consolidate and index checkpoints, and migrate files."""
+"""Commands: probe machines, plan runs, verify, inspect, compare, consolidate and index checkpoints, migrate files."""
 
 from __future__ import annotations
 
@@ -40,13 +40,16 @@ from shardeddp.checkpoint.verify import (
     tensor_rows,
 )
 from shardeddp.errors import CheckpointError, ConfigurationError, printable
+from shardeddp.lightning.probe import probe as measure
 from shardeddp.migrate import migrate as read_file
-from shardeddp.migrate import report
+from shardeddp.migrate import report as migration_report
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.planner.calibration import Recorded, calibrate, read, write
 from shardeddp.planner.plan import make_plan
 from shardeddp.planner.search import RECOMPUTES
 from shardeddp.planner.source import Source, of_dimensions, of_module, of_transformers_config
 from shardeddp.planner.transformer import Dimensions
+from shardeddp.planner.view import run_page
 from shardeddp.report import (
     human_bytes,
     inspection_view,
@@ -241,6 +244,7 @@ def plan(options: argparse.Namespace) -> int:
         offloads=options.offload or ("none",),
         micro_batches=options.micro_batch or (1, 2, 4, 8, 16),
         auto_wrap_policy=options.auto_wrap_policy,
+        calibrate=options.calibrate,
     )
     if options.html is not None:
         options.html.write_text(made.html())
@@ -252,6 +256,30 @@ def plan(options: argparse.Namespace) -> int:
     lines += ["", made.yaml] if made.fits else []
     print("\n".join(lines))
     return 0 if made.fits else 1
+
+
+def probe(options: argparse.Namespace) -> int:
+    """Measure how fast the machine at hand is."""
+    if options.output.is_dir() or not options.output.parent.is_dir():
+        raise _UsageError(f"-o {options.output}: expected a file in a directory that is there")
+    found = measure()
+    if found is not None:
+        write(options.output, found)
+        print(printable("\n".join([*calibrate([options.output]).lines, f"wrote {options.output}"])))
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Draw what StepMonitor has recorded of a run."""
+    run = read(options.file)
+    if not isinstance(run, Recorded):
+        raise ConfigurationError(
+            f"{options.file}: expected what StepMonitor(record=...) has written, found a probe"
+        )
+    output = options.output or options.file.with_suffix(".html")
+    output.write_text(run_page(run, calibrate(options.calibrate, run.device.name)))
+    print(printable(f"wrote {output}"))
+    return 0
 
 
 def _source(options: argparse.Namespace) -> Source:
@@ -339,12 +367,13 @@ def _compare(first: torch.Tensor, second: torch.Tensor) -> tuple[str, float]:
 def migrate(options: argparse.Namespace) -> int:
     """Say what takes the place of another strategy in a file."""
     found = read_file(options.file)
-    print(printable(report(found)))
+    print(printable(migration_report(found)))
     return 1 if any(each.translation.loses for each in found) else 0
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    each.__name__: each for each in (verify, inspect, consolidate, metadata, diff, migrate, plan)
+    each.__name__: each
+    for each in (verify, inspect, consolidate, metadata, diff, migrate, plan, probe, report)
 }
 
 

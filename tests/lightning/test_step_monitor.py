@@ -22,6 +22,10 @@ from shardeddp import ConfigurationError, ShardedDP, StepMonitor
 from shardeddp.comm.step_clock import PARTS, HostTimer
 from shardeddp.lightning import step_monitor as module
 from shardeddp.lightning.step_report import StepReport
+from shardeddp.plan.hardware import Cluster, find_gpu
+from shardeddp.planner.calibration import calibrate, read, write
+from shardeddp_cli import main
+from support.probes import probe_of
 from support.tasks import Block, TinyGpt, token_loader
 from support.trainers import make_trainer
 from world import Worlds, on_ranks
@@ -348,6 +352,36 @@ def test_loggers_get_stable_names_and_a_trace_sums_to_the_steps(
         assert {event["cat"] for event in events} >= {"compute", "gather", "data", "optimizer"}
         for event, following in itertools.pairwise(events):
             assert event["ts"] + event["dur"] == pytest.approx(following["ts"])
+
+
+def recorded(folder: str, task: LightningModule | None = None) -> StepReport:
+    return fit(task=task, monitor=StepMonitor(record=Path(folder) / "runs/run.json"))
+
+
+def test_the_record_of_a_run_makes_its_plan_as_long_as_it_was(
+    world: Worlds, tmp_path: Path
+) -> None:
+    report, _ = world(2).run(recorded, str(tmp_path))
+    run, probe = tmp_path / "runs/run.json", tmp_path / "probe.json"
+    write(probe, probe_of())
+    found = calibrate([probe, run])
+    cluster = Cluster(gpu=find_gpu("CPU", **found.figures), count=2)
+    step = read(run).task.time(cluster, found.constants)  # type: ignore[union-attr]
+    parts = report.parts
+    assert step.compute + step.launch == pytest.approx(parts["compute"] + parts["rest"])
+    assert step.optimizer == pytest.approx(parts["optimizer"])
+    assert f"({STEPS - 1} steps on 2 x CPU): times what was planned, compute" in found.lines[1]
+    assert main(["report", str(run), "--calibrate", str(probe)]) == 0
+    page = run.with_suffix(".html").read_text()
+    assert "<h1>Takes: full_shard over 2, 1 x 4 samples, 32-true</h1>" in page
+    assert "blocks.1" in page
+
+
+@on_ranks(1)
+def test_a_run_that_cannot_be_planned_records_nothing_and_says_why(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"run.json was not written: AsksTrainer does not run"):
+        recorded(str(tmp_path), AsksTrainer())
+    assert not (tmp_path / "runs").exists()
 
 
 def printed() -> str:

@@ -39,6 +39,7 @@ from shardeddp.lightning.step_report import StepReport, step_lines
 from shardeddp.lightning.stragglers import WINDOW, Stragglers
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.plan.hardware import gpu_of_device
+from shardeddp.planner.calibration import Device, Recorded, write
 from shardeddp.planner.search import Planned
 from shardeddp.planner.source import without_weights
 from shardeddp.report import terminal_width
@@ -155,15 +156,18 @@ class StepMonitor(Callback):
         trace: Where the parts of the last ten steps of each rank are written when training ends, for
             Perfetto or ``chrome://tracing``: ``steps.json`` is ``steps.rank0.json`` and so on. None:
             nowhere.
+        record: Where rank 0 writes what its steps took when training ends, for
+            ``shardeddp plan --calibrate``. None: nowhere.
     """
 
-    def __init__(self, trace: str | Path | None = None) -> None:
+    def __init__(self, trace: str | Path | None = None, record: str | Path | None = None) -> None:
         super().__init__()
         self.report: StepReport | None = None
         """Of this rank's last training, once it has ended."""
         self.stragglers: list[int] = []
         """Ranks that were slower than the others in it."""
         self._trace = None if trace is None else Path(trace)
+        self._record = None if record is None else Path(record)
         self._last: deque[list[Span]] = deque(maxlen=10)
         self._fit: _Fit | None = None
         self._bare: Any = None  # the module without weights and shards
@@ -360,6 +364,8 @@ class StepMonitor(Callback):
             rank_zero_only(print)("\n".join(step_lines(self.report, terminal_width(80))))
             if self._trace is not None:
                 self._write_trace(self._trace, fit.mesh.rank)
+            if self._record is not None and trainer.is_global_zero:
+                self._write_record(self._record, self.report, trainer)
         self._stop()
 
     @override
@@ -394,6 +400,32 @@ class StepMonitor(Callback):
         document = {"traceEvents": events, "distributedInfo": {"rank": rank}}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(f".rank{rank}.json").write_text(json.dumps(document))
+
+    def _write_record(self, path: Path, report: StepReport, trainer: Trainer) -> None:
+        if self._expected is None:
+            rank_zero_warn(f"StepMonitor: {path} was not written: {self._note}")
+            return
+        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        gathers, reductions = (
+            {unit: took for (its, unit), took in report.units.items() if its == part}
+            for part in ("gather", "reduction")
+        )
+        choice = self._expected.choice
+        name = (
+            f"{type(trainer.lightning_module).__name__}: {choice.strategy} over {choice.shard_size}"
+        )
+        measured = Recorded(
+            name=f"{name}, {choice.micro_batches} x {choice.micro_batch} samples, {choice.precision}",
+            device=Device.of(mesh.device, mesh.topology.world_size, trainer.num_devices),
+            steps=report.steps,
+            parts=report.parts,
+            gathers=gathers,
+            reductions=reductions,
+            figures=report.metrics(),
+            memory=vars(self._expected.memory),
+            task=self._expected.task,
+        )
+        write(path, measured)
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or a pickle, which measures nothing yet."""

@@ -74,6 +74,12 @@ GPUS = {
 _ALIASES = {"A100": "A100-80", "H100": "H100-80", "A100-SXM": "A100-80", "H100-SXM": "H100-80"}
 
 
+def name_of_gpu(name: str) -> str:
+    """The name in ``GPUS`` of a GPU that is written in another way; of others, its upper case."""
+    key = name.upper().replace(" ", "-").removeprefix("NVIDIA-").removesuffix("GB")
+    return _ALIASES.get(key, key)
+
+
 def find_gpu(name: str, **figures: float | None) -> GPU:
     """A GPU by name, or by numbers.
 
@@ -85,8 +91,8 @@ def find_gpu(name: str, **figures: float | None) -> GPU:
         ConfigurationError: The table does not have it, and figures are missing.
     """
     given = {key: value for key, value in figures.items() if value is not None}
-    key = str(name).upper().replace(" ", "-").removeprefix("NVIDIA-").removesuffix("GB")
-    found = GPUS.get(_ALIASES.get(key, key))
+    key = name_of_gpu(name)
+    found = GPUS.get(key)
     if found is not None:
         return replace(found, **given)
     needs = ("bf16_tflops", "memory_gb", "memory_tbs", "link_gbs")

@@ -60,7 +60,8 @@ class Constants:
     step_ms: float = 5.0
     """Of an optimizer step, whatever its size."""
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Rate of matmuls and attention by GPU, in shares of the above."""
+    """Rate of matmuls and attention by GPU, in shares of the above; of collectives by kind, in
+    shares of that of gathers."""
 
 
 # `benchmarks/plan_accuracy.py --calibrate` on 221 published runs of MPT, Llama and GPT under FSDP1,
@@ -241,7 +242,8 @@ def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
     if it.kind == "all_reduce" and nodes > 1:
         hops = math.ceil(it.ranks / nodes) - 1 + math.ceil(math.log2(nodes))
     latency = (c.latency_us + c.hop_us * hops) * 1e-6
-    return passes * (it.nbytes * (it.ranks - 1) / it.ranks / (rate * 1e9) + latency)
+    seconds = it.nbytes * (it.ranks - 1) / it.ranks / (rate * 1e9) + latency
+    return passes * seconds / c.rates.get(it.kind, 1.0)
 
 
 def _exposed(communication: float, compute: float, c: Constants) -> float:

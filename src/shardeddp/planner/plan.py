@@ -13,6 +13,7 @@ from torch import nn
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
+from shardeddp.planner.calibration import calibrate as calibration_of
 from shardeddp.planner.search import RECOMPUTES, Planned, Planner, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import Dimensions
@@ -32,6 +33,8 @@ class Plan:
     cluster: Cluster
     plans: Sequence[Planned]
     """Every combination, the best first."""
+    calibrated: Sequence[str] = ()
+    """What was calibrated with what."""
 
     @property
     def best(self) -> Planned:
@@ -59,7 +62,7 @@ class Plan:
             top: Rows.
             width: Columns of the terminal.
         """
-        return plan_lines(self.plans, self.cluster, self.name, top, width)
+        return plan_lines(self.plans, self.cluster, self.name, self.calibrated, top, width)
 
     def html(self) -> str:
         """A page with one picture of the best one's memory and time."""
@@ -78,7 +81,7 @@ class Plan:
 def make_plan(
     model: Model,
     *,
-    gpu: str = "H100-80",
+    gpu: str | None = None,
     gpus: int = 8,
     per_node: int = 8,
     network_gbits: float | None = None,
@@ -94,6 +97,7 @@ def make_plan(
     offloads: Sequence[str] = ("none",),
     micro_batches: Sequence[int] = (1, 2, 4, 8, 16),
     auto_wrap_policy: PolicyLike = "auto",
+    calibrate: Sequence[str | Path] = (),
 ) -> Plan:
     """Plan an unmodified model: what fits on some machines, how fast it is and why.
 
@@ -104,7 +108,8 @@ def make_plan(
         model: A LightningModule, which is copied without its weights and stays as it is; its class,
             or the import path of that (or a YAML file of LightningCLI); the ``config`` of a
             transformers model as a mapping (``config.to_dict()``), or dimensions.
-        gpu: Name of the GPU, as ``shardeddp.plan.hardware`` lists them.
+        gpu: Name of the GPU, as ``shardeddp.plan.hardware`` lists them; None: the device that
+            ``calibrate`` is about, else H100-80.
         gpus: All of them; one rank each.
         per_node: GPUs of a node.
         network_gbits: Of a GPU's share of its node's network; None: unknown, a usual one.
@@ -122,16 +127,22 @@ def make_plan(
         offloads: ``none``, ``optimizer``, ``params``.
         micro_batches: Samples of a rank's forward.
         auto_wrap_policy: As :class:`shardeddp.ShardedDP` takes it.
+        calibrate: Files of ``shardeddp probe`` and of ``StepMonitor(record=...)``, whose figures
+            take the place of those fitted to published runs.
 
     Raises:
         ConfigurationError: The GPU is not known, the model cannot be built or run without data and
             values, or an option has no such value.
     """
+    calibration = calibration_of([*map(Path, calibrate)], gpu, network_gbits)
+    name = calibration.device.name if calibration.device else gpu or "H100-80"
+    given = {key: value for key, value in (gpu_figures or {}).items() if value is not None}
+    alone = {"link_gbs": 1.0} if calibration.figures and gpus == 1 else {}  # which nothing uses
     cluster = Cluster(
-        gpu=find_gpu(gpu, **(gpu_figures or {})),
+        gpu=find_gpu(name, **{**alone, **calibration.figures, **given}),
         count=gpus,
         per_node=per_node,
-        network_gbits=network_gbits,
+        network_gbits=calibration.network_gbits,
     )
     source = _source(model, arguments or {}, inputs, batch, length)
     planner = Planner(
@@ -139,6 +150,7 @@ def make_plan(
         step=source.step,
         length=length,
         policy=resolve_policy(auto_wrap_policy),
+        calibration=calibration,
     )
     plans = planner.plans(
         cluster,
@@ -149,7 +161,7 @@ def make_plan(
         offloads=offloads,
         micro_batches=micro_batches,
     )
-    return Plan(name=source.name, cluster=cluster, plans=plans)
+    return Plan(name=source.name, cluster=cluster, plans=plans, calibrated=calibration.lines)
 
 
 def _source(

@@ -26,15 +26,14 @@ from shardeddp.plan.sharding_strategy import (
     ShardingStrategy,
     choose_sharding,
 )
+from shardeddp.planner.calibration import Calibration, Task
 from shardeddp.planner.collectives import Collective, collectives_of_step
-from shardeddp.planner.cost import FITTED, Setting, Step, time_of_work
+from shardeddp.planner.cost import Setting, Step
 from shardeddp.planner.trace import ModelProfile, profile
 from shardeddp.wrap import Policy
 
-TIME_INTERVAL = 0.15
-"""Share of a predicted time within which runs lie that the constants were not fitted to (p90)."""
 MEMORY_INTERVAL = 0.06
-"""The same of a predicted peak; what is called fitting fits at its upper end."""
+"""Share of a predicted peak within which runs lie; what is called fitting fits at its upper end."""
 CONTEXT_NBYTES = int(1.5 * GIB)
 """Of a GPU, outside of the allocator: CUDA's context, NCCL's buffers, libraries' workspaces."""
 SLACK = 0.08
@@ -119,6 +118,10 @@ class Planned:
     choice: Choice
     memory: Memory
     step: Step
+    interval: float
+    """Share of the step's time within which it lies."""
+    task: Task
+    """What the step was computed from."""
     tokens: int
     """Of all ranks, per optimizer step."""
     model_flops: float
@@ -145,7 +148,7 @@ class Planned:
             "memory_nbytes": {**vars(self.memory), "peak": peak},
             "memory_interval": [round(peak * (1 + sign * MEMORY_INTERVAL)) for sign in (-1, 1)],
             "step_seconds": {**vars(self.step), "total": seconds},
-            "step_interval": [seconds * (1 + sign * TIME_INTERVAL) for sign in (-1, 1)],
+            "step_interval": [max(0.0, seconds * (1 + s * self.interval)) for s in (-1, 1)],
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
         }
@@ -162,6 +165,7 @@ class Planner:
         policy: Which modules are units.
         optimizer_states: Per element of a trainable parameter; 2 for Adam.
         prefetch: Units that are gathered ahead.
+        calibration: What was measured on the machines.
     """
 
     build: Callable[[], nn.Module]
@@ -170,6 +174,7 @@ class Planner:
     policy: Policy
     optimizer_states: int = 2
     prefetch: int = 1
+    calibration: Calibration = field(default_factory=Calibration)
     _extrapolated: dict[tuple[str, int], ModelProfile] = field(
         default_factory=dict[tuple[str, int], ModelProfile]
     )
@@ -320,6 +325,7 @@ class Planner:
                         (2 * self.optimizer_states + 3) * trained,
                         2 * trained,
                         cluster,
+                        self.calibration,
                     )
 
 
@@ -331,23 +337,23 @@ def _timed(
     optimizer_nbytes: int,
     crossing_nbytes: int,
     cluster: Cluster,
+    calibration: Calibration,
 ) -> Planned:
     """The figures of one choice; where the host steps, gradients and parameters cross to it."""
     on_host = choice.offload != "none"
-    step = time_of_work(
-        work.total,
-        work.inner,
-        collectives,
-        cluster,
-        Setting(
+    task = Task(
+        work=work.total,
+        inner=work.inner,
+        collectives=collectives,
+        setting=Setting(
             micro_batches=choice.micro_batches,
             recomputes=RECOMPUTES[choice.recompute],
             fp32=choice.precision == "32-true",
             optimizer_nbytes=optimizer_nbytes + on_host * crossing_nbytes * HOST_GBS / PCIE_GBS,
             host_gbs=HOST_GBS if on_host else None,
         ),
-        FITTED,
     )
+    step = task.time(cluster, calibration.constants)
     total = work.total
     flops = 3 * (total.matmul_flops + total.attention_flops) * choice.micro_batches
     gpu = cluster.gpu
@@ -356,6 +362,8 @@ def _timed(
         choice=choice,
         memory=memory,
         step=step,
+        interval=calibration.interval(step),
+        task=task,
         tokens=work.tokens * choice.micro_batches * cluster.count,
         model_flops=flops,
         peak_flops=peak,

@@ -1,13 +1,15 @@
-"""Views of plans: a table for a terminal, and one picture of memory and time as HTML with SVG."""
+"""Views of plans and of runs: a table for a terminal, and pictures of memory and time as HTML with SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from html import escape
 
-from shardeddp.plan.hardware import GIB, Cluster
+from shardeddp.plan.hardware import GIB, GPUS, Cluster
+from shardeddp.planner.calibration import TIME_INTERVAL, Calibration, Recorded
 from shardeddp.planner.cost import FITTED
-from shardeddp.planner.search import MEMORY_INTERVAL, TIME_INTERVAL, Planned
+from shardeddp.planner.search import MEMORY_INTERVAL, Planned
 from shardeddp.report import Column, text_table
 
 _COLOURS = {
@@ -24,14 +26,28 @@ _COLOURS = {
     "gathers": "#f58518",
     "reductions": "#ffbf79",
     "launch": "#bab0ac",
+    "gather": "#f58518",
+    "reduction": "#ffbf79",
+    "ranks": "#e45756",
+    "data": "#b279a2",
+    "checkpoint": "#72b7b2",
+    "rest": "#d8d5d0",
 }
 _LABELS = {"in_flight": "units in flight"}
 
 
 def plan_lines(
-    plans: Sequence[Planned], cluster: Cluster, name: str, top: int, width: int
+    plans: Sequence[Planned],
+    cluster: Cluster,
+    name: str,
+    calibrated: Sequence[str],
+    top: int,
+    width: int,
 ) -> list[str]:
-    """The best plans as a table, and how many fit at all."""
+    """The best plans as a table, how many fit at all, and what was calibrated with what."""
+    # Names of files stay whole.
+    wrapped = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    measured = f", without measurements {100 * TIME_INTERVAL:.0f} %" if calibrated else ""
     fitting = sum(plan.fits for plan in plans)
     gpu, shown = cluster.gpu, plans[:top]
     columns = [
@@ -57,7 +73,9 @@ def plan_lines(
         f"{name} on {cluster.count} x {gpu.name} ({cluster.num_nodes} x {cluster.ranks_per_node})",
         *text_table(columns, width),
         f"GiB: peak of a GPU of {gpu.memory_gb * 1e9 / GIB:.1f} GiB, within "
-        f"{100 * MEMORY_INTERVAL:.0f} %. Time: within {100 * TIME_INTERVAL:.0f} %.",
+        f"{100 * MEMORY_INTERVAL:.0f} %. Time of the first: within "
+        f"{100 * shown[0].interval:.0f} %{measured}.",
+        *(line for text in calibrated for line in wrapped.wrap(text)),
     ]
     if cluster.num_nodes > 1 and cluster.network_gbits is None:
         taken = gpu.network_gbits * FITTED.network_unstated
@@ -100,13 +118,7 @@ def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> s
     step = plan.step
     return "\n".join(
         [
-            "<!doctype html><meta charset='utf-8'>",
-            f"<title>{escape(name)}</title>",
-            "<style>body{font:15px system-ui,sans-serif;margin:32px;max-width:900px;color:#222}"
-            "h1{font-size:22px;margin:0}h2{font-size:16px;margin:28px 0 8px}"
-            "pre{background:#f4f4f2;padding:12px}svg{display:block}</style>",
-            f"<h1>{escape(name)} on {cluster.count} x {escape(cluster.gpu.name)}</h1>",
-            f"<p>{escape(facts)}</p>",
+            *_head(f"{name} on {cluster.count} x {cluster.gpu.name}", facts),
             f"<h2>Memory of a GPU: {plan.memory.peak / GIB:.1f} GiB of {room / GIB:.1f} GiB</h2>",
             _treemap(memory, 900, 300),
             f"<h2>A step: {step.total:.3g} s, {plan.tokens_per_second:,.0f} tokens/s, MFU "
@@ -115,6 +127,71 @@ def picture(plan: Planned, cluster: Cluster, name: str, configuration: str) -> s
             f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
         ]
     )
+
+
+def run_page(run: Recorded, calibration: Calibration) -> str:
+    """One HTML page on the steps of a run: their parts beside the plan's, waits by unit, memory."""
+    seconds, device = sum(run.parts.values()), run.device
+    planned = run.planned(calibration)
+    figures = {
+        name.removeprefix("shardeddp/"): value
+        for name, value in run.figures.items()
+        if "step/" not in name
+    }
+    sections = [
+        *_head(run.name, f"{device.ranks} x {device.name}; rank 0, mean of {run.steps:,} steps"),
+        f"<h2>A step: {seconds:.3g} s</h2>",
+        _bar(run.parts, 900),
+    ]
+    if planned is None:
+        sections.append(
+            f"<p>The planner has no figures of {escape(device.name)}: --calibrate takes those of "
+            f"`shardeddp probe` on the same machine.</p>"
+        )
+    else:
+        step, _ = planned
+        sections += [f"<h2>As planned: {step.total:.3g} s</h2>", _bar(vars(step), 900)]
+        sections += [f"<p>{escape(line)}</p>" for line in calibration.lines]
+    for kind, waits in (("gather", run.gathers), ("reduction", run.reductions)):
+        if any(waits.values()):
+            sections += [f"<h2>Waiting for {kind}s, by unit</h2>", _rows(kind, waits, 900)]
+    elsewhere = {"host"} if device.name in GPUS else {"host", "context"}  # which is CUDA's
+    memory = {key: int(value) for key, value in run.memory.items() if key not in elsewhere}
+    sections += [
+        f"<h2>Memory as planned: {sum(memory.values()) / GIB:.2f} GiB</h2>",
+        _treemap(memory, 900, 300),
+        "<h2>Figures</h2><table>",
+        *(f"<tr><td>{escape(it)}</td><td>{value:,.5g}</td></tr>" for it, value in figures.items()),
+        "</table>",
+    ]
+    return "\n".join(sections)
+
+
+def _head(title: str, facts: str) -> list[str]:
+    return [
+        "<!doctype html><meta charset='utf-8'>",
+        f"<title>{escape(title)}</title>",
+        "<style>body{font:15px system-ui,sans-serif;margin:32px;max-width:900px;color:#222}"
+        "h1{font-size:22px;margin:0}h2{font-size:16px;margin:28px 0 8px}td{padding-right:24px}"
+        "pre{background:#f4f4f2;padding:12px}svg{display:block}</style>",
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{escape(facts)}</p>",
+    ]
+
+
+_MOST_ROWS = 40
+
+
+def _rows(kind: str, parts: Mapping[str, float], width: float) -> str:
+    """A bar for each part, the largest first."""
+    most = sorted(parts, key=lambda it: -parts[it])[:_MOST_ROWS]
+    drawn = "".join(
+        f"<rect x='0' y='{22 * place}' width='{0.5 * width * parts[it] / parts[most[0]]:.1f}' "
+        f"height='18' fill='{_COLOURS[kind]}'/><text x='{0.52 * width}' y='{22 * place + 14}' "
+        f"font-size='13'>{escape(it)} {1e3 * parts[it]:.3g} ms</text>"
+        for place, it in enumerate(most)
+    )
+    return f"<svg width='{width}' height='{22 * len(most)}'>{drawn}</svg>"
 
 
 def _treemap(parts: dict[str, int], width: float, height: float) -> str:
@@ -145,7 +222,7 @@ def _treemap(parts: dict[str, int], width: float, height: float) -> str:
     return f"<svg width='{width}' height='{height}'>{''.join(drawn)}</svg><p>{legend}</p>"
 
 
-def _bar(parts: dict[str, float], width: float) -> str:
+def _bar(parts: Mapping[str, float], width: float) -> str:
     total, x = sum(parts.values()), 0.0
     drawn: list[str] = []
     legend: list[str] = []

@@ -1,0 +1,336 @@
+"""Probe: how fast the ranks at hand compute, move memory and communicate, measured in less than a minute."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from shardeddp.comm import Mesh, barrier
+from shardeddp.comm.collectives import Collectives
+from shardeddp.lightning.api import NAMESPACE, Callback, LightningModule, Trainer
+from shardeddp.lightning.strategy import ShardedDP
+from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
+from shardeddp.planner.trace import Work, profile
+from shardeddp.planner.transformer import Block, Decoder, Dimensions
+from shardeddp.wrap import resolve_policy
+
+REPEATS = 9
+_WITHIN_S = 1.5
+"""For the repetitions of what needs no other rank."""
+_LEAST_S = 1e-5
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_Sizes: TypeAlias = tuple[int, int, int, int, int]
+"""Of a decoder: layers, width, heads; samples and length of a batch."""
+_TINY: _Sizes = (4, 16, 2, 1, 8)
+_STEPS = 16
+
+# By type of device: sizes that keep it busy, and take it little time.
+MATMULS = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+DECODERS: dict[str, tuple[_Sizes, ...]] = {
+    "cpu": ((2, 128, 4, 8, 128), (2, 256, 4, 4, 128), (2, 256, 4, 16, 128), (1, 512, 8, 4, 128)),
+    "cuda": ((4, 1024, 8, 4, 2048), (4, 2048, 16, 1, 2048), (2, 4096, 32, 1, 2048)),
+}
+COPIED = {"cpu": 1 << 26, "cuda": 1 << 30}
+GATHERED = {
+    "cpu": (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24),
+    "cuda": (1 << 12, 1 << 18, 1 << 22, 1 << 26, 1 << 28),
+}
+
+
+def probe() -> Probe | None:
+    """Measure on the ranks that torchrun has started, or on this process alone; None but on rank 0.
+
+    A training of next to nothing sets up ranks, groups and strategy as every other does. Rates are
+    measured when it starts; its own steps say what loops and hooks take.
+    """
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    logging.getLogger(NAMESPACE).setLevel(logging.ERROR)  # notes on a training that is none
+    measures = _Measures()
+    batches: Any = [_tokens(_TINY)] * 2 * _STEPS
+    Trainer(
+        accelerator="cuda" if torch.cuda.is_available() else "cpu",
+        devices=per_node,
+        num_nodes=int(os.environ.get("WORLD_SIZE", "1")) // per_node,
+        strategy=ShardedDP("hybrid_shard", auto_wrap_policy={Block}),
+        callbacks=[measures],
+        accumulate_grad_batches=2,
+        max_steps=_STEPS,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(_Tiny(), DataLoader(batches, batch_size=None))
+    return measures.result
+
+
+class _Tiny(LightningModule):
+    """A training of next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = _decoder(_TINY)
+
+    @override
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Loss of some tokens."""
+        with batch.device:
+            return self.decoder(batch)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(self.parameters())
+
+
+class _Measures(Callback):
+    """Measures rates when a training starts, and how long its micro-batches and steps are."""
+
+    def __init__(self) -> None:
+        self.result: Probe | None = None
+        """On rank 0, when the training has ended."""
+        self._figures: dict[str, Any] = {}
+        self._ends: list[float] = []
+        self._calls: list[int] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure rates; a collective of all ranks."""
+        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        kind, ranks = mesh.device.type, _Ranks(mesh)
+        with mesh.device:
+            self._figures = {
+                "device": Device.of(mesh.device, mesh.topology.world_size, trainer.num_devices),
+                "compute": [
+                    *(ranks.matmul(n, dtype) for n in MATMULS[kind] for dtype in _DTYPES),
+                    *(ranks.attention(*each) for each in DECODERS[kind]),
+                    *(ranks.steps(each) for each in DECODERS[kind]),
+                ],
+                "host": ranks.steps(_TINY),
+                "memory_gbs": ranks.memory_gbs(),
+                "optimizer_gbs": ranks.optimizer_gbs(),
+                "collectives": ranks.collectives(),
+                "interference": ranks.interference(),
+            }
+            self._figures["spread"] = median(ranks.spreads)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """A micro-batch ends."""
+        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        self._ends.append(time.perf_counter())
+        self._calls.append(sum(mesh.traffic.calls.values()))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take what they were beside their work and their collectives."""
+        host: Timed = self._figures["host"]
+        latency = min((it.seconds for it in self._figures["collectives"]), default=0.0)
+        took = [
+            end - begin - latency * (calls - before)
+            for begin, end, before, calls in zip(
+                self._ends, self._ends[1:], self._calls, self._calls[1:], strict=False
+            )
+        ]
+        # The second batch of each pair steps; the first pair is left out.
+        steps, others = median(took[2::2]), median(took[1::2])
+        if trainer.is_global_zero:
+            self.result = Probe(
+                **self._figures,
+                micro_batch_s=max(_LEAST_S, others - host.seconds - host.backward_s),
+                step_s=max(_LEAST_S, steps - others),
+            )
+
+
+class _Ranks:
+    """Measurements that all ranks make at the same time; seconds are the slowest rank's median."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._device = mesh, mesh.device
+        self._is_cuda = mesh.device.type == "cuda"
+        self.spreads: list[float] = []
+        """By measurement, how far the median of repetitions is above the fastest, in shares of it."""
+
+    # -- Computing and memory
+
+    def matmul(self, size: int, dtype: str) -> Timed:
+        """A product of two square matrices."""
+        one, other = (torch.randn(size, size, dtype=_DTYPES[dtype]) for _ in range(2))
+        seconds = self._median(lambda: one @ other)
+        work = Work(matmul_flops=2 * size**3, matmul_nbytes=3 * one.nbytes, kernels=1)
+        return Timed(label="matmul", dtype=dtype, work=work, seconds=seconds)
+
+    def attention(self, layers: int, width: int, heads: int, samples: int, length: int) -> Timed:
+        """Causal attention of one layer."""
+        dtype = "bf16" if self._is_cuda else "fp32"
+        query = torch.randn(samples, heads, length, width // heads, dtype=_DTYPES[dtype])
+        attend = F.scaled_dot_product_attention
+        seconds = self._median(lambda: attend(query, query, query, is_causal=True))
+        work = Work(attention_flops=2 * samples * width * length**2, kernels=1)
+        return Timed(label="attention", dtype=dtype, work=work, seconds=seconds)
+
+    def steps(self, sizes: _Sizes) -> Timed:
+        """Forwards and backwards of a decoder."""
+        module, tokens = _decoder(sizes).to(self._device), _tokens(sizes).to(self._device)
+        mixed = torch.autocast("cuda", torch.bfloat16, enabled=self._is_cuda)
+        loss = torch.zeros(())
+
+        def forward() -> None:
+            nonlocal loss
+            with mixed:
+                loss = module(tokens)
+
+        def backward() -> None:
+            loss.backward()
+            module.zero_grad()
+
+        ahead, back = self._medians([forward, backward])
+        with torch.device("meta"):
+            bare = _decoder(sizes)
+        found = profile(
+            bare,
+            lambda it, samples: it(torch.empty(samples, sizes[-1], dtype=torch.long)),
+            policy=resolve_policy("auto"),
+            precision="bf16-mixed" if self._is_cuda else "32-true",
+            micro_batch=tokens.shape[0],
+            tokens=tokens.numel(),
+        )
+        dtype = "bf16" if self._is_cuda else "fp32"
+        return Timed(label="decoder", dtype=dtype, work=found.total, seconds=ahead, backward_s=back)
+
+    def memory_gbs(self) -> float:
+        """Bytes that a copy reads and writes per second."""
+        source = torch.ones(COPIED[self._device.type] // 4)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / 1e9 / self._median(lambda: target.copy_(source))
+
+    def optimizer_gbs(self) -> float:
+        """The same of a step of AdamW, which reads four numbers of a parameter and writes three."""
+        parameters = [torch.ones(1 << (22 if self._is_cuda else 18)) for _ in range(8)]
+        for it in parameters:
+            it.grad = torch.ones_like(it)
+        optimizer = torch.optim.AdamW(parameters)
+        return 7 * sum(it.nbytes for it in parameters) / 1e9 / self._median(optimizer.step)
+
+    # -- Communication
+
+    def collectives(self) -> list[TimedCollective]:
+        """Of the ranks of a node, and of all where there are more."""
+        mesh = self._mesh
+        groups = {mesh.gather.size: (mesh.gather, mesh.reduce)}
+        groups.setdefault(mesh.world.size, (mesh.world, mesh.world))
+        return [
+            it
+            for size, (gather, reduce) in groups.items()
+            if size > 1
+            for nbytes in GATHERED[self._device.type]
+            for it in self._collectives(gather, reduce, nbytes)
+        ]
+
+    def _collectives(
+        self, gather: Collectives, reduce: Collectives, nbytes: int
+    ) -> list[TimedCollective]:
+        size = gather.size
+        buffer = torch.ones(nbytes // 4 // size * size)
+        shard = torch.empty(buffer.numel() // size)
+        actions: dict[str, Callable[[], object]] = {
+            "all_gather": lambda: gather.all_gather_(buffer).wait(),
+            "reduce_scatter": lambda: reduce.reduce_scatter(shard, buffer).wait(),
+            "all_reduce": lambda: reduce.all_reduce_(buffer, "mean").wait(),
+        }
+        seconds = self._medians([*actions.values()], together=True)
+        return [
+            TimedCollective(kind=kind, ranks=size, nbytes=buffer.nbytes, seconds=took)
+            for kind, took in zip(actions, seconds, strict=True)
+        ]
+
+    def interference(self) -> float | None:
+        """Seconds that a gather adds to matmuls that hide it, per second of its own."""
+        mesh = self._mesh
+        if mesh.gather.size == 1:
+            return None
+        size, width = mesh.gather.size, MATMULS[self._device.type][-2]
+        buffer = torch.ones(GATHERED[self._device.type][-1] // 4 // size * size)
+        matrix = torch.randn(width, width)
+
+        def gather() -> None:
+            mesh.gather.all_gather_(buffer).wait()
+
+        alone, single = self._medians([gather, lambda: torch.mm(matrix, matrix)], together=True)
+        times = math.ceil(2 * alone / single)
+
+        def compute() -> None:
+            for _ in range(times):
+                torch.mm(matrix, matrix)
+
+        def both() -> None:
+            handle = mesh.gather_stream.issue(lambda: mesh.gather.all_gather_(buffer))
+            compute()
+            handle.wait()
+
+        computing, together = self._medians([compute, both], together=True)
+        return min(1.5, max(0.0, together - computing) / alone)
+
+    # -- Medians
+
+    def _median(self, action: Callable[[], object]) -> float:
+        return self._medians([action])[0]
+
+    def _medians(
+        self, actions: Sequence[Callable[[], object]], *, together: bool = False
+    ) -> list[float]:
+        """Seconds of actions in turn; ``together``: ranks have to come to each, as often as others."""
+        times = [list[float]() for _ in actions]
+        barrier(self._mesh, "probe")
+        began = time.perf_counter()
+        for repeat in range(REPEATS + 1):
+            for action, found in zip(actions, times, strict=True):
+                if together:
+                    barrier(self._mesh, "probe")
+                self._synchronize()
+                begin = time.perf_counter()
+                action()
+                self._synchronize()
+                found.append(time.perf_counter() - begin)
+            if repeat > 2 and not together and time.perf_counter() - began > _WITHIN_S:
+                break
+        kept = [found[1:] for found in times]
+        self.spreads += [median(found) / min(found) - 1 for found in kept]
+        medians = torch.tensor([*map(median, kept)], dtype=torch.double)
+        self._mesh.world.all_reduce_(medians, "max").wait()
+        return medians.tolist()
+
+    def _synchronize(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+
+
+# -- A decoder of few sizes
+
+
+def _decoder(sizes: _Sizes) -> Decoder:
+    layers, width, heads, _, length = sizes
+    dims = Dimensions(layers=layers, width=width, heads=heads, vocabulary=256, rope=False)
+    return Decoder(dims, length)
+
+
+def _tokens(sizes: _Sizes) -> torch.Tensor:
+    return torch.randint(256, sizes[3:])
