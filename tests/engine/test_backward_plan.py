@@ -1,0 +1,319 @@
+"""Backwards of ranks that use units of their own: planned when they begin, and those of one process."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardeddp.comm.agreement import begun
+from shardeddp.engine.order import ForwardRecord
+from shardeddp.engine.unit import UnitProgress
+from shardeddp.errors import DesyncError
+from training import WIDTH, Sharding, Trial, another_order, batch
+from world import on_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+Runs = list[tuple[list[int], bool | None]]
+"""Stages that run one after the other, and whether they are recomputed, by reentrant checkpointing or not."""
+
+
+class Stage(nn.Module):
+    """A unit with another one inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, skips_inner: bool) -> torch.Tensor:
+        y = self.before(x).tanh()
+        return x + (y if skips_inner else self.inner(y))
+
+
+class Program(nn.Module):
+    """A stem, stages in any order and number, some of them recomputed, and a head."""
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)  # registered before what runs before it
+        self.stages = nn.ModuleList(Stage() for _ in range(count))
+
+    def forward(self, x: torch.Tensor, runs: Runs) -> torch.Tensor:
+        """Run stages.
+
+        Args:
+            x: Shape (rows, WIDTH).
+            runs: What runs.
+        """
+        x = self.stem(x)
+        for stages, reentrant in runs:
+            if reentrant is None or not torch.is_grad_enabled():
+                x = self.run(stages, x)
+            else:
+                x = checkpoint(self.run, stages, x, use_reentrant=reentrant)
+        return self.head(x)
+
+    def run(self, stages: list[int], x: torch.Tensor) -> torch.Tensor:
+        """Some stages, one after the other; of those above 10 without the inner unit."""
+        for index in stages:
+            x = self.stages[index % 10](x, index >= 10)
+        return x
+
+
+UNITS = ("stages.*", "stages.*.inner", "head")
+
+
+def drawn_runs(seed: int, rank: int, step: int) -> Runs:
+    """Mostly the same stages for some steps, now and then others, in any order, twice, or none."""
+    usual = random.Random(f"{seed} {step // 4} {rank}")
+    draws = usual if usual.random() < 0.6 else random.Random(f"{seed} {step} {rank}")
+    stages = sorted(draws.sample(range(6), draws.randrange(7)))
+    if draws.random() < 0.2:
+        draws.shuffle(stages)
+    stages = [index + 10 * (draws.random() < 0.2) for index in stages]
+    if draws.random() < 0.2:
+        stages += stages[:2]
+    kinds = [None, None, False, True] if random.Random(seed).random() < 0.7 else [None]
+    runs: Runs = []
+    while stages:
+        count = 1 + draws.randrange(3)
+        runs.append((stages[:count], draws.choice(kinds)))
+        stages = stages[count:]
+    return runs
+
+
+def output(seed: int, model: nn.Module, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input, and what the drawn stages make of it."""
+    x = batch(rank, step, 4, WIDTH).requires_grad_()
+    return x, model(x, drawn_runs(seed, rank, step))
+
+
+def plain(seed: int, model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return output(seed, model, rank, step)[1].pow(2).mean()
+
+
+def penalized(seed: int, model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """With a penalty on the gradient of the input, whose backward runs inside of the step."""
+    x = batch(rank, step, 4, WIDTH).requires_grad_()
+    runs = [(stages, None) for stages, _ in drawn_runs(seed, rank, step)]
+    y = model(x, runs)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.pow(2).mean() + slope.pow(2).mean()
+
+
+def twice(seed: int, model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Two forwards of one step, each with stages of its own."""
+    return plain(seed, model, rank, step) + plain(seed + 1000, model, rank, step)
+
+
+def train_drawn(
+    seed: int,
+    sharding: Sharding,
+    loss: Callable[..., torch.Tensor],
+    steps: int = 12,
+    micro: int = 1,
+) -> None:
+    trial = Trial(Program(), sharding)
+    backwards = 2 if loss is plain and seed % 3 == 1 else 1
+    with another_order():
+        for number in range(steps * micro):
+            last = number % micro == micro - 1
+            trial.runtime.sync_gradients = last
+            mine = trial.forward(partial(loss, seed), number)
+            expected = trial.reference_loss(partial(loss, seed), number)
+            for left in reversed(range(backwards)):
+                keeps = bool(left) and not any(
+                    reentrant
+                    for rank in range(dist.get_world_size())
+                    for _, reentrant in drawn_runs(seed, rank, number)
+                )
+                mine.backward(retain_graph=keeps)
+                expected.backward(retain_graph=keeps)
+                if not keeps:
+                    break
+            if last:
+                trial.check_gradients()
+                trial.step()
+                trial.check_parameters()
+                trial.check_rest()
+            if number % 5 == 4:
+                with torch.no_grad():
+                    found = trial.forward(partial(plain, seed + 7), number)
+                    torch.testing.assert_close(
+                        found,
+                        plain(seed + 7, trial.reference, dist.get_rank(), number),
+                        rtol=2e-5,
+                        atol=1e-6,
+                    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("loss", [plain, penalized, twice])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+@on_ranks(2)
+def test_drawn_programs_of_ranks_are_those_of_one_process(
+    strategy: str, loss: Callable[..., torch.Tensor], seed: int
+) -> None:
+    train_drawn(seed, Sharding(strategy=strategy, units=UNITS, uneven=True), loss)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("micro", [1, 3])
+@on_ranks(4)
+def test_drawn_programs_of_replicas_are_those_of_one_process(micro: int, seed: int) -> None:
+    for split in (False, True):
+        sharding = Sharding(
+            strategy="hybrid_shard", shard_size=2, units=UNITS, uneven=True, split=split
+        )
+        train_drawn(seed, sharding, plain, steps=6, micro=micro)
+
+
+@pytest.mark.parametrize("every", [True, False])
+@on_ranks(3)
+def test_drawn_micro_batches_are_those_of_one_process(every: bool) -> None:
+    sharding = Sharding(units=UNITS, uneven=True, reduce_every_backward=every)
+    train_drawn(0, sharding, plain, steps=6, micro=3)
+
+
+# -- How often ranks ask, and what they gather
+
+
+def count(runs: Callable[[int, int], Runs], steps: int, **options: object) -> list[tuple[int, int]]:
+    """By step, how often ranks ask in the forward and in the backward."""
+    trial = Trial(Program(), Sharding(units=UNITS, uneven=True, **options))  # type: ignore[arg-type]
+    rounds: list[int] = []
+
+    def note() -> None:
+        rounds.append(begun(trial.runtime.mesh.control).get("agreement on units", 0))
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step, 4, WIDTH), runs(rank, step)).pow(2).mean()
+
+    found = []
+    with another_order():
+        for step in range(steps):
+            note()
+            mine = trial.forward(loss, step)
+            note()
+            mine.backward()
+            note()
+            trial.reference_loss(loss, step).backward()
+            before, between, after = rounds[-3:]
+            found.append((between - before, after - between))
+            trial.check_gradients()
+            trial.step()
+    trial.check_parameters()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_ranks_ask_when_a_backward_begins_and_when_it_ends(strategy: str) -> None:
+    own: list[Runs] = [[([0, 2, 3], None)], [([1, 2], None), ([5, 4], None)]]
+    for forward, backward in count(lambda rank, step: own[(rank + step) % 2], 3, strategy=strategy):
+        assert forward > 14  # the root, the head, six stages with an inner unit each, and the end
+        assert backward == 2
+
+
+@on_ranks(2)
+def test_units_that_run_several_times_are_planned_as_often() -> None:
+    own: list[Runs] = [[([0, 1, 0, 1, 0], None)], [([1, 1, 1], None)]]
+    assert {backward for _, backward in count(lambda rank, step: own[rank], 3)} == {2}
+
+
+@on_ranks(2)
+def test_backwards_that_come_to_what_nobody_has_announced_are_agreed_on_visit_by_visit() -> None:
+    own: list[Runs] = [[([0, 2, 3], True)], [([1, 2], True), ([5, 4], True)]]
+    assert all(backward > 6 for _, backward in count(lambda rank, step: own[rank], 3))
+
+
+@on_ranks(2)
+def test_a_backward_gathers_what_forwards_have_gathered() -> None:
+    trial = Trial(Program(), Sharding(units=UNITS, uneven=True))
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        drawn = random.Random(f"{step} {rank}").sample(range(6), 3)
+        return model(batch(rank, step, 4, WIDTH), [(sorted(drawn), None)]).pow(2).mean()
+
+    stream = trial.runtime.mesh.gather_stream
+    for step in range(6):
+        before = stream.issued
+        mine = trial.forward(loss, step)
+        forward = stream.issued - before
+        mine.backward()
+        # Each forward but that of the root, which stays gathered.
+        assert stream.issued - before - forward == forward - 1
+
+
+@on_ranks(2)
+def test_a_collective_of_users_between_units_meets_that_of_ranks_that_use_others() -> None:
+    trial = Trial(Program(), Sharding(units=UNITS, uneven=True))
+    own = [[0, 1, 2, 4, 5], [0, 3, 4, 5]]
+
+    def hear(gradient: torch.Tensor) -> None:
+        dist.all_reduce(gradient.clone())
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        stages = own[0 if step < 3 else rank]
+        x = batch(rank, step, 4, WIDTH).requires_grad_()
+        for stage in stages:
+            x = model.stages[stage](x, False)
+            if stage == 4 and model is trial.model:
+                dist.all_reduce(x.detach().clone())
+                x.register_hook(hear)
+        return x.pow(2).mean()
+
+    trial.train(loss, steps=6)
+
+
+@on_ranks(2)
+def test_ranks_that_have_left_out_different_parts_of_a_plan_hear_so() -> None:
+    # Nothing is gathered or reduced in this backward: ranks wait for nothing that others leave out.
+    sharding = Sharding(
+        strategy="shard_grad_op", units=UNITS, uneven=True, reduce_every_backward=False
+    )
+    trial = Trial(Program(), sharding)
+    trial.runtime.sync_gradients = False
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        x = batch(rank, step, 4, WIDTH).requires_grad_()
+        for stage in range(6):
+            x = model.stages[stage](x, False)
+            if step and stage == 2 + 2 * rank:
+                x.register_hook(fail)
+        return x.pow(2).mean()
+
+    trial.forward(loss, 0).backward()
+    with pytest.raises(ArithmeticError):
+        trial.forward(loss, 1).backward()
+    trial.runtime.reset()
+    with pytest.raises(DesyncError, match="that were left out"):
+        trial.forward(loss, 0)
+
+
+# -- The order of backwards
+
+
+def test_a_backward_comes_to_units_in_the_opposite_order_of_the_ends_of_their_forwards() -> None:
+    inner = {0: {1, 2, 3, 4}, 1: {2}}
+    record = ForwardRecord(
+        [
+            UnitProgress(unit=None, index=unit, inner=frozenset(inner.get(unit, ())))  # type: ignore[arg-type]
+            for unit in range(5)
+        ]
+    )
+    #                0  1  2  3  4  5  6  7
+    record.units += [0, 1, 2, 3, 1, 4, 2, 4]
+    assert record.backwards() == [0, 7, 4, 6, 5, 3, 1, 2]
