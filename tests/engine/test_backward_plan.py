@@ -237,6 +237,24 @@ def test_backwards_that_come_to_what_nobody_has_announced_are_agreed_on_visit_by
 
 
 @on_ranks(2)
+def test_a_plan_that_recomputation_leaves_is_the_last_of_its_kind() -> None:
+    own: list[Runs] = [[([0, 1, 2], False)], [([0, 3, 4], False)]]
+    trial = Trial(Program(), Sharding(units=UNITS, uneven=True))
+    stream, gathered = trial.runtime.mesh.gather_stream, list[int]()
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return model(batch(rank, step, 4, WIDTH), own[rank]).pow(2).mean()
+
+    for step in range(3):
+        mine = trial.forward(loss, step)
+        before = stream.issued
+        mine.backward()
+        gathered.append(stream.issued - before)
+    # The head and five stages with an inner unit each.
+    assert gathered[0] > 11 and gathered[1:] == [11, 11], gathered
+
+
+@on_ranks(2)
 def test_a_backward_gathers_what_forwards_have_gathered() -> None:
     trial = Trial(Program(), Sharding(units=UNITS, uneven=True))
 
@@ -255,6 +273,27 @@ def test_a_backward_gathers_what_forwards_have_gathered() -> None:
 
 
 @on_ranks(2)
+def test_units_are_reduced_once_and_while_the_backward_goes_on() -> None:
+    trial = Trial(Program(), Sharding(units=UNITS, uneven=True))
+    own = [[0, 1, 3], [0, 2, 3, 5]]
+    stream, early = trial.runtime.mesh.reduce_stream, list[int]()
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        assert isinstance(model, Program)
+        x = model.run(own[rank][:1], batch(rank, step, 4, WIDTH).requires_grad_())
+        if model is trial.model:
+            x.register_hook(lambda _: early.append(stream.issued))
+        return model.run(own[rank][1:], x).pow(2).mean()
+
+    for step in range(3):
+        mine, before = trial.forward(loss, step), stream.issued
+        mine.backward()
+        # Of five stages with an inner unit each the last two, before any rank comes to the first.
+        assert early[-1] - before >= 4, early[-1] - before
+        assert stream.issued - before == 10, stream.issued - before
+
+
+@on_ranks(2)
 def test_a_collective_of_users_between_units_meets_that_of_ranks_that_use_others() -> None:
     trial = Trial(Program(), Sharding(units=UNITS, uneven=True))
     own = [[0, 1, 2, 4, 5], [0, 3, 4, 5]]
@@ -263,10 +302,11 @@ def test_a_collective_of_users_between_units_meets_that_of_ranks_that_use_others
         dist.all_reduce(gradient.clone())
 
     def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        assert isinstance(model, Program)
         stages = own[0 if step < 3 else rank]
         x = batch(rank, step, 4, WIDTH).requires_grad_()
         for stage in stages:
-            x = model.stages[stage](x, False)
+            x = model.run([stage], x)
             if stage == 4 and model is trial.model:
                 dist.all_reduce(x.detach().clone())
                 x.register_hook(hear)
@@ -288,9 +328,10 @@ def test_ranks_that_have_left_out_different_parts_of_a_plan_hear_so() -> None:
         raise ArithmeticError
 
     def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        assert isinstance(model, Program)
         x = batch(rank, step, 4, WIDTH).requires_grad_()
         for stage in range(6):
-            x = model.stages[stage](x, False)
+            x = model.run([stage], x)
             if step and stage == 2 + 2 * rank:
                 x.register_hook(fail)
         return x.pow(2).mean()

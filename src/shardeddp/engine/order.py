@@ -177,7 +177,7 @@ class _Field(IntEnum):
     """This rank's forward comes to the unit next."""
 
     BACKWARD = 1
-    """This rank's backward does: 1 if its forwards have announced all that it comes to, else 2."""
+    """This rank's backward does: 1 if it says below what it will come to, 2 if it cannot."""
 
     GATHER = 2
     """It needs the unit's parameters for that, and does not have them."""
@@ -262,9 +262,10 @@ class OrderAgreement:
         self._forwards = ForwardRecord(progresses)
         self._all_have_ended = False  # their passes
         self._plan: deque[_Planned] = deque()
+        self._is_planned = False  # this backward
         self._left_out = 0  # visits of plans, after failures
-        # Kinds of backwards in which this rank has come to what it had not announced.
-        self._unannounced: set[str] = set()
+        # Kinds of backwards in which this rank has come to what was not planned.
+        self._unforeseen: set[str] = set()
 
     # -- Evaluation
 
@@ -437,9 +438,11 @@ class OrderAgreement:
         elif max(backward) == 1:
             coming = {i for i, state in enumerate(reduced[:-1]) if state == Reduced.COMING}
             self._plan.extend(self._planned(announced.tolist(), coming))
+            self._is_planned = True
         elif backwards:
             self._plan.append(_Planned(backwards[-1], bool(gather[backwards[-1]])))
         self._all_have_ended = not (forwards or backwards)
+        self._is_planned &= not self._all_have_ended
         return not self._all_have_ended
 
     def _exchange(
@@ -449,9 +452,9 @@ class OrderAgreement:
         in_backward, awaited = is_backward(kind), dict[int, list[int]]()
         if wanted is not None and in_backward and self._apart and not self._open:
             awaited = self._forwards.awaited()
-            if wanted.index not in awaited:
-                self._unannounced.add(kind)
-            if kind in self._unannounced:
+            if self._is_planned or wanted.index not in awaited:
+                self._unforeseen.add(kind)
+            if kind in self._unforeseen:
                 awaited = {}
         # The last column stands for the end of the pass.
         rows = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8)
