@@ -156,8 +156,11 @@ def train_drawn(
                     )
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("loss", [plain, penalized, twice])
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
+@pytest.mark.parametrize("loss", [plain, slow(penalized), slow(twice)])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
 @on_ranks(2)
 def test_drawn_programs_of_ranks_are_those_of_one_process(
@@ -166,6 +169,7 @@ def test_drawn_programs_of_ranks_are_those_of_one_process(
     train_drawn(seed, Sharding(strategy=strategy, units=UNITS, uneven=True), loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("micro", [1, 3])
 @on_ranks(4)
@@ -177,6 +181,7 @@ def test_drawn_programs_of_replicas_are_those_of_one_process(micro: int, seed: i
         train_drawn(seed, sharding, plain, steps=6, micro=micro)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [True, False])
 @on_ranks(3)
 def test_drawn_micro_batches_are_those_of_one_process(every: bool) -> None:
@@ -290,7 +295,8 @@ def test_units_are_reduced_once_and_while_the_backward_goes_on() -> None:
         mine.backward()
         # Of five stages with an inner unit each the last two, before any rank comes to the first.
         assert early[-1] - before >= 4, early[-1] - before
-        assert stream.issued - before == 10, stream.issued - before
+        # The root is learnt to have no gradients.
+        assert stream.issued - before == (10 if step else 11), stream.issued - before
 
 
 @on_ranks(2)
