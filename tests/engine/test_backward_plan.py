@@ -283,11 +283,14 @@ def test_units_are_reduced_once_and_while_the_backward_goes_on() -> None:
     own = [[0, 1, 3], [0, 2, 3, 5]]
     stream, early = trial.runtime.mesh.reduce_stream, list[int]()
 
+    def note(gradient: torch.Tensor) -> None:
+        early.append(stream.issued)
+
     def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         assert isinstance(model, Program)
         x = model.run(own[rank][:1], batch(rank, step, 4, WIDTH).requires_grad_())
         if model is trial.model:
-            x.register_hook(lambda _: early.append(stream.issued))
+            x.register_hook(note)
         return model.run(own[rank][1:], x).pow(2).mean()
 
     for step in range(3):
