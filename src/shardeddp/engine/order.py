@@ -218,7 +218,9 @@ class OrderAgreement:
     forwards of all ranks (:class:`ForwardRecord`) it will come back to, and what any has said is
     planned. All ranks carry out all of the plan and nothing else, each up to the unit to which it
     comes. A rank that comes to anything else, as in reentrant checkpointing, carries out the rest
-    of the plan and asks again; backwards of that kind are agreed on visit by visit from then on.
+    of the plan and asks again. That gathers in vain, and others may wait in a collective of the
+    user's meanwhile. So the first backward of a kind, and all of a kind in which that has happened,
+    are agreed on visit by visit.
 
     A rank that finds, in a pass that has been alike so far, that it uses other units than before,
     asks whether all do. They may change together, alone it is an error: what the others have issued
@@ -264,8 +266,11 @@ class OrderAgreement:
         self._plan: deque[_Planned] = deque()
         self._is_planned = False  # this backward
         self._left_out = 0  # visits of plans, after failures
-        # Kinds of backwards in which this rank has come to what was not planned.
+        # Kinds of backwards that this rank has been through, and those of them in which it has come
+        # to anything else than its forwards have announced, in that order.
+        self._known: set[str] = set()
         self._unforeseen: set[str] = set()
+        self._place = -1  # of its last visit, in the order of backwards
 
     # -- Evaluation
 
@@ -293,6 +298,7 @@ class OrderAgreement:
             # Only an order that all ranks have agreed on predicts what all will do.
             self._orders[kind] = ExecutionOrder()
         self._orders[kind].begin()
+        self._place = -1
 
     def visit(self, progress: UnitProgress, kind: str) -> None:
         """Return when it is this rank's turn to come to a unit, with what it needs of others.
@@ -343,6 +349,8 @@ class OrderAgreement:
             if self._open:
                 return
             self._serve()
+            if is_backward(kind):
+                self._known.add(kind)
         elif expected is not None and self._involves_others(kind):
             self._confirm(_END, self._progresses[expected].unit.label)
             self._changed.add(kind)
@@ -369,10 +377,21 @@ class OrderAgreement:
         )
 
     def _await_turn(self, progress: UnitProgress, kind: str) -> None:
+        if is_backward(kind) and kind not in self._known and not self._open:
+            self._observe(progress, kind)
         while not self._follow(progress):
             self._ask(progress, kind)
         if not (is_backward(kind) or self._open):
             self._forwards.note_own(progress.index)
+
+    def _observe(self, progress: UnitProgress, kind: str) -> None:
+        """Note whether a backward that is not planned comes to a unit as a plan would have it."""
+        places, place = self._forwards.awaited().get(progress.index), -1
+        if places is not None:
+            place = self._forwards.backwards().index(places[-1])
+        if place <= self._place:
+            self._unforeseen.add(kind)
+        self._place = place
 
     def _serve(self) -> None:
         self._carry_out(len(self._plan))
@@ -450,7 +469,7 @@ class OrderAgreement:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The highest that any rank says: rows of :class:`_Field`, and of each recorded forward."""
         in_backward, awaited = is_backward(kind), dict[int, list[int]]()
-        if wanted is not None and in_backward and self._apart and not self._open:
+        if wanted is not None and kind in self._known and self._apart and not self._open:
             awaited = self._forwards.awaited()
             if self._is_planned or wanted.index not in awaited:
                 self._unforeseen.add(kind)
