@@ -378,6 +378,32 @@ def test_ranks_that_have_left_out_different_parts_of_a_plan_hear_so() -> None:
         trial.forward(loss, 0)
 
 
+@on_ranks(2)
+def test_ranks_that_leave_a_plan_at_the_same_place_go_on() -> None:
+    trial, own = Trial(Program(), Sharding(units=UNITS, uneven=True)), [[0, 1, 3], [0, 2, 3]]
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        assert isinstance(model, Program)
+        x = model.run(own[rank], batch(rank, step, 4, WIDTH))
+        if step == 2:
+            x.register_hook(fail)
+        return model.run([4], x).pow(2).mean()
+
+    for step in range(5):
+        if step == 2:
+            with pytest.raises(ArithmeticError):
+                trial.forward(loss, step).backward()
+            trial.runtime.reset()
+            continue
+        trial.backward(loss, step)
+        trial.check_gradients()
+        trial.step()
+    trial.check_parameters()
+
+
 # -- The order of backwards
 
 

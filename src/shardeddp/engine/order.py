@@ -264,12 +264,12 @@ class OrderAgreement:
         self._forwards = ForwardRecord(progresses)
         self._all_have_ended = False  # their passes
         self._plan: deque[_Planned] = deque()
-        self._is_planned = False  # this backward
         self._left_out = 0  # visits of plans, after failures
         # Kinds of backwards that this rank has been through, and those of them in which it has come
-        # to anything else than its forwards have announced, in that order.
+        # to anything else than its forwards have announced, or in another order.
         self._known: set[str] = set()
         self._unforeseen: set[str] = set()
+        self._is_planned = False  # its backward
         self._place = -1  # of its last visit, in the order of backwards
 
     # -- Evaluation
@@ -298,7 +298,7 @@ class OrderAgreement:
             # Only an order that all ranks have agreed on predicts what all will do.
             self._orders[kind] = ExecutionOrder()
         self._orders[kind].begin()
-        self._place = -1
+        self._is_planned, self._place = False, -1
 
     def visit(self, progress: UnitProgress, kind: str) -> None:
         """Return when it is this rank's turn to come to a unit, with what it needs of others.
@@ -359,7 +359,7 @@ class OrderAgreement:
         self._changed.discard(kind)
 
     def agrees(self, kind: str) -> bool:
-        """Whether ranks agree on each visit of a pass of this kind."""
+        """Whether ranks agree on the visits of a pass of this kind."""
         return self._involves_others(kind) and (
             self._apart or self._open or kind not in self._alike
         )
@@ -461,7 +461,6 @@ class OrderAgreement:
         elif backwards:
             self._plan.append(_Planned(backwards[-1], bool(gather[backwards[-1]])))
         self._all_have_ended = not (forwards or backwards)
-        self._is_planned &= not self._all_have_ended
         return not self._all_have_ended
 
     def _exchange(

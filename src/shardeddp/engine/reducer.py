@@ -70,9 +70,9 @@ class Reducer:
     reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that
     arrives later than that is reduced with the leftovers, on which all ranks agree at the end.
 
-    That holds where all ranks use the same units. Where they do not, they agree at every unit on
-    those that no rank is going to reach any more (:class:`OrderAgreement`), and reduce them with
-    zeros of those that have not reached them.
+    That holds where all ranks use the same units. Where they do not, they agree on where no rank is
+    going to reach a unit any more (:class:`OrderAgreement`), and reduce it there, with zeros of
+    those that have not reached it.
 
     Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even
     reach different units. Then all units are reduced in one order, that of rank 0's first backward,
