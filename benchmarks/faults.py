@@ -44,6 +44,7 @@ STEPS = 400
 AT = 4
 """The step of the fault."""
 
+UNEVEN = ", with uneven_units"
 FIRST_FAILS = "exception in forward, rank 0"
 OTHER_GATHER = "another shape in self.all_gather, with debug"
 OTHER_COLLECTIVE = "another collective of torch.distributed, with debug"
@@ -149,6 +150,7 @@ def train(fault: str, rank: int, folder: str) -> None:
             timeout=TIMEOUT_S,
             debug=fault in (OTHER_GATHER, OTHER_COLLECTIVE),
             forward_prefetch=2 if fault == "another prefetch" and odd else 1,
+            uneven_units=fault.endswith(UNEVEN),
         ),
         max_steps=STEPS,
         default_root_dir=folder,
@@ -161,7 +163,7 @@ def train(fault: str, rank: int, folder: str) -> None:
     said = (
         "exception in forward"
         if fault in (FIRST_FAILS, "exception, and a checkpoint on exceptions")
-        else fault
+        else fault.removesuffix(UNEVEN)
     )
     model = Model(said, odd, depth)
     sys.stdout.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\n")
@@ -188,6 +190,8 @@ FAULTS = [
     "exception in forward",
     FIRST_FAILS,
     "exception in backward",
+    "exception in forward" + UNEVEN,
+    "exception in backward" + UNEVEN,
     "exception in a callback",
     "exception in the data",
     "out of memory",

@@ -3,9 +3,10 @@
 The real Trainer trains as rank 0, or as the last one, on torch's fake process group, whose collectives come back at
 once. Counted are the process groups that it makes, its calls to the store, what it agrees on with other ranks on the
 host (what its training thread carries out itself and waits for, what goes on behind its back, and the hops of all that,
-each a message that follows another) and its bytes, while the run is set up, per step, and in a micro-batch that is not
-the last; measured is its processor time for setup, for a step, for what a save does on the training thread before
-anything is written, and for loading a checkpoint that one rank has saved. Nothing of it is a network's time.
+each a message that follows another) and its bytes, while the run is set up, per step, in a micro-batch that is not
+the last, and per step of ranks that may use units of their own (`uneven_units`); measured is its processor time for
+setup, for a step, for what a save does on the training thread before anything is written, and for loading a checkpoint
+that one rank has saved. Nothing of it is a network's time.
 
 A figure of the last rank stands behind that of the first where they are not equal.
 
@@ -317,12 +318,13 @@ def train(
     accumulate: int = 1,
     checkpoint: Path | None = None,
     data: Any = None,
+    **options: Any,
 ) -> tuple[Watch, Timed]:
-    """Train a few steps as one rank of many."""
+    """Train a few steps as one rank of many, with options of the strategy."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with counting() as counts:
-            watch, strategy = Watch(counts), Timed(name, auto_wrap_policy={Block})
+            watch, strategy = Watch(counts), Timed(name, auto_wrap_policy={Block}, **options)
             trainer = trainer_of(
                 strategy, devices=NODE, num_nodes=size // NODE, plugins=[Place(rank, size)],
                 max_steps=(STEPS + (checkpoint is not None)) // accumulate,
@@ -340,10 +342,11 @@ def figures(name: str, rank: int, size: int, blocks: int, checkpoint: Path) -> d
     watch, strategy = train(name, rank, size, blocks)
     accumulated, _ = train(name, rank, size, blocks, accumulate=2)
     streamed, _ = train(name, rank, size, blocks, data=Stream())
+    uneven, _ = train(name, rank, size, blocks, uneven_units=True)
     _, loaded = train(name, rank, size, blocks, checkpoint=checkpoint)
     steady, (micro_batch, _) = watch.steps[WARMUP:], accumulated.steps[-1]
     step, setup = steady[-2][0], watch.setup
-    stream, _ = streamed.steps[-2]
+    (stream, _), (own_units, _) = streamed.steps[-2], uneven.steps[-2]
     return {
         "process groups": f"{setup.groups}",
         "descriptors on CUDA": f"{connections(strategy, size, 'cuda'):,}",
@@ -360,6 +363,7 @@ def figures(name: str, rank: int, size: int, blocks: int, checkpoint: Path) -> d
         "step, ms": f"{1e3 * min(seconds for _, seconds in steady):.1f}",
         "micro-batch: agreements": f"{micro_batch.waited + micro_batch.ahead}",
         "step on a stream: waited for": f"{stream.waited}",
+        "step of uneven units: waited for": f"{own_units.waited}",
         "snapshot of a save, s": f"{watch.save_s:.3f}",
         "load, s": f"{loaded.load_s:.3f}",
         "memory, MB": f"{psutil.Process().memory_info().rss / 1e6:,.0f}",

@@ -19,6 +19,11 @@ EXPECTED: dict[str, tuple[tuple[str, ...], float]] = {
     "exception in forward": (("LookupError: rank 1 lost its data",) * 2, 5.0),
     "exception in forward, rank 0": (("LookupError: rank 0 lost its data",) * 2, 5.0),
     "exception in backward": (("ArithmeticError: rank 1 fails in backward",) * 2, 5.0),
+    "exception in forward, with uneven_units": (("LookupError: rank 1 lost its data",) * 2, 5.0),
+    "exception in backward, with uneven_units": (
+        ("ArithmeticError: rank 1 fails in backward",) * 2,
+        5.0,
+    ),
     "exception in a callback": (("PermissionError: rank 1 cannot write its log",) * 2, 5.0),
     "exception in the data": (("OSError: the file of this rank cannot be read",) * 2, 5.0),
     "out of memory": (("MemoryError: rank 1 cannot allocate 16 GiB",) * 2, 5.0),
@@ -42,7 +47,11 @@ EXPECTED: dict[str, tuple[tuple[str, ...], float]] = {
         10.0,
     ),
 }
-SHORT = ["killed (kill -9), rank 1", "unit skipped by one rank"]
+SHORT = [
+    "killed (kill -9), rank 1",
+    "unit skipped by one rank",
+    "exception in forward, with uneven_units",
+]
 
 
 def check(fault: str, ranks: list[Seen]) -> None:

@@ -60,7 +60,7 @@ ABOUT_PARAMETERS = (
 ABOUT_UNITS = (
     "All ranks gather units in one order. If they may use different parts of the model in a step "
     "(experts, modalities, random depth), set ShardedDP(uneven_units=True): then they agree "
-    "before each gather, and those that do not use a unit take part with zeros. Or let "
+    "on what they gather, and those that do not use a unit take part with zeros. Or let "
     "auto_wrap_policy put all such parts into one unit"
 )
 ABOUT_TRAINED = (

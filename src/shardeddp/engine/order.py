@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -95,7 +95,55 @@ class ExecutionOrder:
         return None
 
 
-# -- Visits: agreement of all ranks on the next unit
+# -- ForwardRecord: from the forwards of all ranks, the order of their backwards
+
+
+class ForwardRecord:
+    """Forwards of units in one pass of all ranks, in the order in which ranks have agreed on them.
+
+    A forward of several ranks is one. Autograd comes to units in the opposite order of the ends of
+    their forwards: where unit 0 holds all others and unit 1 holds unit 2, forwards ``0 1 2 3`` have
+    backwards ``0 3 1 2``. So each rank comes to its own units in the order of :meth:`backwards`,
+    of which it leaves out those of others.
+    """
+
+    def __init__(self, progresses: Sequence[UnitProgress]) -> None:
+        self._progresses = progresses
+        self.units: list[int] = []
+        """Unit of each forward; the same on all ranks."""
+        self._own: defaultdict[int, list[int]] = defaultdict(list)  # by unit, places in `units`
+
+    def clear(self) -> None:
+        """Another pass begins."""
+        self.units.clear()
+        self._own.clear()
+
+    def note_own(self, unit: int) -> None:
+        """The last forward is one of this rank's."""
+        self._own[unit].append(len(self.units) - 1)
+
+    def awaited(self) -> dict[int, list[int]]:
+        """By unit, forwards of this rank that no backward has reached yet; in their order."""
+        left = {unit: len(self._progresses[unit].unreached_uses) for unit in self._own}
+        return {unit: self._own[unit][-count:] for unit, count in left.items() if count}
+
+    def backwards(self) -> list[int]:
+        """All forwards, by their place, in the order in which backwards come to them."""
+        return sorted(range(len(self.units)), key=lambda place: (-self._end(place), place))
+
+    def _end(self, place: int) -> int:
+        """The last forward inside of another one: up to the next of the same unit."""
+        unit, end = self.units[place], place
+        inner = self._progresses[unit].inner
+        for later in range(place + 1, len(self.units) if inner else 0):
+            if self.units[later] == unit:
+                break
+            if self.units[later] in inner:
+                end = later
+        return end
+
+
+# -- OrderAgreement: agreement of all ranks on the next units
 
 _BACKWARD = "backward"
 
@@ -119,19 +167,35 @@ _END = "the end of the pass"
 
 
 class _Field(IntEnum):
-    """Fields of a message: a row of one byte per unit for each."""
+    """Fields of a message: a row of one byte per unit for each.
+
+    After them comes a byte for each forward that is recorded: 1 if this rank's backward will come to
+    it, 2 if it has to gather the unit for that.
+    """
 
     FORWARD = 0
     """This rank's forward comes to the unit next."""
 
     BACKWARD = 1
-    """This rank's backward comes to the unit next."""
+    """This rank's backward does: 1 if it says below what it will come to, 2 if it cannot."""
 
     GATHER = 2
     """It needs the unit's parameters for that, and does not have them."""
 
     REDUCED = 3
     """How far the unit's gradients are: a :class:`Reduced`."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A unit to which some rank comes next."""
+
+    unit: int
+    gathered: bool
+    """Whether all ranks gather it, because one needs it."""
+
+    reduced: Sequence[int] = ()
+    """Units whose gradients are reduced before that."""
 
 
 class OrderAgreement:
@@ -148,6 +212,15 @@ class OrderAgreement:
     those that wait for another one ask again; from then on every pass of this model is agreed on.
     Gradients are reduced between two visits, when no rank needs a unit any more, with zeros of the
     ranks that have not used it.
+
+    Nobody knows where a forward will go. A backward comes to what forwards have announced, in the
+    opposite order. So ranks agree on all of a backward when it begins: each says which of the
+    forwards of all ranks (:class:`ForwardRecord`) it will come back to, and what any has said is
+    planned. All ranks carry out all of the plan and nothing else, each up to the unit to which it
+    comes. A rank that comes to anything else, as in reentrant checkpointing, carries out the rest
+    of the plan and asks again. That gathers in vain, and others may wait in a collective of the
+    user's meanwhile. So the first backward of a kind, and all of a kind in which that has happened,
+    are agreed on visit by visit.
 
     A rank that finds, in a pass that has been alike so far, that it uses other units than before,
     asks whether all do. They may change together, alone it is an error: what the others have issued
@@ -187,6 +260,17 @@ class OrderAgreement:
         """Whether forwards need other ranks."""
 
         self._gathers_in_backward = mesh.data.size > 1 and sharding.reshard is not Reshard.NEVER
+        # The same on all ranks, but for how far each has carried out the plan.
+        self._forwards = ForwardRecord(progresses)
+        self._all_have_ended = False  # their passes
+        self._plan: deque[_Planned] = deque()
+        self._left_out = 0  # visits of plans, after failures
+        # Kinds of backwards that this rank has been through, and those of them in which it has come
+        # to anything else than its forwards have announced, or in another order.
+        self._known: set[str] = set()
+        self._unforeseen: set[str] = set()
+        self._is_planned = False  # its backward
+        self._place = -1  # of its last visit, in the order of backwards
 
     # -- Evaluation
 
@@ -214,6 +298,7 @@ class OrderAgreement:
             # Only an order that all ranks have agreed on predicts what all will do.
             self._orders[kind] = ExecutionOrder()
         self._orders[kind].begin()
+        self._is_planned, self._place = False, -1
 
     def visit(self, progress: UnitProgress, kind: str) -> None:
         """Return when it is this rank's turn to come to a unit, with what it needs of others.
@@ -264,6 +349,8 @@ class OrderAgreement:
             if self._open:
                 return
             self._serve()
+            if is_backward(kind):
+                self._known.add(kind)
         elif expected is not None and self._involves_others(kind):
             self._confirm(_END, self._progresses[expected].unit.label)
             self._changed.add(kind)
@@ -272,18 +359,13 @@ class OrderAgreement:
         self._changed.discard(kind)
 
     def agrees(self, kind: str) -> bool:
-        """Whether ranks agree on each visit of a pass of this kind."""
+        """Whether ranks agree on the visits of a pass of this kind."""
         return self._involves_others(kind) and (
             self._apart or self._open or kind not in self._alike
         )
 
     def _involves_others(self, kind: str) -> bool:
         return self._gathers_in_backward if is_backward(kind) else self.gathers
-
-    def _await_turn(self, progress: UnitProgress, kind: str) -> None:
-        field = _Field.BACKWARD if is_backward(kind) else _Field.FORWARD
-        while self._round(progress, field) is not progress:
-            pass
 
     def _needs(self, progress: UnitProgress) -> bool:
         """Whether the unit's parameters have to be gathered before this rank can use them."""
@@ -294,36 +376,140 @@ class OrderAgreement:
             else unit.state is UnitState.UNSHARDED and unit.stale
         )
 
+    def _await_turn(self, progress: UnitProgress, kind: str) -> None:
+        if is_backward(kind) and kind not in self._known and not self._open:
+            self._observe(progress, kind)
+        while not self._follow(progress):
+            self._ask(progress, kind)
+        if not (is_backward(kind) or self._open):
+            self._forwards.note_own(progress.index)
+
+    def _observe(self, progress: UnitProgress, kind: str) -> None:
+        """Note whether a backward that is not planned comes to a unit as a plan would have it."""
+        places, place = self._forwards.awaited().get(progress.index), -1
+        if places is not None:
+            place = self._forwards.backwards().index(places[-1])
+        if place <= self._place:
+            self._unforeseen.add(kind)
+        self._place = place
+
     def _serve(self) -> None:
-        while self._round(None, _Field.FORWARD) is not None:
-            pass
+        self._carry_out(len(self._plan))
+        while self._ask(None):
+            self._carry_out(len(self._plan))
+
+    # -- Plans
+
+    def reset(self) -> None:
+        """Forget a plan after a failure.
+
+        Ranks that have carried out different parts of it hear so when they ask next.
+        """
+        self._left_out += len(self._plan)
+        self._plan.clear()
+
+    def _follow(self, progress: UnitProgress) -> bool:
+        """Carry out the plan up to a unit; all of it, and False, where it does not hold the unit."""
+        needed = self._needs(progress)
+        for count, planned in enumerate(self._plan, 1):
+            if planned.unit == progress.index and planned.gathered >= needed:
+                self._carry_out(count, wanted=progress)
+                return True
+        self._carry_out(len(self._plan))
+        return False
 
     @torch.no_grad()
-    def _round(self, wanted: UnitProgress | None, field: _Field) -> UnitProgress | None:
-        """Ask where all ranks are, reduce what is over, gather the first unit and return it."""
-        # The last column stands for the end of the pass.
-        message = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8)
-        message[field, -1 if wanted is None else wanted.index] = 1
-        if wanted is not None:
-            message[_Field.GATHER, wanted.index] = self._needs(wanted)
-        reduced = self._reducer.progress(wanted)
-        message[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8)
-        agree_on_highest(message, self._mesh.control)
-        forward, backward, gather, progress = message.tolist()
-        self._apart |= not self._open and sum(forward) + sum(backward) > 1
-        self._reducer.issue(
-            [index for index, state in enumerate(progress[:-1]) if state == Reduced.DUE]
-        )
-        places = [index for index, flag in enumerate(forward[:-1]) if flag]
+    def _carry_out(self, count: int, wanted: UnitProgress | None = None) -> None:
+        """Carry out the first visits of the plan, of which the last may be this rank's own."""
+        for left in reversed(range(count)):
+            planned = self._plan.popleft()
+            self._reducer.issue(planned.reduced)
+            if planned.gathered:
+                self._gather(self._progresses[planned.unit], keep=wanted is not None and not left)
+
+    def _ask(self, wanted: UnitProgress | None, kind: str = "") -> bool:
+        """Ask where all ranks are, reduce what is over, and plan what comes next.
+
+        Args:
+            wanted: The unit to which this rank has come; None: the end of its pass.
+            kind: Of that pass.
+
+        Returns:
+            Whether any rank has come to a unit.
+        """
+        rows, announced = self._exchange(wanted, kind)
+        forward, backward, gather, reduced = rows.tolist()
+        self._apart |= not self._open and sum(map(bool, (*forward, *backward))) > 1
+        with torch.no_grad():
+            self._reducer.issue(
+                [index for index, state in enumerate(reduced[:-1]) if state == Reduced.DUE]
+            )
         # As units were found, and back: most ranks wait least where that is the order in which they
         # are used.
-        places += [index for index, flag in reversed([*enumerate(backward[:-1])]) if flag]
-        if not places:
-            return None
-        chosen = self._progresses[places[0]]
-        if gather[chosen.index]:
-            self._gather(chosen, keep=chosen is wanted)
-        return chosen
+        forwards = [index for index, flag in enumerate(forward[:-1]) if flag]
+        backwards = [index for index, flag in enumerate(backward[:-1]) if flag]
+        if forwards:
+            self._plan.append(_Planned(forwards[0], bool(gather[forwards[0]])))
+            if self._all_have_ended:
+                self._forwards.clear()
+            if not self._open:
+                self._forwards.units.append(forwards[0])
+        elif max(backward) == 1:
+            coming = {i for i, state in enumerate(reduced[:-1]) if state == Reduced.COMING}
+            self._plan.extend(self._planned(announced.tolist(), coming))
+            self._is_planned = True
+        elif backwards:
+            self._plan.append(_Planned(backwards[-1], bool(gather[backwards[-1]])))
+        self._all_have_ended = not (forwards or backwards)
+        return not self._all_have_ended
+
+    def _exchange(
+        self, wanted: UnitProgress | None, kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The highest that any rank says: rows of :class:`_Field`, and of each recorded forward."""
+        in_backward, awaited = is_backward(kind), dict[int, list[int]]()
+        if wanted is not None and kind in self._known and self._apart and not self._open:
+            awaited = self._forwards.awaited()
+            if self._is_planned or wanted.index not in awaited:
+                self._unforeseen.add(kind)
+            if kind in self._unforeseen:
+                awaited = {}
+        # The last column stands for the end of the pass.
+        rows = torch.zeros(len(_Field), len(self._progresses) + 1, dtype=torch.uint8)
+        announced = torch.zeros(len(self._forwards.units), dtype=torch.uint8)
+        if wanted is None:
+            rows[_Field.FORWARD, -1] = 1
+        else:
+            field = _Field.BACKWARD if in_backward else _Field.FORWARD
+            rows[field, wanted.index] = 2 if in_backward and not awaited else 1
+            rows[_Field.GATHER, wanted.index] = self._needs(wanted)
+        for unit, places in awaited.items():
+            announced[places] = 1
+            announced[places[-1]] += self._needs(self._progresses[unit])
+        ahead = {unit: len(places) for unit, places in awaited.items()}
+        reduced = self._reducer.progress(wanted, ahead)
+        rows[_Field.REDUCED, :-1] = torch.tensor(reduced, dtype=torch.uint8)
+        message = torch.cat([rows.view(-1), announced])
+        left_out = f" after {self._left_out} that were left out" if self._left_out else ""
+        agree_on_highest(message, self._mesh.control, f"agreement on units{left_out}")
+        return message[: rows.numel()].view_as(rows), message[rows.numel() :]
+
+    def _planned(self, announced: Sequence[int], coming: Set[int]) -> Iterator[_Planned]:
+        """A backward of all ranks.
+
+        Args:
+            announced: See :class:`_Field`.
+            coming: Units that are reduced where ranks leave them behind for good.
+        """
+        places = [place for place in self._forwards.backwards() if announced[place]]
+        left = Counter(self._forwards.units[place] for place in places)
+        over = [unit for unit in coming if not left[unit]]
+        for place in places:
+            unit = self._forwards.units[place]
+            inside = [it for it in over if it == unit or unit in self._progresses[it].inner]
+            yield _Planned(unit, announced[place] > 1, sorted({*over}.difference(inside)))
+            left[unit] -= 1
+            over = [*inside, unit] if unit in coming and not left[unit] else inside
 
     def _gather(self, progress: UnitProgress, *, keep: bool) -> None:
         unit = progress.unit

@@ -31,8 +31,11 @@ class Reduced(IntEnum):
     DUE = 1
     """Its backward is done with the unit."""
 
-    OPEN = 2
-    """It is not, or may come to the unit yet."""
+    COMING = 2
+    """It is in the unit, or will come to it; after that it is done with it."""
+
+    OPEN = 3
+    """It may come to the unit more often than it says."""
 
 
 _Kind = tuple[str, bool]
@@ -68,9 +71,9 @@ class Reducer:
     reduced, before the other one is gathered, with zeros for what has no gradient. A gradient that
     arrives later than that is reduced with the leftovers, on which all ranks agree at the end.
 
-    That holds where all ranks use the same units. Where they do not, they agree at every unit on
-    those that no rank is going to reach any more (:class:`OrderAgreement`), and reduce them with
-    zeros of those that have not reached them.
+    That holds where all ranks use the same units. Where they do not, they agree on where no rank is
+    going to reach a unit any more (:class:`OrderAgreement`), and reduce it there, with zeros of
+    those that have not reached it.
 
     Where nothing is gathered in a backward, nothing else keeps ranks together, and they may even
     reach different units. Then all units are reduced in one order, that of rank 0's first backward,
@@ -178,31 +181,41 @@ class Reducer:
             progress.entered = True
             self._reached.append(progress)
 
-    def progress(self, entering: UnitProgress | None) -> list[Reduced]:
+    def progress(self, entering: UnitProgress | None, ahead: Mapping[int, int]) -> list[Reduced]:
         """How far this rank is with each unit.
 
         Args:
             entering: The unit that its backward comes to; None: it has come to its end.
+            ahead: By unit, how often it will come to it from there on, as far as it says so.
         """
         if not self._running:
             return [Reduced.OPEN] * len(self._progresses)
         if not (self._gathers and self._sync and self.leaves_gradients):
             return [Reduced.NOTHING] * len(self._progresses)
-        return [self._progress(progress, entering) for progress in self._progresses]
+        return [
+            self._progress(progress, entering, ahead.get(progress.index, 0))
+            for progress in self._progresses
+        ]
 
     def issue(self, indices: Sequence[int]) -> None:
         """Reduce units that all ranks are done with, whether this one has reached them or not."""
         for index in reversed(indices):
             self._issue(self._progresses[index])
 
-    def _progress(self, progress: UnitProgress, entering: UnitProgress | None) -> Reduced:
+    def _progress(
+        self, progress: UnitProgress, entering: UnitProgress | None, ahead: int
+    ) -> Reduced:
         if progress.issued or not progress.gradients_expected:
             return Reduced.NOTHING
-        if entering is not None and progress.unreached_uses:
+        if entering is None:
+            return Reduced.DUE if progress.entered else Reduced.NOTHING
+        if len(progress.unreached_uses) > ahead:
             return Reduced.OPEN
+        if ahead:
+            return Reduced.COMING
         if not progress.entered:
             return Reduced.NOTHING
-        return Reduced.DUE if entering is None or progress.is_over_at(entering) else Reduced.OPEN
+        return Reduced.DUE if progress.is_over_at(entering) else Reduced.COMING
 
     def end(self) -> None:
         """The backward ends: reduce what remains, and give the parameters their gradients."""

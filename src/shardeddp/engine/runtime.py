@@ -659,6 +659,7 @@ class Runtime:
         Finishes what is in flight, reshards, and drops gradients that were not reduced.
         """
         self._reducer.abort()
+        self.agreement.reset()
         self._saved.clear()
         for progress in self.progresses:
             progress.active = 0
@@ -841,10 +842,10 @@ class Runtime:
         first = not progress.entered
         progress.was_retained |= graph_is_retained()
         if first or use in progress.unreached_uses:
-            progress.unreached_uses.discard(use)
             self._reducer.reach(progress, agreed=self.agreement.agrees(self._backward_kind))
         if first or progress.unit.state is not UnitState.UNSHARDED:
             self._visit(progress, self._backward_kind)
+        progress.unreached_uses.discard(use)
 
     def _restore(self, saved: SavedView) -> torch.Tensor:
         """A view of a parameter that a graph has saved, wherever its unit is in the meantime."""

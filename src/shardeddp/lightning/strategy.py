@@ -158,9 +158,10 @@ class ShardedDP(ParallelStrategy):
             that has used up its batches; ``join``: with the last, and ranks that have none left
             repeat their last batch with gradients of zero.
         uneven_units: True where ranks may use different units in a step (experts, modalities,
-            random depth): they agree before each gather, and take part with zeros in what they do
-            not use. Without it, ranks have to use the same ones once their first steps have been
-            alike; where those differ, they agree by themselves.
+            random depth): they agree before each gather of a forward and when a backward begins,
+            and take part with zeros in what they do not use. Without it, ranks have to use the same
+            ones once their first steps have been alike; where those differ, they agree by
+            themselves.
         state_dict_type: How checkpoints are saved: ``full``, one ordinary Lightning file;
             ``sharded``, a directory that every rank writes its part of; ``auto``, the former up to
             ``max_file_gb`` of ``checkpoint_options`` and the latter beyond. Both are loaded,
