@@ -122,6 +122,20 @@ class Differentiates(BeforeTheStep):
         return [*gathered, own, differentiable.all_reduce(other.grad.clone())]
 
 
+class GathersWithGradients(SmallGpt):
+    """Lightning's gather of weights of units and of the root, in the graph of the loss."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        given = {
+            "up": self.blocks[0].up.weight,
+            "rest": [self.blocks[1].norm.bias, self.head.weight],
+        }
+        found = self.all_gather(given, sync_grads=True)
+        return super().loss(batch) + sum(
+            each.mean(0).square().mean() for each in (found["up"], *found["rest"])
+        )
+
+
 class WritesInItsStep(SmallGpt):
     """Nothing but collectives writes to a codebook, a scale and a block, before their forwards."""
 
@@ -198,6 +212,7 @@ CASES = [
         ExchangesAll,
         SendsInARing,
         Differentiates,
+        GathersWithGradients,
         GathersIntoRows,
         ReducesInPlace,
         ScattersTheSame,

@@ -142,6 +142,60 @@ def test_micro_batches_go_on_with_their_own_buffers_as_under_ddp(
     beside_ddp([OF_BUFFERS[place]], strategy)
 
 
+class ZeroesInPlace(SmallGpt):
+    """What an earlier step has left is there, as zeros, while micro-batches add to it."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_index: int, optimizer: optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class NeverZeroes(ZeroesInPlace):
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+class DropsInPlace(ZeroesInPlace):
+    """By hand: a micro-batch that is zeroed or turned round before the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_after_backward(self) -> None:
+        pass
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+        if batch_index % 2:
+            self.zero_grad(set_to_none=False)
+        else:
+            for parameter in self.parameters():
+                parameter.grad.neg_()
+        self.manual_backward(super().training_step(batch, batch_index))
+        self.optimizers().step()
+        self.embed.zero_grad()
+        self.blocks[0].zero_grad(set_to_none=False)
+
+
+ON_FORMER = [
+    case(ZeroesInPlace, steps=3, batches=6, options={"accumulate_grad_batches": 2}),
+    case(NeverZeroes, steps=3, batches=6, options={"accumulate_grad_batches": 2}),
+    case(DropsInPlace),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_micro_batches_and_what_an_earlier_step_has_left_are_one_gradient(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    beside_ddp(ON_FORMER, strategy)
+
+
 class StepsWithoutSynchronisation(SmallGpt):
     """Local descent: DDP lets each rank step on its own gradient."""
 

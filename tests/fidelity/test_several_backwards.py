@@ -1,5 +1,6 @@
 """Several backwards of one graph, and backwards inside of a forward, train as under DDP."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -385,7 +386,61 @@ class InnerLoop(SmallGpt):
         )
 
 
+class GaveUp(Exception):
+    """What a hook raises in a backward."""
+
+
+def give_up(gradient: Tensor) -> None:
+    raise GaveUp
+
+
+class GoesOnAfterAFailure(ByHand):
+    """A backward fails in the middle, is caught, and the step goes on with what it has."""
+
+    def step(self, batch: Tensor) -> None:
+        self.optimizers().zero_grad()
+        loss = self.loss(batch)
+        self.fail(batch)
+        self.manual_backward(loss)
+        self.losses.append(loss.item())
+        self.optimizers().step()
+
+    def fail(self, batch: Tensor) -> None:
+        x = self.blocks[0](self.embed(batch))
+        x.register_hook(give_up)
+        with suppress(GaveUp):
+            torch.autograd.grad(self.blocks[1](x).sum(), [*self.parameters()], allow_unused=True)
+
+
+class GoesOnWithAnotherForward(GoesOnAfterAFailure):
+    """As where a batch was too large for the memory: drop what it has left, and take a part."""
+
+    def step(self, batch: Tensor) -> None:
+        loss = self.loss(batch)
+        loss.register_hook(give_up)
+        with suppress(GaveUp):
+            self.manual_backward(loss)
+        super().step(batch[:2])
+
+
+class GoesOnWithAMicroBatch(GoesOnAfterAFailure):
+    """What was accumulated before is part of the step."""
+
+    def step(self, batch: Tensor) -> None:
+        self.optimizers().zero_grad()
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+        self.fail(batch)
+        loss = self.features(batch).square().mean()
+        self.manual_backward(loss)
+        self.losses.append(loss.item())
+        self.optimizers().step()
+
+
 CASES = [
+    case(GoesOnAfterAFailure),
+    case(GoesOnWithAnotherForward),
+    case(GoesOnWithAMicroBatch),
     case(ActorAndCritic),
     case(OneLossTwice),
     case(LossOfWhatUnitsHaveSeen),

@@ -485,6 +485,20 @@ class GroupGradients:
         # Not in place: the gradient may belong to the user.
         self._outside[index] = gradient if former is None else former + gradient
 
+    def take_former(self, index: int) -> None:
+        """Count what an earlier step has left on a parameter to what is incomplete.
+
+        So both are read, written and dropped as one. What was left is the same on all ranks, and so
+        is its average.
+        """
+        former = stored_gradient(self._sharded[index])
+        assert isinstance(former, ShardTensor)
+        if stored_gradient(self._unsharded[index]) is None and index not in self._outside:
+            self._memory.partial_of(index).add_(former.to_local().to(self._mesh.device))
+        else:
+            self._add_outside(index, former.full_tensor().to(self._mesh.device))
+        store_gradient(self._sharded[index], None)
+
     def unreduced(self, index: int) -> torch.Tensor | None:
         """A parameter's gradient so far, before a later micro-batch completes it.
 

@@ -29,7 +29,7 @@ from shardeddp.engine.storage import SavedView
 from shardeddp.engine.unit import Unit, UnitProgress, UnitState
 from shardeddp.plan.sharding_strategy import Reshard
 from shardeddp.tensor.autograd import extend_functions
-from shardeddp.tensor.backward import graph_is_retained
+from shardeddp.tensor.backward import graph_is_retained, running_backward
 from shardeddp.tensor.collectives import extend_collectives
 from shardeddp.tensor.operations import overlaps_itself
 from shardeddp.tensor.shard_tensor import ShardTensor
@@ -531,6 +531,7 @@ class Runtime:
         self._step_name = "forward"
         self._backwards = 0  # since the last forward of the root began
         self._backward_kind = backward_kind(0)
+        self._running: int | None = None  # number of the backward that the phase is of
         self._entering = threading.Lock()
         self._forwards, self._thread = 0, 0  # of units, under way, and the thread that they run on
         self._buffers = BufferSync(self.root_module, mesh)
@@ -692,8 +693,8 @@ class Runtime:
             if graph_is_retained():
                 progress.unit.add_up_gradients()  # a later backward may come to both graphs
             return
-        if self.phase is Phase.BACKWARD:
-            self.reset()  # the backward that set it never came to its end
+        if self.phase is Phase.BACKWARD:  # and the backward that set it never came to its end
+            self._give_up_backward() if self._root.active else self.reset()
         if progress is not self._root:
             self._take_thread(progress)
         progress.active += 1
@@ -870,7 +871,10 @@ class Runtime:
 
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
-            return
+            if running_backward() == self._running:
+                return
+            self._give_up_backward()
+        self._running = running_backward()
         self.mesh.settle()
         self._enter_phase("a backward")
         engine.queue_callback(self._end_backward)
@@ -884,8 +888,7 @@ class Runtime:
 
     def gradient_ready(self, progress: UnitProgress, index: int) -> None:
         """Autograd has left a gradient on a parameter of the unit."""
-        if self.phase is not Phase.BACKWARD:
-            self._begin_backward()
+        self._begin_backward()
         if not self._reducer.leaves_gradients:
             self._reducer.note_gradient()
         progress.missing.discard(index)
@@ -906,13 +909,21 @@ class Runtime:
     def _end_backward(self) -> None:
         self.agreement.end(self._backward_kind)
         self._reducer.end()
-        inside = " inside of a step" if self._root.active else ""
-        self._enter_phase(f"the end of a backward{inside}")
+        self._leave_backward()
         if self._keeps_graph and not self._reducer.leaves_gradients:
             return  # `autograd.grad` for another backward: the parameters are part of its graph
         for progress in self.progresses:
             progress.forget_forwards()
         self._reshard_idle(also_root=True)
+
+    def _give_up_backward(self) -> None:
+        """A backward has failed, and the user goes on: what it has left stays, as in any backward."""
+        self._reducer.abort()
+        self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        inside = " inside of a step" if self._root.active else ""
+        self._enter_phase(f"the end of a backward{inside}")
 
     # -- Shared by forward and backward
 

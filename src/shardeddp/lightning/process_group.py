@@ -346,7 +346,9 @@ class ProcessGroup:
         if self.current is not None:
             self.current.settle()
         with self.explaining():
-            return all_gather_ddp_if_available(whole(tensor), group=group, sync_grads=sync_grads)
+            # A parameter whose gradient is asked for is gathered by the function that asks.
+            given = tensor if sync_grads else whole(tensor)
+            return all_gather_ddp_if_available(given, group=group, sync_grads=sync_grads)
 
     def run_on_all_ranks(self, step: str, action: Callable[[], T]) -> T:
         """Result of an action on all ranks, each of which hears of errors.

@@ -39,7 +39,12 @@ from torch.utils.hooks import RemovableHandle
 
 from shardeddp.comm import Mesh
 from shardeddp.plan.layout import Box, Interval, boxes, whole_of
-from shardeddp.tensor.backward import are_requested, store_gradient, stored_gradient
+from shardeddp.tensor.backward import (
+    are_requested,
+    running_backward,
+    store_gradient,
+    stored_gradient,
+)
 from shardeddp.tensor.distributed import flatten_boxes
 from shardeddp.tensor.gradient_hooks import CompletionHook, GradientHook, GradientHooks, weakly
 from shardeddp.tensor.unsharded import (
@@ -217,6 +222,10 @@ class UnitGradients(Protocol):
 
     def is_unreduced(self, index: int) -> bool:
         """Whether there is one."""
+        ...
+
+    def take_former(self, index: int) -> None:
+        """Count the one that an earlier step has left to it."""
         ...
 
     def unreduced_any(self) -> bool:
@@ -416,10 +425,14 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         if self._unit_gradients is not None and self._spec.mesh.unsettled:
             self._spec.mesh.settle(reading=True)
         gradient = stored_gradient(self)
-        if gradient is None and self._unit_gradients is not None:
-            unit_gradients, index = self._unit_gradients
-            gradient = unit_gradients.unreduced(index)
-        return gradient
+        if self._unit_gradients is None:
+            return gradient
+        unit_gradients, index = self._unit_gradients
+        if gradient is not None:
+            if running_backward() is not None or not unit_gradients.is_unreduced(index):
+                return gradient
+            unit_gradients.take_former(index)
+        return unit_gradients.unreduced(index)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
