@@ -345,6 +345,8 @@ class Mesh:
         """User writes to sharded parameters; compared when ranks agree at a backward's end."""
         self.unsettled: list[Unsettled] = []
         """What has gone on with what it expects of other ranks; see :meth:`settle`."""
+        self.incomplete: set[int] = set()
+        """Identities of reducers whose last backward has left gradients for a later one to complete."""
         self.liveness_probe = LivenessProbe(self.rank)
         """Says where ranks are that others wait for."""
         self.error_propagation = ErrorPropagation(

@@ -534,10 +534,6 @@ class GroupGradients:
             or self._partly_used[index]
         )
 
-    def unreduced_any(self) -> bool:
-        """Whether any parameter has one."""
-        return self.waiting() or self.partial
-
     def used(self) -> list[bool]:
         """Whether this rank has a gradient, by parameter.
 

@@ -226,11 +226,16 @@ class Reducer:
         elif self.leaves_gradients:
             for progress in self._progresses:
                 progress.unit.run_gradient_hooks(progress.arrived)
+        if not self._across_replicas:
+            self._mesh.incomplete.add(id(self))
+        elif self.leaves_gradients:
+            self._mesh.incomplete.discard(id(self))
         self._running = False
 
     def abort(self) -> None:
         """Finish what a backward that has failed has issued."""
         self._running = False
+        self._mesh.incomplete.add(id(self))
         self._finish()
 
     def _keeps_partial(self) -> bool:

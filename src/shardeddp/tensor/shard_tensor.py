@@ -228,10 +228,6 @@ class UnitGradients(Protocol):
         """Count the one that an earlier step has left to it."""
         ...
 
-    def unreduced_any(self) -> bool:
-        """Whether there is one of any parameter."""
-        ...
-
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
         """Forget that."""
         ...
@@ -425,7 +421,9 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         if self._unit_gradients is not None and self._spec.mesh.unsettled:
             self._spec.mesh.settle(reading=True)
         gradient = stored_gradient(self)
-        if self._unit_gradients is None:
+        if self._unit_gradients is None or (
+            gradient is not None and not self._spec.mesh.incomplete
+        ):
             return gradient
         unit_gradients, index = self._unit_gradients
         if gradient is not None:
@@ -862,16 +860,11 @@ def meshes_of(parameters: Iterable[torch.Tensor]) -> list[Mesh]:
 def unreduced_of(parameters: Iterable[torch.Tensor]) -> ShardTensor | None:
     """One whose gradient, left by a backward without synchronisation, no step can use."""
     sharded = [each for each in parameters if isinstance(each, ShardTensor)]
-    places = [each._unit_gradients for each in sharded]  # pyright: ignore[reportPrivateUsage]
-    units = dict.fromkeys([place[0] for place in places if place is not None])
-    if not any([unit.unreduced_any() for unit in units]):
-        return None
-    found = (
-        each
-        for each, place in zip(sharded, places, strict=True)
-        if place is not None and place[0].is_unreduced(place[1])
-    )
-    return next(found, None)
+    for each in [it for it in sharded if it._spec.mesh.incomplete]:
+        place = each._unit_gradients
+        if place is not None and place[0].is_unreduced(place[1]):
+            return each
+    return None
 
 
 def keep_writes(parameters: Iterable[Any]) -> None:
