@@ -239,6 +239,30 @@ class TwoOptimizersInTurn(ByHand):
 # -- automatic optimization
 
 
+class TwoOptimizersOfOneBlock(ByHand):
+    """States of a weight that both have are looked at between their steps; one steps more often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(2))
+
+    def configure_optimizers(self) -> Any:
+        blocks = [*self.blocks.parameters()]
+        several = [*self.embed.parameters(), *self.blocks[0].parameters()]
+        return torch.optim.AdamW(blocks, lr=1e-2), torch.optim.SGD(several, lr=0.05, momentum=0.9)
+
+    def training_step(self, batch: Tensor, batch_index: int) -> None:
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        self.losses.append(len(second.state.get(self.blocks[0].scale, {})))
+        first.step()
+        if batch_index == 0:
+            second.step()
+        self.zero_grad()
+
+
 class BackwardPerPart(SmallGpt):
     """An overridden `backward` that differentiates by parts, each with parameters of its own."""
 
@@ -453,6 +477,7 @@ CASES = [
     case(GanThroughOneFake, steps=8),
     case(WassersteinGan, steps=8),
     case(TwoOptimizersInTurn, steps=8),
+    case(TwoOptimizersOfOneBlock, steps=4),
     case(BackwardPerPart, ddp={}),
     case(BackwardPerBlock),
     case(LooksBeforeItsBackward),

@@ -42,8 +42,8 @@ class Run:
         self.shards = list(shards)
         first = int(shards[0].storage_offset())
         self.starts = [int(each.storage_offset()) - first for each in shards]
-        self.shard = shards[0] if len(shards) == 1 else _span(shards)
-        """1D; all of them in the main shard."""
+        self.shard = _span(shards)
+        """1D; all of them in the main shard. Of this run alone, as its gradient is: optimizers may share parameters."""
 
         self.tensor = self.shard
         """1D; the tensor stepped on: the run itself, or a copy in host memory."""
