@@ -888,7 +888,8 @@ class Runtime:
 
     def gradient_ready(self, progress: UnitProgress, index: int) -> None:
         """Autograd has left a gradient on a parameter of the unit."""
-        self._begin_backward()
+        if self.phase is not Phase.BACKWARD or running_backward() != self._running:
+            self._begin_backward()
         if not self._reducer.leaves_gradients:
             self._reducer.note_gradient()
         progress.missing.discard(index)
