@@ -1,6 +1,7 @@
 """Fit, validate, test and predict in any order, on one and several Trainers, as under DDP."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
@@ -318,3 +319,62 @@ def test_a_module_without_parameters_that_train_is_evaluated(
 ) -> None:
     found = world(ranks).run(evaluate_without_parameters, module_class, ShardedDP, arguments)
     assert found == world(ranks).run(evaluate_without_parameters, module_class, DDPStrategy, {})
+
+
+# -- an encoder that looks at weights of its layers
+
+
+class Encodes(LightningModule):
+    """Padded positions, which torch leaves out in evaluation, are zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.outputs: list[Tensor] = []
+
+    def encode(self, batch: Tensor) -> Tensor:
+        padded = torch.arange(batch.shape[1]) >= batch.shape[1] - 3
+        x = batch.float().unsqueeze(-1).expand(*batch.shape, 8) / VOCABULARY
+        return self.encoder(x, src_key_padding_mask=padded.expand(batch.shape))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self.encode(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_index: int) -> None:
+        self.outputs.append(self.encode(batch))
+
+    predict_step = test_step = validation_step
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.eval()
+        with torch.no_grad():
+            self.outputs.append(self.encode(torch.arange(16).view(2, 8)))
+        self.train()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def encode(build: Callable[..., Any], *arguments: Any, **options: Any) -> list[Tensor]:
+    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype stage")
+    seed_everything(1, verbose=False)
+    model, trainer = Encodes(), make_trainer(build(*arguments, **options), max_epochs=1)
+    loader = token_loader(8 * dist.get_world_size())
+    trainer.fit(model, loader, loader)
+    trainer.test(model, loader, verbose=False)
+    return model.outputs
+
+
+@pytest.mark.parametrize(
+    "units", [{nn.TransformerEncoderLayer}, {nn.TransformerEncoderLayer, nn.Linear}]
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_an_encoder_leaves_padded_positions_out_as_under_ddp(
+    world: Worlds, reference: Callable[..., Any], strategy: str, units: Any
+) -> None:
+    expected = reference(2, encode, DDPStrategy)
+    found = world(2).run(encode, ShardedDP, strategy, None, units)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert any((each[:, -3:] == 0).all() for each in theirs), "DDP takes torch's fast path"
+        torch.testing.assert_close(mine, theirs)

@@ -230,6 +230,41 @@ class UnitHook:
         return NoopUnitHook, ()
 
 
+class EncoderHook:
+    """Gathers the first layer of an ``nn.TransformerEncoder`` in evaluation, ahead of the layer's forward.
+
+    The encoder looks at weights of its first layer and, where they are plain tensors, leaves padded
+    positions out and writes zeros there.
+    """
+
+    def __init__(self, runtime: Runtime, encoder: nn.Module, first: Sequence[UnitProgress]) -> None:
+        self.runtime, self._encoder, self._first = runtime, encoder, first
+        self._handle = encoder.register_forward_pre_hook(self.enter, with_kwargs=True)
+
+    @_never_traced
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook."""
+        if (
+            module is self._encoder
+            and not (module.training or torch.is_grad_enabled())
+            and not are_transforms_active()
+        ):
+            self.runtime.gather_ahead(self._first)
+
+    def follow(self) -> None:
+        """There is nothing to follow."""
+
+    def detach(self) -> None:
+        """Leave the encoder's call as it was."""
+        self._handle.remove()
+
+    def __deepcopy__(self, memo: Any) -> EncoderHook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return NoopUnitHook, ()
+
+
 class NoopUnitHook:
     """Hook of an unpickled module, which does nothing: its parameters are whole."""
 
@@ -310,7 +345,7 @@ def units_of_all() -> list[Unit]:
 
 def is_unit_hook(hook: Any) -> bool:
     """Whether a hook of a module tells a runtime, one of another module for a deep copy."""
-    return isinstance(getattr(hook, "__self__", None), UnitHook)
+    return isinstance(getattr(hook, "__self__", None), UnitHook | EncoderHook)
 
 
 class _Structure:
@@ -555,10 +590,13 @@ class Runtime:
         self.passthrough = not any(progress.unit.groups for progress in self.progresses)
         """Whether no unit has anything to do: training on one rank."""
 
-        self._hooks = (
+        self._hooks: list[UnitHook | EncoderHook] = (
             []
             if self.passthrough
-            else [attach_hooks(self, progress) for progress in self.progresses]
+            else [
+                *(attach_hooks(self, progress) for progress in self.progresses),
+                *self._hooks_of_encoders(),
+            ]
         )
 
         self.precision: object = None
@@ -704,6 +742,24 @@ class Runtime:
             self._visit(progress, self._step_name)
         else:
             self._ensure_unsharded(progress)
+
+    def gather_ahead(self, progresses: Sequence[UnitProgress]) -> None:
+        """Gather units whose forwards come soon; all ranks do."""
+        for progress in progresses:
+            if self._root.active:
+                self._visit(progress, self._step_name)
+                continue
+            if progress.unit.gathers:
+                self.mesh.fingerprints.call(f"the forward of {progress.unit.label}")
+            self._ensure_unsharded(progress)
+
+    def _hooks_of_encoders(self) -> Iterator[EncoderHook]:
+        for encoder in self.root_module.modules():
+            if isinstance(encoder, nn.TransformerEncoder):
+                layer = set(encoder.layers[0].modules())
+                first = [it for it in self.progresses if it.unit.spec.module in layer]
+                if first:
+                    yield EncoderHook(self, encoder, first)
 
     def _take_thread(self, progress: UnitProgress) -> None:
         """Refuse a unit's forward while another thread is in the forward of a unit.
