@@ -3,6 +3,7 @@
 import collections
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
@@ -575,7 +576,36 @@ def test_runs_come_back_after_their_states_were_looked_at_and_loaded() -> None:
             assert len(training.optimizer.state_dict()["state"]) == len(training.parameters)
         if step == 2:
             training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-    assert joined == [len(training.parameters) - 3] * 4  # the first one, and one run per unit
+    # All but the first one, and one run per unit.
+    assert joined == [len(training.parameters) - 3] * 4, joined
+
+
+@on_ranks(2)
+def test_runs_are_joined_while_another_thread_is_in_compiled_code() -> None:
+    """Python calls functions in another way then, and counts one more reference to what they are given."""
+    training = Training(Sharding(units=("units.*",)), adamw, joins=True)
+    began, over = threading.Event(), threading.Event()
+
+    @torch.compile(backend="eager")
+    def waits() -> None:
+        began.set()
+        over.wait()
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    try:
+        assert began.wait(30)
+        joined: list[int] = []
+        for step in range(4):
+            training.backward(step)
+            training.step()
+            joined.append(training.joined)
+            len(training.optimizer.state[training.parameters[5]])  # divides its run
+            training.optimizer.load_state_dict(training.optimizer.state_dict())
+    finally:
+        over.set()
+        thread.join()
+    assert joined == [len(training.parameters) - 3] * 4, joined
 
 
 @on_ranks(2)

@@ -427,7 +427,7 @@ class LocalStates(OutsideStates):
         signatures: list[Any] = []
         for run in runs:
             known = run.tensor in self.inside
-            held = references(self.inside[run.tensor]) if known else []
+            held = references(self.inside, run.tensor) if known else []
             state = self.inside.get(run.tensor)
             signatures.append(signature(run, state, held, self._slices))
         self.refused |= None in signatures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -202,13 +202,18 @@ def split(
     return parts
 
 
-def references(state: State) -> list[int]:
-    """References to a state and to its values, as Python counts them when it is called."""
+def references(states: Mapping[Any, State], key: Any) -> list[int]:
+    """References to a state and to its values.
+
+    The state is looked up here: how many references an argument has depends on whether Python calls
+    functions by itself, which it does not while any thread runs code of ``torch.compile``.
+    """
+    state = states[key]
     return [sys.getrefcount(state), *map(sys.getrefcount, state.values())]
 
 
 _PROBE: dict[int, State] = {0: {"alone": torch.zeros(())}}
-_ALONE = references(_PROBE[0])
+_ALONE = references(_PROBE, 0)
 """Of a state, and of a value, that nobody but the optimizer refers to."""
 
 
