@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -225,9 +226,10 @@ class Seen:
         """The first line of the last exception that it has printed, unless it only says that a transfer broke."""
         lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in self.output.splitlines()]
         found = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-        return next(
+        said = next(
             (line for line in reversed(found) if "gloo" not in line), found[-1] if found else ""
         )
+        return said.removeprefix("shardeddp.errors.").replace(f"{Path(__file__).parents[1]}/", "")
 
 
 def inject(fault: str, folder: Path) -> list[Seen]:
@@ -345,9 +347,10 @@ def show(rows: list[tuple[str, list[Seen]]], *, markdown: bool) -> None:
     ]
     if markdown:
         for line in [head, ["---"] * len(head), *body]:
-            sys.stdout.write(
-                "| " + " | ".join(cell.replace("|", "/")[:160] for cell in line) + " |\n"
-            )
+            cells = [
+                textwrap.shorten(cell.replace("|", "/"), 120, placeholder=" ...") for cell in line
+            ]
+            sys.stdout.write("| " + " | ".join(cells) + " |\n")
         return
     table = Table(*head)
     for line in body:
