@@ -104,7 +104,7 @@ class ProcessGroup:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        """Others where ``auto`` has chosen since, before the mesh is made."""
+        """Others where ``auto`` has chosen since, or the run goes on with another strategy."""
         self.device_mesh: DeviceMesh | None = None
         """Axes of ranks as torch has them; None: there is no tensor axis."""
         self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
@@ -259,6 +259,30 @@ class ProcessGroup:
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
+
+    def renew(
+        self,
+        options: Options,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        num_nodes: int,
+        ranks_per_node: int,
+    ) -> None:
+        """Make the mesh of other options in the middle of a run; a collective of all ranks.
+
+        Groups that both have serve both. Arguments are as for :meth:`begin_run`.
+        """
+        former, own = self.mesh, self.options
+        former.give_back()
+        self.options, self.current = options, None
+        try:
+            self.begin_run(environment, device, num_nodes, ranks_per_node, None)
+        except BaseException:
+            self.options, self.current = own, former
+            raise
+        former.end_run()
+        self.mesh.measure(former.clock)
+        self.mesh.traffic.go_on_from(former.traffic)
 
     def _reserve_connections(
         self,

@@ -21,7 +21,7 @@ from typing_extensions import override
 from shardeddp.checkpoint.full import gather_full
 from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.restore import parameter_names
-from shardeddp.comm import Mesh, Traffic, during
+from shardeddp.comm import Mesh, Traffic, agree_on_layout, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
     ActivationCheckpointingLike,
@@ -538,15 +538,18 @@ class ShardedDP(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        ranks = (self._environment, self.root_device, self.num_nodes, self.num_processes)
-        self._group.connect(*ranks)
+        self._group.connect(*self._ranks)
         if self.options.sharding_strategy == AUTO:
             self._choose_sharding()
-        self._group.begin_run(*ranks, self.lightning_module)
+        self._group.begin_run(*self._ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
             self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
+
+    @property
+    def _ranks(self) -> tuple[ClusterEnvironment, torch.device, int, int]:
+        return self._environment, self.root_device, self.num_nodes, self.num_processes
 
     def setting(self, trainer: Trainer | None) -> Setting:
         """What is set, as far as plans depend on it."""
@@ -567,10 +570,13 @@ class ShardedDP(ParallelStrategy):
             lambda: vars(choose(module, self.options.candidates, setting)),
         )
         self.chosen = chosen = Chosen(**found)
-        self.options = replace(self.options, sharding_strategy=chosen.sharding_strategy)
-        for part in (self._group, self._model_sharding, self._checkpoints):
-            part.options = self.options
+        self._use(replace(self.options, sharding_strategy=chosen.sharding_strategy))
         rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}, {chosen.reason}")
+
+    def _use(self, options: Options) -> None:
+        self.options = options
+        for part in (self._group, self._model_sharding, self._checkpoints):
+            part.options = options
 
     @contextmanager
     @override
@@ -642,13 +648,68 @@ class ShardedDP(ParallelStrategy):
         for optimizer in self.optimizers if self.options.tensor_parallel_size > 1 else ():
             refuse_optimizer(optimizer, scopes)
         follow_optimizers(parameters_changed)
+        self._attach_optimizers()
+
+    def _attach_optimizers(self) -> None:
         for optimizer in () if self.runtime.passthrough else self.optimizers:
             attach_optimizer(
                 optimizer,
                 self.runtime.parameters_changed,
                 self._offloads_optimizer,
-                scopes,
+                self.options.optimizer_scope,
             )
+
+    # -- Another sharding strategy in the middle of a run
+
+    def reshard(
+        self, sharding_strategy: ShardingStrategyName, shard_size: int | None = None
+    ) -> None:
+        """Go on with another sharding strategy; all ranks call it between two optimizer steps.
+
+        Parameters stay the objects that they are, with their values, gradients and optimizer
+        states, and so do averages of callbacks. What is to lie elsewhere is gathered one tensor at
+        a time: no rank ever has the whole model. Shards are in memory twice until all are in place.
+
+        Args:
+            sharding_strategy: As ``ShardedDP`` takes it, but for ``auto``.
+            shard_size: As there.
+
+        Raises:
+            ConfigurationError: The ranks or the other options do not allow it, or ranks ask for
+                different strategies.
+            RuntimeError: There is no run, a step or ``summon_full_params`` is under way, or
+                gradients of micro-batches are not complete.
+        """
+        trainer, runtime = self._trainer_at_work(), self.runtime
+        if not trainer.training:
+            raise RuntimeError("reshard() outside of training: call it in a fit, between two steps")
+        options = replace(self.options, sharding_strategy=sharding_strategy, shard_size=shard_size)
+        self._check_reshard(options)
+        if options == self.options:
+            return
+        self.wait_for_checkpoint()
+        self.mesh.settle()
+        self._group.renew(options, *self._ranks)
+        self._use(options)
+        module = trainer.lightning_module
+        self._runtime = self._model_sharding.shard(
+            module, self.precision_plugin, lambda: None, fitting=self._fitting
+        )
+        self._runtime.optimizes_after_step = runtime.optimizes_after_step
+        self._callbacks.after_resharding(trainer, module, self._runtime)
+        self._attach_optimizers()
+
+    def _check_reshard(self, options: Options) -> None:
+        """Raise on all ranks before anything has changed."""
+        size, name = options.tensor_parallel_size, options.sharding_strategy
+        if name == AUTO or size > 1:
+            raise ConfigurationError(
+                f"reshard({name!r}) with tensor_parallel_size={size}: expected the name of a "
+                f"strategy, and layers that are not split"
+            )
+        options.sharding.topology(self.num_nodes, self.num_processes)
+        agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.world_control)
+        self.runtime.check_rest("reshard()")
 
     @override
     def model_to_device(self) -> None:
