@@ -13,8 +13,15 @@ from shardeddp import MixedPrecision, ShardedDP
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.lightning import strategy as module
-from shardeddp.lightning.planning import Setting, by_states, choose, planned_precision, resized
-from shardeddp.plan.sharding_strategy import candidates
+from shardeddp.lightning.planning import (
+    Setting,
+    by_states,
+    choose,
+    plan_as_set,
+    planned_precision,
+    resized,
+)
+from shardeddp.plan.sharding_strategy import candidates, choose_sharding
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -154,6 +161,52 @@ def test_a_batch_of_another_size_has_the_structure_of_the_given_one() -> None:
     assert found["shared"].shape == (2, 4)
 
 
+@pytest.mark.parametrize(
+    ("names", "gpus", "per_node", "sizes"),
+    [
+        (("full_shard", "hybrid_shard"), 12, 6, {2, 3, 6}),
+        (("full_shard", "hybrid_shard"), 24, 4, {2, 4, 8, 12}),
+        (("hybrid_shard",), 3, 8, {3}),
+        (("hybrid_shard",), 1, 8, {1}),
+        (("Hybrid_Shard", "full_shard"), 3, 8, set()),
+    ],
+)
+def test_hybrid_is_planned_in_all_sizes_that_divide_nodes_or_that_nodes_divide(
+    names: tuple[str, ...], gpus: int, per_node: int, sizes: set[int]
+) -> None:
+    plan = ShardedDP.plan(TinyGpt, **PLANNED, strategies=names, gpus=gpus, per_node=per_node)
+    found = [it.choice for it in plan.plans if it.choice.recompute == "none"]
+    assert {it.shard_size for it in found if it.strategy == "hybrid_shard"} == sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gathers", "across"),
+    [
+        ("full_shard", {}, {"forward", "backward"}, None),
+        ("full_shard", {"reshard_after_forward": False}, {"forward"}, None),
+        ("hybrid_shard", {"shard_size": 4}, {"forward", "backward"}, "all_reduce"),
+        (
+            "hybrid_shard",
+            {"optimizer_shard": "world"},
+            {"forward", "backward", "step"},
+            "reduce_scatter",
+        ),
+    ],
+)
+def test_a_run_is_planned_as_it_is_set(
+    name: str, options: dict[str, Any], gathers: set[str], across: str | None
+) -> None:
+    sharding = choose_sharding(name, **options)
+    batch = torch.zeros(4, 6, dtype=torch.long)
+    plan = plan_as_set(TinyGpt(), batch, {name: sharding}, setting(), "A100-80")
+    (only,) = plan.plans
+    issued = only.task.collectives
+    assert {it.phase for it in issued if it.kind == "all_gather"} == gathers
+    assert {it.kind for it in issued if it.kind != "all_gather" and it.stride > 1} == (
+        {across} if across else set()
+    )
+
+
 # -- dry run
 
 
@@ -169,12 +222,15 @@ def dry_trainer(strategy: ShardedDP, **options: Any) -> Trainer:
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
-@pytest.mark.parametrize("data", ["loader", "datamodule", "example"])
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [("loader", "shard_grad_op"), ("datamodule", "hybrid_shard"), ("example", "full_shard")],
+)
 def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
-    capsys: pytest.CaptureFixture[str], data: str
+    capsys: pytest.CaptureFixture[str], data: str, name: str
 ) -> None:
     module = TinyGpt()
-    strategy = ShardedDP("shard_grad_op", plan_only="A100-80")
+    strategy = ShardedDP(name, plan_only="A100-80")
     trainer = dry_trainer(strategy, accumulate_grad_batches=2)
     if data == "example":
         module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
@@ -185,7 +241,7 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
     )
     text = capsys.readouterr().out
     assert "TinyGpt on 2 x A100-80" in text
-    assert "As configured (shard_grad_op over 2, micro-batch 4 x 2)" in text
+    assert f"As configured ({name} over 2, micro-batch 4 x 2)" in text
     assert "nothing was trained" in text
     assert not module.losses
     assert not torch.distributed.is_initialized()
