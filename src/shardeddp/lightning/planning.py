@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -29,7 +29,7 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
-from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, shard_sizes
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.source import configured, without_weights
 from shardeddp.wrap import Policy, build_units
@@ -262,7 +262,8 @@ def plan_of_run(
     )
     own: list[str] = []
     if candidates:
-        it = plan_as_set(module, batch, candidates, setting, gpu, gpu_figures=figures).best
+        pairs = tuple(candidates.items())
+        it = plan_as_set(module, batch, pairs, setting, gpu, gpu_figures=figures).best
         choice = it.choice
         own.append(
             f"As configured ({choice.strategy} over {choice.shard_size}, micro-batch "
@@ -313,6 +314,49 @@ class Chosen:
 
     sharding_strategy: str
     reason: str
+    shard_size: int | None = None
+    """Where that was to be chosen; None: it is as it was set."""
+
+
+def choose_shard_size(
+    module: LightningModule | None, sharding: ShardingStrategy, setting: Setting, reach: int
+) -> Chosen:
+    """Choose how many ranks share a model of ``hybrid_shard``.
+
+    The fastest that fits by the plan, where the GPU and, from ``example_input_array``, the
+    activations are known; else as many as reach each other without the network.
+
+    Args:
+        module: What will be trained.
+        sharding: As the other options say.
+        setting: What is set.
+        reach: Ranks of a node, or of an NVLink domain of several.
+    """
+    count = setting.num_nodes * setting.ranks_per_node
+    near = "a node" if reach == setting.ranks_per_node else "an NVLink domain"
+    usual = Chosen(
+        sharding_strategy="hybrid_shard", shard_size=reach, reason=f"the ranks of {near}"
+    )
+    gpu = None
+    if setting.device.type == "cuda":
+        found = torch.cuda.get_device_properties(setting.device)
+        gpu = gpu_of_device(found.name, found.total_memory)
+    if gpu is None or module is None or module.example_input_array is None:
+        return usual
+    setting = replace(setting, num_nodes=count // reach, ranks_per_node=reach)
+    possible: list[tuple[str, ShardingStrategy]] = []
+    for size in shard_sizes(setting.num_nodes, reach):
+        with suppress(ConfigurationError):  # ranks that gather for the backward do not divide it
+            one = replace(sharding, shard_size=size)
+            one.topology(setting.num_nodes, reach)
+            possible.append(("hybrid_shard", one))
+    try:
+        plan = plan_as_set(module, module.example_input_array, possible, setting, gpu)
+    except ConfigurationError as error:
+        return replace(
+            usual, reason=f"{usual.reason}; its step could not be planned: {str(error)[:80]}"
+        )
+    return replace(usual, shard_size=plan.best.choice.shard_size, reason=_reason(plan, gpu))
 
 
 def choose(
@@ -366,22 +410,26 @@ def choose(
 def _fastest(
     module: LightningModule, candidates: Mapping[str, ShardingStrategy], setting: Setting, gpu: str
 ) -> Chosen:
-    plan = plan_as_set(module, module.example_input_array, candidates, setting, gpu)
+    pairs = tuple(candidates.items())
+    plan = plan_as_set(module, module.example_input_array, pairs, setting, gpu)
+    return Chosen(sharding_strategy=plan.best.choice.strategy, reason=_reason(plan, gpu))
+
+
+def _reason(plan: Plan, gpu: str) -> str:
     best, room = plan.best, plan.cluster.gpu.memory_gb * 1e9 / GIB
     needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
     machines = f"{plan.cluster.count} x {gpu}"
-    return Chosen(
-        sharding_strategy=best.choice.strategy,
-        reason=f"the fastest that fits {machines} by the plan ({needs}, {best.step.total:.3g} s)"
+    return (
+        f"the fastest that fits {machines} by the plan ({needs}, {best.step.total:.3g} s)"
         if best.fits
-        else f"the least memory of all, none of which fits {machines} by the plan ({needs})",
+        else f"the least memory of all, none of which fits {machines} by the plan ({needs})"
     )
 
 
 def plan_as_set(
     module: LightningModule,
     batch: Any,
-    candidates: Mapping[str, ShardingStrategy],
+    candidates: Sequence[tuple[str, ShardingStrategy]],
     setting: Setting,
     gpu: str,
     **options: Any,
@@ -391,7 +439,7 @@ def plan_as_set(
     Args:
         module: Stays as it is.
         batch: One of a rank's micro-batches.
-        candidates: Strategies, by name.
+        candidates: Strategies, with their names.
         setting: What the run has set.
         gpu: Name.
         options: The rest of :func:`make_plan`'s.

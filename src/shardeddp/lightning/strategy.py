@@ -64,6 +64,7 @@ from shardeddp.lightning.planning import (
     PlanLauncher,
     Setting,
     choose,
+    choose_shard_size,
     setting_of,
 )
 from shardeddp.lightning.precision import shard_precision
@@ -74,7 +75,12 @@ from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import refuse_optimizer, refuse_untried_in
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import AUTO, OptimizerShard, ShardingStrategyName
+from shardeddp.plan.sharding_strategy import (
+    AUTO,
+    OptimizerShard,
+    ShardingStrategyName,
+    ShardSizeOption,
+)
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.report import print_units
 from shardeddp.translate import explain_unknown
@@ -115,7 +121,9 @@ class ShardedDP(ParallelStrategy):
             or ``no_shard`` (nothing: DDP). Upper or lower case. ``auto`` chooses one of them by its
             plan when the first run is set up, on rank 0 for all ranks, and says which and why.
         shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of
-            ranks. None: the ranks of one node.
+            ranks. None: the ranks of one node. ``auto``: chosen when the first run is set up: by
+            its plan where the GPU and ``example_input_array`` are known, else the ranks of an
+            NVLink domain, or of a node.
         auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of
             the model), classes or their import paths, a policy object, a function of (name,
             module), or None for a single unit (all parameters are whole while anything computes).
@@ -190,7 +198,7 @@ class ShardedDP(ParallelStrategy):
     def __init__(
         self,
         sharding_strategy: ShardingStrategyName | str = "full_shard",  # any case
-        shard_size: int | None = None,
+        shard_size: ShardSizeOption = None,
         auto_wrap_policy: PolicyLike = "auto",
         *,
         mixed_precision: MixedPrecision | str | None = None,
@@ -540,7 +548,7 @@ class ShardedDP(ParallelStrategy):
         self.set_world_ranks()
         ranks = (self._environment, self.root_device, self.num_nodes, self.num_processes)
         self._group.connect(*ranks)
-        if self.options.sharding_strategy == AUTO:
+        if AUTO in (self.options.sharding_strategy, self.options.shard_size):
             self._choose_sharding()
         self._group.begin_run(*ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
@@ -560,17 +568,24 @@ class ShardedDP(ParallelStrategy):
         )
 
     def _choose_sharding(self) -> None:
-        """Go on as if the strategy that rank 0 chooses for ``auto`` had been set."""
+        """Go on as if what rank 0 chooses for ``auto`` had been set."""
         module, setting = self.lightning_module, self.setting(self.trainer)
-        found = self._group.on_rank_zero(
-            "choice of a sharding strategy",
-            lambda: vars(choose(module, self.options.candidates, setting)),
-        )
+        options, reach = self.options, self._group.reach or self.num_processes
+
+        def choice() -> dict[str, Any]:
+            if options.shard_size == AUTO:  # which goes with one strategy
+                sharding = options.candidates["hybrid_shard"]
+                return vars(choose_shard_size(module, sharding, setting, reach))
+            return vars(choose(module, options.candidates, setting))
+
+        found = self._group.on_rank_zero("choice of a sharding strategy", choice)
         self.chosen = chosen = Chosen(**found)
-        self.options = replace(self.options, sharding_strategy=chosen.sharding_strategy)
+        size = chosen.shard_size or options.shard_size
+        self.options = replace(options, sharding_strategy=chosen.sharding_strategy, shard_size=size)
         for part in (self._group, self._model_sharding, self._checkpoints):
             part.options = self.options
-        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}, {chosen.reason}")
+        over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
+        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
 
     @contextmanager
     @override

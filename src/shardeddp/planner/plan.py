@@ -121,8 +121,8 @@ def make_plan(
         batch: Makes a batch of so many samples; before ``inputs``.
         length: What ``S`` stands for: tokens of a sample.
         global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
-        strategies: Names of sharding strategies, each in all shard sizes that make a difference; or,
-            by name, strategies as they are set.
+        strategies: Names of sharding strategies, each in all shard sizes that make a difference; or
+            names with strategies as they are set.
         precisions: As the Trainer's; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``.
         recomputes: ``none``, ``selective`` (matmuls and attention are kept), ``full``.
         offloads: ``none``, ``optimizer``, ``params``.

@@ -25,6 +25,7 @@ from shardeddp.plan.sharding_strategy import (
     Reshard,
     ShardingStrategy,
     choose_sharding,
+    shard_sizes,
 )
 from shardeddp.planner.calibration import Calibration, Task
 from shardeddp.planner.collectives import Collective, collectives_of_step
@@ -51,8 +52,8 @@ RECOMPUTES = {
 
 OFFLOADS = ("none", "optimizer", "params")
 
-Strategies: TypeAlias = Sequence[str] | Mapping[str, ShardingStrategy]
-"""Names of sharding strategies; or, by name, strategies as a run has set them."""
+Strategies: TypeAlias = Sequence[str | tuple[str, ShardingStrategy]]
+"""Names of sharding strategies, and strategies with their names as a run has set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +223,7 @@ class Planner:
             cluster: The machines.
             global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
             strategies: Names of sharding strategies, each in all shard sizes that make a
-                difference; or, by name, strategies as they are set.
+                difference; or names with strategies as they are set.
             precisions: As the Trainer's.
             recomputes: Names in ``RECOMPUTES``.
             offloads: ``none``, ``optimizer`` or ``params``.
@@ -450,19 +451,17 @@ def combined(collectives: Sequence[Collective]) -> list[Collective]:
 
 def _shardings(strategies: Strategies, cluster: Cluster) -> Iterator[tuple[str, ShardingStrategy]]:
     """Strategies as they are set; of names, with the shard sizes that make a difference."""
-    if isinstance(strategies, Mapping):
-        yield from strategies.items()
-        return
-    names = [*dict.fromkeys(it.lower() for it in strategies)]
-    node, count = cluster.ranks_per_node, cluster.count
-    for name in names:
+    names = {it.lower() for it in strategies if isinstance(it, str)}
+    for it in strategies:
+        if isinstance(it, tuple):
+            yield it
+            continue
+        name = it.lower()
         if name != "hybrid_shard":
             yield name, choose_sharding(name)
             continue
-        for size in range(min(2, count), count + 1):
-            divides = count % size == 0 and (node % size == 0 or size % node == 0)
-            # One group of all ranks is full_shard.
-            if divides and (size < count or "full_shard" not in names):
+        for size in shard_sizes(cluster.num_nodes, cluster.ranks_per_node):
+            if size < cluster.count or "full_shard" not in names:  # which it is, over all ranks
                 yield name, choose_sharding(name, size)
 
 
@@ -476,6 +475,14 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
     lines.append(
         f"It leaves {room / GIB:.1f} GiB of {cluster.gpu.memory_gb * 1e9 / GIB:.1f} GiB free."
     )
+    size, node = best.choice.shard_size, cluster.ranks_per_node
+    if 1 < size < cluster.count:
+        among = (
+            "of one node" if size <= node else f"of {size // node} nodes that are near each other"
+        )
+        lines.append(
+            f"Shard groups are {size} ranks {among}; {cluster.count // size} of them are replicas."
+        )
     names = ("strategy", "shard_size", "recompute", "offload", "micro_batch", "precision")
     mine = vars(best.choice)
     for other in others:
