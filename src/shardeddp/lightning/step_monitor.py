@@ -295,7 +295,7 @@ class StepMonitor(Callback):
             self._expected = plan_as_set(
                 self._bare,
                 batch,
-                {options.sharding_strategy: options.sharding},
+                ((options.sharding_strategy, options.sharding),),
                 strategy.setting(trainer),
                 self._gpu or ASSUMED_GPU,
             ).best

@@ -64,6 +64,7 @@ from shardeddp.lightning.planning import (
     PlanLauncher,
     Setting,
     choose,
+    choose_shard_size,
     setting_of,
 )
 from shardeddp.lightning.precision import shard_precision
@@ -74,7 +75,12 @@ from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import refuse_optimizer, refuse_untried_in
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import AUTO, OptimizerShard, ShardingStrategyName
+from shardeddp.plan.sharding_strategy import (
+    AUTO,
+    OptimizerShard,
+    ShardingStrategyName,
+    ShardSizeOption,
+)
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.report import print_units
 from shardeddp.translate import explain_unknown
@@ -115,7 +121,9 @@ class ShardedDP(ParallelStrategy):
             or ``no_shard`` (nothing: DDP). Upper or lower case. ``auto`` chooses one of them by its
             plan when the first run is set up, on rank 0 for all ranks, and says which and why.
         shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of
-            ranks. None: the ranks of one node.
+            ranks. None: the ranks of one node. ``auto``: chosen when the first run is set up: by
+            its plan where the GPU and ``example_input_array`` are known, else the ranks of an
+            NVLink domain, or of a node.
         auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of
             the model), classes or their import paths, a policy object, a function of (name,
             module), or None for a single unit (all parameters are whole while anything computes).
@@ -190,7 +198,7 @@ class ShardedDP(ParallelStrategy):
     def __init__(
         self,
         sharding_strategy: ShardingStrategyName | str = "full_shard",  # any case
-        shard_size: int | None = None,
+        shard_size: ShardSizeOption = None,
         auto_wrap_policy: PolicyLike = "auto",
         *,
         mixed_precision: MixedPrecision | str | None = None,
@@ -539,7 +547,7 @@ class ShardedDP(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         self._group.connect(*self._ranks)
-        if self.options.sharding_strategy == AUTO:
+        if AUTO in (self.options.sharding_strategy, self.options.shard_size):
             self._choose_sharding()
         self._group.begin_run(*self._ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
@@ -563,15 +571,22 @@ class ShardedDP(ParallelStrategy):
         )
 
     def _choose_sharding(self) -> None:
-        """Go on as if the strategy that rank 0 chooses for ``auto`` had been set."""
+        """Go on as if what rank 0 chooses for ``auto`` had been set."""
         module, setting = self.lightning_module, self.setting(self.trainer)
-        found = self._group.on_rank_zero(
-            "choice of a sharding strategy",
-            lambda: vars(choose(module, self.options.candidates, setting)),
-        )
+        options, reach = self.options, self._group.reach or self.num_processes
+
+        def choice() -> dict[str, Any]:
+            if options.shard_size == AUTO:  # which goes with one strategy
+                sharding = options.candidates["hybrid_shard"]
+                return vars(choose_shard_size(module, sharding, setting, reach))
+            return vars(choose(module, options.candidates, setting))
+
+        found = self._group.on_rank_zero("choice of a sharding strategy", choice)
         self.chosen = chosen = Chosen(**found)
-        self._use(replace(self.options, sharding_strategy=chosen.sharding_strategy))
-        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}, {chosen.reason}")
+        size = chosen.shard_size or options.shard_size
+        self._use(replace(options, sharding_strategy=chosen.sharding_strategy, shard_size=size))
+        over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
+        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
 
     def _use(self, options: Options) -> None:
         self.options = options
@@ -701,11 +716,12 @@ class ShardedDP(ParallelStrategy):
 
     def _check_reshard(self, options: Options) -> None:
         """Raise on all ranks before anything has changed."""
-        size, name = options.tensor_parallel_size, options.sharding_strategy
-        if name == AUTO or size > 1:
+        split, name = options.tensor_parallel_size, options.sharding_strategy
+        if AUTO in (name, options.shard_size) or split > 1:
             raise ConfigurationError(
-                f"reshard({name!r}) with tensor_parallel_size={size}: expected the name of a "
-                f"strategy, and layers that are not split"
+                f"reshard({name!r}, {options.shard_size!r}) with tensor_parallel_size={split}: "
+                f"expected the name of a strategy, a number of ranks or None, and layers that are "
+                f"not split"
             )
         options.sharding.topology(self.num_nodes, self.num_processes)
         agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.world_control)
