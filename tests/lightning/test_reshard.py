@@ -174,9 +174,12 @@ def test_nobody_gathers_more_than_one_parameter_at_a_time() -> None:
         "full_shard",
     ]
     expected, _ = train([], max_steps=7)
+    monitor = StepMonitor()
     with mock.patch.object(shard_tensor, "gather", noted):
-        found, _ = train([Walk(names)], max_steps=7)
+        found, trainer = train([Walk(names), monitor], max_steps=7)
     compare(found, expected)
+    assert monitor.report is not None and monitor.report.sent_nbytes > 0
+    assert trainer.strategy.traffic.total_nbytes > 6 * monitor.report.sent_nbytes
     assert gathered and max(gathered) == max(it.numel() for it in found.parameters())
 
 
