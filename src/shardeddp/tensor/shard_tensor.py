@@ -224,8 +224,12 @@ class UnitGradients(Protocol):
         """Whether there is one."""
         ...
 
+    def has_former(self, index: int) -> bool:
+        """Whether an earlier step has left one that does not count to it yet."""
+        ...
+
     def take_former(self, index: int) -> None:
-        """Count the one that an earlier step has left to it."""
+        """Count that to it."""
         ...
 
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
@@ -427,7 +431,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             return gradient
         unit_gradients, index = self._unit_gradients
         if gradient is not None:
-            if running_backward() is not None or not unit_gradients.is_unreduced(index):
+            if running_backward() is not None or not unit_gradients.has_former(index):
                 return gradient
             unit_gradients.take_former(index)
         return unit_gradients.unreduced(index)
