@@ -967,7 +967,17 @@ class _Average(torch.autograd.Function):
     ) -> ShardTensor:
         total = gradient.contiguous().clone()
         spec.mesh.data.all_reduce_(total).wait()
-        local = spec.localize(total).div(spec.mesh.topology.world_size)
+        size = spec.mesh.topology.world_size
+        if "copy" not in spec.warned and _differs(total, gradient * size):
+            spec.warned.append("copy")
+            warnings.warn(
+                f"a copy of parameter {spec.fqn} is sharded as that is, and gets the average of all "
+                f"ranks' gradients, which are not the same. Under DDP each rank trains a copy by "
+                f"its own. For that, copy whole values: copy.deepcopy(module) inside of "
+                f"strategy.summon_full_params(), or full_tensor() of the parameter",
+                stacklevel=2,
+            )
+        local = spec.localize(total).div(size)
         return ShardTensor(local.to(home), spec)
 
     @staticmethod
@@ -976,6 +986,11 @@ class _Average(torch.autograd.Function):
         # Users of the average took it whole, so the arriving gradient has been averaged over ranks
         # already.
         return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are apart by more than rounding."""
+    return bool((one - other).norm() > 1e-3 * one.norm())
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
