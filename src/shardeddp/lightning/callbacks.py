@@ -168,7 +168,6 @@ class Averages:
         Raises:
             ConfigurationError: An average is of another model than is trained.
         """
-        self._buffers = []
         for average in _averages(trainer, module):
             vars(average.copy).pop("to", None)
             _check_same(average.copy, module)
@@ -176,6 +175,13 @@ class Averages:
             self._buffers.append(BufferSync(average.copy, mesh))
         loads, self._loads = self._loads, []
         return partial(_run_all, loads) if loads else None
+
+    def reshard(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> None:
+        """Shard averages as the module has been sharded anew; a collective of all ranks."""
+        for average in _averages(trainer, module):
+            _shard_like(average, module, mesh)
+        for buffers in self._buffers:
+            buffers.mesh = mesh
 
     def sync_buffers(self) -> None:
         """Give rank 0's averaged buffers to all ranks, which are about to evaluate the average."""
@@ -313,7 +319,7 @@ class CallbackAdapters:
         if self._training is not None:
             self._training.mesh = runtime.mesh
             self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
-        self.averages.shard(trainer, module, runtime.mesh)
+        self.averages.reshard(trainer, module, runtime.mesh)
 
     def align_loaders(self, trainer: Trainer) -> bool:
         """Training loaders exist before training starts: someone has asked for the number of steps.

@@ -710,7 +710,7 @@ class ShardedDP(ParallelStrategy):
         self._runtime = self._model_sharding.shard(
             module, self.precision_plugin, lambda: None, fitting=self._fitting
         )
-        self._runtime.optimizes_after_step = runtime.optimizes_after_step
+        self._runtime.go_on_from(runtime)
         self._callbacks.after_resharding(trainer, module, self._runtime)
         self._attach_optimizers()
 
