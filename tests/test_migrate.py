@@ -202,6 +202,32 @@ trainer:
     }
 
 
+def test_misspelt_options_in_a_file_for_shardeddp_are_lost_and_the_nearest_is_named(
+    tmp_path: Path,
+) -> None:
+    text = """
+trainer:
+  strategy:
+    class_path: shardeddp.ShardedDP
+    init_args:
+      sharding_strategy: hybird_shard
+      shard_sise: 2
+      cpu_offload: {optimiser: true}
+      mixed_precision:
+        class_path: shardeddp.MixedPrecision
+        init_args: {param_dtyp: bf16, keep_fp32: [Norm]}
+      cluster_environment: {class_path: LightningEnvironment}
+"""
+    found = migrated(tmp_path, "a.yaml", text)
+    said = {note.key: note.text for note in found.translation.notes if note.lost}
+    assert said.pop("sharding_strategy").endswith("did you mean HYBRID_SHARD?")
+    assert said == {
+        "shard_sise": "not known; did you mean shard_size?",
+        "cpu_offload.optimiser": "not known; did you mean optimizer?",
+        "mixed_precision.param_dtyp": "not known; did you mean param_dtype?",
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
