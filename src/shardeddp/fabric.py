@@ -93,10 +93,12 @@ class ShardedDP(DDPStrategy):
                 "uneven_batches goes with the Trainer: a loop of one's own ends epochs by itself. "
                 "Leave it out"
             )
-        if parts.options.sharding_strategy == AUTO or parts.options.plan_only:
+        chosen = (parts.options.sharding_strategy, parts.options.shard_size)
+        if AUTO in chosen or parts.options.plan_only:
             raise ConfigurationError(
-                "sharding_strategy='auto' and plan_only go with the Trainer, which knows the model "
-                "when a run is set up; ShardedDP.plan(model) says which strategy to write here"
+                "sharding_strategy='auto', shard_size='auto' and plan_only go with the Trainer, "
+                "which knows the model when a run is set up; ShardedDP.plan(model) says which "
+                "strategy to write here"
             )
         if options.get("tensor_parallel_size", 1) != 1:
             raise ConfigurationError(

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, optim
 
 from shardeddp import ShardTensor
-from support.fidelity import STRATEGIES, BesideDdp, SmallGpt, case, ranks_of, train_in_turn
+from support.fidelity import (
+    STRATEGIES,
+    BesideDdp,
+    SmallGpt,
+    case,
+    in_bf16,
+    ranks_of,
+    train_in_turn,
+)
 from support.parity import Trained
 from world import Worlds
 
@@ -194,6 +202,89 @@ def test_micro_batches_and_what_an_earlier_step_has_left_are_one_gradient(
     beside_ddp: BesideDdp, strategy: str
 ) -> None:
     beside_ddp(ON_FORMER, strategy)
+
+
+class LooksOnOneRank(SmallGpt):
+    """Gradients are halved and never dropped; one rank looks for missing ones between micro-batches."""
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 0:
+            self.look()
+
+    def look(self) -> None:
+        missing = [parameter.grad is None for parameter in self.parameters()]
+        self.losses.append(float(sum(missing)))
+
+
+class MeasuresOnOneRank(LooksOnOneRank):
+    def look(self) -> None:
+        self.losses.append(float(self.blocks[0].up.weight.grad.norm()))
+
+
+class UsesOnOneRank(LooksOnOneRank):
+    """All look at the gradient of a block that one rank, which is another one in each step, uses."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(tokens))
+        last = self.global_step % self.trainer.world_size
+        return self.head(self.blocks[1](x) if self.global_rank == last else x)
+
+    def on_after_backward(self) -> None:
+        self.look()
+
+
+class WritesOnOneRank(LooksOnOneRank):
+    """What a rank does to its own sum takes part in the average."""
+
+    def look(self) -> None:
+        self.blocks[0].up.weight.grad.mul_(0.5)
+
+
+def looks(model: type[SmallGpt], **options: Any) -> Any:
+    return case(model, steps=3, batches=6, options={"accumulate_grad_batches": 2}, **options)
+
+
+WITHOUT_OTHERS = {
+    "no_shard": [LooksOnOneRank, MeasuresOnOneRank, UsesOnOneRank, WritesOnOneRank],
+    "hybrid_shard": [LooksOnOneRank, UsesOnOneRank],
+    "shard_optimizer": [UsesOnOneRank],
+}
+
+
+@pytest.mark.parametrize("strategy", WITHOUT_OTHERS)
+def test_what_was_left_counts_once_whoever_looks_at_it_and_uses_its_parameter(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    beside_ddp([looks(each) for each in WITHOUT_OTHERS[strategy]], strategy)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer"])
+def test_a_rank_that_looks_alone_at_what_has_to_be_gathered_is_told_its_name(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    named = r"DesyncError.*blocks\.0\.up\.weight|none of them can go on: .*blocks\.0\.up\.weight"
+    beside_ddp([looks(MeasuresOnOneRank, refused=named)], strategy)
+
+
+class LooksAtDtypes(SmallGpt):
+    """Between micro-batches: of gradients that are read, written and handed to NumPy."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad.dtype is parameter.dtype
+            parameter.grad.mul_(1 + 1e-4)  # which bfloat16 does not tell from 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_between_micro_batches_have_the_dtype_of_their_parameter(
+    beside_ddp: BesideDdp, strategy: str
+) -> None:
+    beside_ddp([in_bf16(looks(LooksAtDtypes))], strategy)
 
 
 class StepsWithoutSynchronisation(SmallGpt):

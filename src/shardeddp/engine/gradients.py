@@ -373,6 +373,9 @@ class GroupGradients:
         # Whose sums in the shard count although no `.grad` may say so, until ranks agree on it.
         self._summed = [False] * len(unsharded)
         self._partly_used = [False] * len(unsharded)  # whose gradients are in the partial sums
+        # Whether the last backward has left gradients for a later one to complete, and whether
+        # those are sums of the shard group.
+        self._is_incomplete = self._sums_are_shared = False
 
     @property
     def shard(self) -> torch.Tensor | None:
@@ -480,10 +483,46 @@ class GroupGradients:
             self._on_outside(index)
 
     def _add_outside(self, index: int, gradient: torch.Tensor) -> None:
-        gradient = self._sharded[index].spec.cut(gradient).view(self._layout.slots[index].shape)
+        cut = self._sharded[index].spec.cut(gradient)
+        self._add_own(index, cut.view(self._layout.slots[index].shape))
+
+    def _add_own(self, index: int, gradient: torch.Tensor) -> None:
         former = self._outside.get(index)
         # Not in place: the gradient may belong to the user.
         self._outside[index] = gradient if former is None else former + gradient
+
+    def leave_incomplete(self, reduces: bool) -> None:
+        """Count what earlier steps have left to what a backward leaves for a later one to complete.
+
+        What was left is the same on all ranks, so its average is right only if all of them count it
+        so, whether they have used the parameter, or look at its gradient, or not. Where that takes
+        a gather, it waits for who looks.
+
+        Args:
+            reduces: Whether the backward has averaged gradients in the shard group; else they are
+                this rank's own.
+        """
+        topology = self._mesh.topology
+        if reduces and topology.replicate_size == 1:
+            return  # it has been added to what was left
+        self._is_incomplete, self._sums_are_shared = True, reduces
+        if topology.split_replicas if reduces else self._layout.shard_size > 1:
+            return
+        for index, former in enumerate(stored_gradients(self._sharded)):
+            if former is not None and self.has_former(index):
+                self.take_former(index)
+
+    def complete(self) -> None:
+        """A backward has completed the gradients."""
+        self._is_incomplete = self._sums_are_shared = False
+
+    def has_former(self, index: int) -> bool:
+        """Whether what an earlier step has left on a parameter is apart from what is incomplete."""
+        sharded = self._sharded[index]
+        if not isinstance(stored_gradient(sharded), ShardTensor):
+            return False
+        joins = self._is_incomplete and sharded.requires_grad and index not in self.assigned
+        return joins or self.is_unreduced(index)
 
     def take_former(self, index: int) -> None:
         """Count what an earlier step has left on a parameter to what is incomplete.
@@ -493,8 +532,12 @@ class GroupGradients:
         """
         former = stored_gradient(self._sharded[index])
         assert isinstance(former, ShardTensor)
-        if stored_gradient(self._unsharded[index]) is None and index not in self._outside:
-            self._memory.partial_of(index).add_(former.to_local().to(self._mesh.device))
+        local = former.to_local().to(self._mesh.device)
+        if self._sums_are_shared or self._partly_used[index]:
+            self._memory.partial_of(index).add_(local)
+            self._partly_used[index] = True
+        elif self._layout.shard_size == 1:
+            self._add_own(index, local.clone().view(self._layout.slots[index].shape))
         else:
             self._add_outside(index, former.full_tensor().to(self._mesh.device))
         store_gradient(self._sharded[index], None)
@@ -510,6 +553,10 @@ class GroupGradients:
             gradient = outside if gradient is None else gradient + outside
             accumulate_in(self._unsharded[index], gradient.dtype)
             store_gradient(self._unsharded[index], gradient)
+        if gradient is not None and gradient.dtype is not self._main_dtype:
+            # Autocast's copies leave theirs in autocast's dtype; users know the parameter's.
+            accumulate_in(self._unsharded[index], self._main_dtype)
+            gradient = stored_gradient(self._unsharded[index])
         if gradient is None and self._memory.partial is not None and self._partly_used[index]:
             gradient = ShardTensor(self._memory.partial_of(index), self._sharded[index].spec)
         return gradient

@@ -228,8 +228,13 @@ class Reducer:
                 progress.unit.run_gradient_hooks(progress.arrived)
         if not self._across_replicas:
             self._mesh.incomplete.add(id(self))
-        elif self.leaves_gradients:
+            if self.leaves_gradients:
+                for progress in self._progresses:
+                    progress.unit.leave_gradients_incomplete(reduces=self._sync)
+        elif self.leaves_gradients and id(self) in self._mesh.incomplete:
             self._mesh.incomplete.discard(id(self))
+            for progress in self._progresses:
+                progress.unit.complete_gradients()
         self._running = False
 
     def abort(self) -> None:

@@ -613,6 +613,30 @@ class Runtime:
         }
         return self._structure.is_like(_Structure(self.root_module), stands_for)
 
+    def check_rest(self, action: str) -> None:
+        """Raise where the module cannot be sharded anew without a loss.
+
+        Args:
+            action: What asks for it.
+
+        Raises:
+            RuntimeError: A step or ``summon_full_params`` is under way, its backward is still to
+                come, or gradients are not complete.
+        """
+        # Where the step itself runs backwards, nobody knows whether one of its outputs is to come.
+        awaits = self._root.awaiting_backward and self.optimizes_after_step
+        overridden = any(each.unit.is_overridden for each in self.progresses)
+        if self._root.active or awaits or overridden:
+            raise RuntimeError(
+                f"{action} inside of a step or of summon_full_params: call it between two optimizer "
+                f"steps, from on_train_batch_start for instance"
+            )
+        if self.mesh.incomplete:
+            raise RuntimeError(
+                f"{action} between micro-batches: gradients that a later one is to complete would "
+                f"be lost. Call it where an optimizer has stepped, before the next batch"
+            )
+
     def dissolve(self) -> None:
         """Detach hooks and dissolve the units; parameters stay sharded.
 

@@ -382,6 +382,16 @@ class Unit:
             if group.gradients.assigned:
                 group.gradients.take_assigned(reduces)
 
+    def leave_gradients_incomplete(self, reduces: bool) -> None:
+        """See :meth:`GroupGradients.leave_incomplete`."""
+        for group in self.groups:
+            group.gradients.leave_incomplete(reduces)
+
+    def complete_gradients(self) -> None:
+        """See :meth:`GroupGradients.complete`."""
+        for group in self.groups:
+            group.gradients.complete()
+
     def add_up_gradients(self) -> None:
         """Make autograd's gradients fit for summation over several backwards before reduction."""
         for group in self.groups:

@@ -168,6 +168,7 @@ class Averages:
         Raises:
             ConfigurationError: An average is of another model than is trained.
         """
+        self._buffers = []
         for average in _averages(trainer, module):
             vars(average.copy).pop("to", None)
             _check_same(average.copy, module)
@@ -306,6 +307,13 @@ class CallbackAdapters:
         for summary in _summaries(trainer):  # shows what a rank holds
             private.replace_summary(summary, _summarize)
         return self.averages.shard(trainer, module, runtime.mesh)
+
+    def after_resharding(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> None:
+        """The module was sharded anew in the middle of a run; a collective of all ranks."""
+        if self._training is not None:
+            self._training.mesh = runtime.mesh
+            self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
+        self.averages.shard(trainer, module, runtime.mesh)
 
     def align_loaders(self, trainer: Trainer) -> bool:
         """Training loaders exist before training starts: someone has asked for the number of steps.

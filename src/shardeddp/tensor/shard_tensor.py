@@ -224,8 +224,12 @@ class UnitGradients(Protocol):
         """Whether there is one."""
         ...
 
+    def has_former(self, index: int) -> bool:
+        """Whether an earlier step has left one that does not count to it yet."""
+        ...
+
     def take_former(self, index: int) -> None:
-        """Count the one that an earlier step has left to it."""
+        """Count that to it."""
         ...
 
     def drop(self, index: int, successor: torch.Tensor | None) -> None:
@@ -428,7 +432,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             return gradient
         unit_gradients, index = self._unit_gradients
         if gradient is not None:
-            if running_backward() is not None or not unit_gradients.is_unreduced(index):
+            if running_backward() is not None or not unit_gradients.has_former(index):
                 return gradient
             unit_gradients.take_former(index)
         return unit_gradients.unreduced(index)
@@ -964,7 +968,18 @@ class _Average(torch.autograd.Function):
     ) -> ShardTensor:
         total = gradient.contiguous().clone()
         spec.mesh.data.all_reduce_(total).wait()
-        local = spec.localize(total).div(spec.mesh.topology.world_size)
+        size = spec.mesh.topology.world_size
+        if "copy" not in spec.warned:
+            spec.warned.append("copy")  # looked at once: the answer is waited for
+            if _differs(total, gradient * size):
+                warnings.warn(
+                    f"a copy of parameter {spec.fqn} is sharded as that is, and gets the average of "
+                    f"all ranks' gradients, which are not the same. Under DDP each rank trains a "
+                    f"copy by its own. For that, copy whole values: copy.deepcopy(module) inside of "
+                    f"strategy.summon_full_params(), or full_tensor() of the parameter",
+                    stacklevel=2,
+                )
+        local = spec.localize(total).div(size)
         return ShardTensor(local.to(home), spec)
 
     @staticmethod
@@ -973,6 +988,11 @@ class _Average(torch.autograd.Function):
         # Users of the average took it whole, so the arriving gradient has been averaged over ranks
         # already.
         return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are apart by more than rounding."""
+    return bool((one - other).norm() > 1e-3 * one.norm())
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
