@@ -93,6 +93,11 @@ def test_names_of_strategies(tmp_path: Path, word: str, expected: dict[str, Any]
     assert found.text != migrated(tmp_path, "train.py", f"Trainer(strategy={word!r})").text
 
 
+def test_a_mapping_of_arguments_of_the_trainer(tmp_path: Path) -> None:
+    text = 'LightningCLI(M, trainer_defaults={**more, "devices": 2, "strategy": "ddp"})'
+    assert migrated(tmp_path, "a.py", text).text.endswith('strategy=ShardedDP("no_shard")')
+
+
 def test_nvme_is_lost(tmp_path: Path) -> None:
     found = migrated(tmp_path, "config.yaml", "strategy: deepspeed_stage_3_offload_nvme")
     assert found.translation.loses

@@ -325,25 +325,30 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
     tree = ast.parse(text, str(path))
     reader = _Reader(tree)
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = reader.name_of(node.func)
-        chosen = [
-            (it.value, it.value.value)
-            for it in node.keywords
-            if it.arg == "strategy" and isinstance(it.value, ast.Constant)
-        ]
-        if name in RULES:
+        for value, word in _words(node):
+            if word in NAMES:
+                kind, arguments = NAMES[word]
+                made = translate(kind, arguments)
+                yield _in_python(made, f"{path}:{value.lineno}", f"strategy={word!r}")
+        if isinstance(node, ast.Call) and (name := reader.name_of(node.func)) in RULES:
             given, unread = reader.arguments(node)
             made = translate(name, _with_config(given, path), [*map(reader.read, node.args)])
             for each in unread:
                 made.lose(f"**{each}", "arguments that only the running program knows")
             yield _in_python(made, f"{path}:{node.lineno}", ast.unparse(node))
-        for value, word in chosen:
-            if word in NAMES:
-                kind, arguments = NAMES[str(word)]
-                made = translate(kind, arguments)
-                yield _in_python(made, f"{path}:{value.lineno}", f"strategy={word!r}")
+
+
+def _words(node: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
+    """Texts that a call or a mapping gives as its ``strategy``."""
+    pairs: list[tuple[Any, ast.expr]] = []
+    if isinstance(node, ast.Call):
+        pairs += [(it.arg, it.value) for it in node.keywords]
+    if isinstance(node, ast.Dict):  # as trainer_defaults of LightningCLI
+        keys = [it.value if isinstance(it, ast.Constant) else None for it in node.keys]
+        pairs += zip(keys, node.values, strict=True)
+    for key, value in pairs:
+        if key == "strategy" and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value, value.value
 
 
 def _in_python(made: Translation, place: str, was: str) -> Migrated:
