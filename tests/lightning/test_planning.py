@@ -56,6 +56,15 @@ class LooksAtValues(TinyGpt):
         return loss if loss.isfinite() else loss.nan_to_num()
 
 
+class TakesPairs(TinyGpt):
+    """A step on two tensors, one of which no `inputs` describe."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss of the first of them."""
+        tokens, _ = [batch]
+        return super().loss(tokens)
+
+
 class AsksTrainer(TinyGpt):
     """A step that needs its Trainer."""
 
@@ -109,6 +118,7 @@ def test_a_module_is_planned_as_its_class_is_and_stays_as_it_was() -> None:
         assert torch.equal(it, before[name][1])
     assert plan.fits
     assert f"sharding_strategy: {plan.best.choice.strategy}" in str(plan)
+    assert f"# and DataLoader(batch_size={plan.best.choice.micro_batch})" in str(plan)
     assert json.loads(plan.as_json())[0]["fits"]
 
 
@@ -145,6 +155,7 @@ def test_a_step_that_checks_values_is_planned_as_one_that_does_not() -> None:
         (NeedsData, {}, "cannot be built on the meta device"),
         (HoldsGenerator(), {}, "cannot be copied"),
         (Reads, {}, r"does not run without values .* 976 parameters, .* take 15\.\d KiB"),
+        (TakesPairs, {}, r"not enough values .*: one --input for each of its tensors"),
         (AsksTrainer, {}, "attributes that setup\\(\\) or a Trainer sets"),
         ("no.such.Module", {}, "found nothing"),
         (3, {}, "expected a LightningModule"),

@@ -157,9 +157,25 @@ class LivenessProbe:
         self._client.write(f"answer/{self._rank}", json.dumps(answer))
 
 
-def place_of(frame: FrameType | None) -> str:
-    """The innermost line of the user's own code, or of what is there instead."""
-    innermost = frame
+def place_of(*frames: FrameType | None) -> str:
+    """The innermost line of the user's own code, or of what is there instead.
+
+    Args:
+        frames: Of which the first that the user's code has called, or is, counts. A frame of a
+            thread of this package has none of the user's behind it.
+    """
+    for frame in frames:
+        if (line := _users_line(frame)) is not None:
+            return line
+    innermost = next(filter(None, frames), None)
+    return (
+        "an unknown line"
+        if innermost is None
+        else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+    )
+
+
+def _users_line(frame: FrameType | None) -> str | None:
     foreign = tuple(
         place for name in _ENGINE if name in sys.modules for place in sys.modules[name].__path__
     )
@@ -171,11 +187,7 @@ def place_of(frame: FrameType | None) -> str:
         ):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return (
-        "an unknown line"
-        if innermost is None
-        else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
-    )
+    return None
 
 
 def lightning_calls() -> bool:

@@ -453,16 +453,17 @@ class ShardedDP(ParallelStrategy):
         )
 
     def print_units(self) -> None:
-        """Print the units, and the bytes that each rank stores of them.
+        """Print the units, and the bytes that each rank stores of them, on rank 0.
 
-        Works from ``on_fit_start`` on, on any rank.
+        Works from ``on_fit_start`` on. Other ranks may call it and need not.
         """
         runtime = None if self.lightning_module is None else runtime_of(self.lightning_module)
         if runtime is None:
             raise RuntimeError(
                 "ShardedDP has no units yet: the Trainer shards the model when it starts to run"
             )
-        print_units(self.options.sharding_strategy, runtime)
+        if self.is_global_zero:
+            print_units(self.options.sharding_strategy, runtime)
 
     @contextmanager
     def summon_full_params(

@@ -90,6 +90,7 @@ class Choice:
         if self.offload != "none":
             lines += ["      cpu_offload:", "        class_path: shardeddp.CPUOffload"]
             lines.append(f"        init_args: {{{self.offload}: true}}")
+        lines.append(f"# and DataLoader(batch_size={self.micro_batch}): samples of each rank")
         return "\n".join(lines)
 
 

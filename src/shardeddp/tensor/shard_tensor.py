@@ -275,7 +275,8 @@ class NoRawMemory:
         return RuntimeError(
             f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask "
             f"to_local() for this rank's elements, or full_tensor() for a copy of all of them, and "
-            f"write to it with copy_()"
+            f"write to it with copy_(). What saves a model by itself (save_pretrained, "
+            f"safetensors) goes into strategy.summon_full_params()"
         )
 
 
