@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch.autograd.graph import register_multi_grad_hook
 
 from shardeddp import ReshardSchedule, ShardedDP, ShardTensor, StepMonitor
 from shardeddp.errors import ConfigurationError, LayoutMismatchError
@@ -270,6 +271,52 @@ def test_what_cannot_be_is_refused_and_the_run_goes_on() -> None:
     for once, (_, _, kind, words) in zip(tries, REFUSED, strict=True):
         assert isinstance(once.raised, kind) and words in str(once.raised), repr(once.raised)
     compare(found, expected)
+
+
+class Holds(TinyGpt):
+    """Keeps a view of a parameter, or sets a hook on a node of the graph."""
+
+    kept: Any = None
+    what = "view"
+
+    def on_train_start(self) -> None:
+        if self.what == "node":
+            register_multi_grad_hook([self.blocks[0].up.weight], lambda _: None)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.what == "view":
+            self.kept = self.embed.weight.detach()[0]
+        return super().loss(batch)
+
+
+class HoldsNode(Holds):
+    what = "node"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Holds, r"views of parameters .* \(root\)"), (HoldsNode, "blocks.0.up.weight")],
+)
+@on_ranks(2)
+def test_what_would_not_follow_is_named(kind: type[TinyGpt], words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        train([ReshardSchedule({1: "no_shard"})], kind, max_steps=2)
+
+
+@on_ranks(2)
+def test_a_gradient_that_somebody_holds_stays_the_parameters_own() -> None:
+    held: list[Any] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+            held.append(pl_module.embed.weight.grad)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+            if held:
+                assert pl_module.embed.weight.grad is held[-1]
+                assert held[-1].spec.lies_like(pl_module.embed.weight.spec)
+
+    train([ReshardSchedule({1: "no_shard", 2: "full_shard"}), Look()], max_steps=3)
 
 
 @on_ranks(2)

@@ -162,10 +162,14 @@ class BesideDdp:
 
     Args:
         world: Where they are trained.
+        train: How they are, on each rank, under a strategy.
     """
 
-    def __init__(self, world: Worlds) -> None:
+    def __init__(
+        self, world: Worlds, train: Callable[[Sequence[Case], str], list[Trained]] = train_in_turn
+    ) -> None:
         self._world = world
+        self._train_sharded = train
         self._references = dict[tuple[str, int], list[Trained]]()
 
     def __call__(self, cases: Sequence[Case], strategy: str) -> None:
@@ -198,7 +202,8 @@ class BesideDdp:
         size: int,
         timeout_s: float = TOGETHER_TIMEOUT_S,
     ) -> dict[str, list[Trained]]:
-        ranks = self._world(size).run(train_in_turn, cases, strategy, timeout_s=timeout_s)
+        train = train_in_turn if strategy is None else self._train_sharded
+        ranks = self._world(size).run(train, cases, strategy, timeout_s=timeout_s)
         return {each.name: [rank[index] for rank in ranks] for index, each in enumerate(cases)}
 
     def _alone(self, only: Case, strategy: str) -> list[Trained] | Exception:
