@@ -295,7 +295,12 @@ def _rows(runtime: Runtime) -> list[UnitRow]:
 def _title(sharding_strategy: str, runtime: Runtime) -> str:
     topology, count = runtime.mesh.topology, len(runtime.progresses)
     ranks = f"{topology.replicate_size} x {topology.shard_size} ranks (replicate x shard)"
-    return f"{sharding_strategy}: {count} unit{'s' * (count > 1)} on {ranks}"
+    title = f"{sharding_strategy}: {count} unit{'s' * (count > 1)} on {ranks}"
+    if topology.order is None or topology.replicate_size == 1:
+        return title
+    first = topology.shard_groups()[0]
+    ranks = ", ".join(map(str, first[:8])) + (", ..." if len(first) > 8 else "")
+    return f"{title}, the first of ranks {ranks}"
 
 
 def _describe_dtypes(runtime: Runtime) -> str:

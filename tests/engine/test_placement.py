@@ -1,5 +1,7 @@
 """Ranks that are placed on nodes in any order train as those that count node by node, and so do their checkpoints."""
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 from shardeddp import ShardedDP
 from shardeddp.plan.sharding_strategy import ShardingStrategy
+from shardeddp.report import print_units
 from shardeddp.tensor.shard_tensor import ShardTensor
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -36,6 +39,9 @@ def test_replicas_in_any_order_train_as_one_process(
     sharding = Sharding(units=("blocks.*",), order=order, **options)
     trial = Trial(Chain(), sharding)
     trial.train(square)
+    with redirect_stdout(StringIO()) as shown:
+        print_units("hybrid_shard", trial.runtime)
+    assert f"(replicate x shard), the first of ranks 0, {order[1]}" in shown.getvalue()
     mesh = trial.runtime.mesh
     assert {dist.get_rank(), *mesh.gather.ranks} in ({0, 2}, {1, 3}, {0, 3}, {1, 2})
 

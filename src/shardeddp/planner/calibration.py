@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -36,7 +36,7 @@ PROBED, RECORDED = 0.10, 0.06
 """The same of parts of a step that a probe, or a run, has measured on the machines of the plan."""
 _COMPUTE, _NETWORK = ("compute", "recompute", "launch"), ("gathers", "reductions")
 _MOST = 16.0
-"""Times by which a run's collectives may differ from what was planned."""
+"""Times by which a run may differ from what was planned."""
 
 # -- What is measured, as files have it
 
@@ -480,7 +480,17 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
         )
     planned, cluster = found
     constants = base.constants
-    compute = run.compute / sum(vars(planned)[name] for name in _COMPUTE)
+    exposed = run.parts["gather"] + run.parts["reduction"]
+    together = (*_COMPUTE, *_NETWORK)
+    if base.figures:
+        # The host computes: what transfers cost computing beside them is in the run's computing, and
+        # in the plan's collectives. Those are as the probe has measured them; the sum is the run's.
+        compute = _factor(
+            run.compute + exposed,
+            lambda it: _parts(task.time(cluster, _scaled(constants, compute=it)), together),
+        )
+    else:
+        compute = run.compute / _parts(planned, _COMPUTE)
     constants = _scaled(constants, compute=compute)
     optimizer = network = 1.0
     measured = [*_COMPUTE]
@@ -488,9 +498,12 @@ def _of_run(run: Recorded, path: Path, base: Calibration) -> Calibration:
         optimizer = run.parts["optimizer"] / planned.optimizer
         constants = replace(constants, optimizer=constants.optimizer * optimizer)
         measured.append("optimizer")
-    exposed = run.parts["gather"] + run.parts["reduction"]
-    if exposed and task.collectives:
-        network = _network_factor(exposed, task, cluster, constants)
+    if exposed and task.collectives and not base.figures:
+        computing = constants
+        network = _factor(
+            exposed,
+            lambda it: _parts(task.time(cluster, _scaled(computing, network=it)), _NETWORK),
+        )
         constants = _scaled(constants, network=network)
         measured += _NETWORK
     said = f"compute {compute:.3g}, optimizer {optimizer:.3g}, collectives {network:.3g}"
@@ -528,11 +541,14 @@ def _scaled(constants: Constants, *, compute: float = 1.0, network: float = 1.0)
     )
 
 
-def _network_factor(exposed: float, task: Task, cluster: Cluster, constants: Constants) -> float:
-    """Times that collectives take of what is planned, so that as much of them is exposed as was."""
+def _parts(step: Step, names: Sequence[str]) -> float:
+    return sum(vars(step)[name] for name in names)
+
+
+def _factor(seconds: float, planned: Callable[[float], float]) -> float:
+    """Factor by which what is planned, which grows with it, takes so many seconds."""
     low, high = -math.log(_MOST), math.log(_MOST)
     for _ in range(40):
         middle = (low + high) / 2
-        step = task.time(cluster, _scaled(constants, network=math.exp(middle)))
-        low, high = (middle, high) if step.gathers + step.reductions < exposed else (low, middle)
+        low, high = (middle, high) if planned(math.exp(middle)) < seconds else (low, middle)
     return math.exp((low + high) / 2)

@@ -10,7 +10,7 @@ from shardeddp.plan.hardware import GIB, GPUS, Cluster
 from shardeddp.planner.calibration import TIME_INTERVAL, Calibration, Recorded
 from shardeddp.planner.cost import FITTED
 from shardeddp.planner.search import MEMORY_INTERVAL, Planned
-from shardeddp.report import Column, text_table
+from shardeddp.report import Column, human_bytes, text_table
 
 _COLOURS = {
     "parameters": "#4c78a8",
@@ -133,6 +133,7 @@ def run_page(run: Recorded, calibration: Calibration) -> str:
     """One HTML page on the steps of a run: their parts beside the plan's, waits by unit, memory."""
     seconds, device = sum(run.parts.values()), run.device
     planned = run.planned(calibration)
+    longest = seconds if planned is None else max(seconds, planned[0].total)
     figures = {
         name.removeprefix("shardeddp/"): value
         for name, value in run.figures.items()
@@ -141,7 +142,7 @@ def run_page(run: Recorded, calibration: Calibration) -> str:
     sections = [
         *_head(run.name, f"{device.ranks} x {device.name}; rank 0, mean of {run.steps:,} steps"),
         f"<h2>A step: {seconds:.3g} s</h2>",
-        _bar(run.parts, 900),
+        _bar(run.parts, 900 * seconds / longest),
     ]
     if planned is None:
         sections.append(
@@ -150,7 +151,8 @@ def run_page(run: Recorded, calibration: Calibration) -> str:
         )
     else:
         step, _ = planned
-        sections += [f"<h2>As planned: {step.total:.3g} s</h2>", _bar(vars(step), 900)]
+        sections.append(f"<h2>As planned: {step.total:.3g} s</h2>")
+        sections.append(_bar(vars(step), 900 * step.total / longest))
         sections += [f"<p>{escape(line)}</p>" for line in calibration.lines]
     for kind, waits in (("gather", run.gathers), ("reduction", run.reductions)):
         if any(waits.values()):
@@ -158,10 +160,13 @@ def run_page(run: Recorded, calibration: Calibration) -> str:
     elsewhere = {"host"} if device.name in GPUS else {"host", "context"}  # which is CUDA's
     memory = {key: int(value) for key, value in run.memory.items() if key not in elsewhere}
     sections += [
-        f"<h2>Memory as planned: {sum(memory.values()) / GIB:.2f} GiB</h2>",
+        f"<h2>Memory as planned: {human_bytes(sum(memory.values()))}</h2>",
         _treemap(memory, 900, 300),
         "<h2>Figures</h2><table>",
-        *(f"<tr><td>{escape(it)}</td><td>{value:,.5g}</td></tr>" for it, value in figures.items()),
+        *(
+            f"<tr><td>{escape(it)}</td><td>{_figure(it, value)}</td></tr>"
+            for it, value in figures.items()
+        ),
         "</table>",
     ]
     return "\n".join(sections)
@@ -173,7 +178,9 @@ def _head(title: str, facts: str) -> list[str]:
         f"<title>{escape(title)}</title>",
         "<style>body{font:15px system-ui,sans-serif;margin:32px;max-width:900px;color:#222}"
         "h1{font-size:22px;margin:0}h2{font-size:16px;margin:28px 0 8px}td{padding-right:24px}"
-        "pre{background:#f4f4f2;padding:12px}svg{display:block}</style>",
+        "pre{background:#f4f4f2;padding:12px}svg{display:block}"
+        ".legend span{margin-right:16px;white-space:nowrap}"
+        ".legend i{display:inline-block;width:11px;height:11px;margin-right:5px}</style>",
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(facts)}</p>",
     ]
@@ -188,7 +195,7 @@ def _rows(kind: str, parts: Mapping[str, float], width: float) -> str:
     drawn = "".join(
         f"<rect x='0' y='{22 * place}' width='{0.5 * width * parts[it] / parts[most[0]]:.1f}' "
         f"height='18' fill='{_COLOURS[kind]}'/><text x='{0.52 * width}' y='{22 * place + 14}' "
-        f"font-size='13'>{escape(it)} {1e3 * parts[it]:.3g} ms</text>"
+        f"font-size='13'>{escape(it)} {_seconds(parts[it])}</text>"
         for place, it in enumerate(most)
     )
     return f"<svg width='{width}' height='{22 * len(most)}'>{drawn}</svg>"
@@ -202,7 +209,7 @@ def _treemap(parts: dict[str, int], width: float, height: float) -> str:
     def place(items: Sequence[tuple[int, str]], x: float, y: float, w: float, h: float) -> None:
         if len(items) == 1:
             value, key = items[0]
-            drawn.append(_cell(key, f"{value / GIB:.2f} GiB", x, y, w, h))
+            drawn.append(_cell(key, human_bytes(int(value)), x, y, w, h))
             return
         total = sum(value for value, _ in items)
         cut = min(
@@ -218,28 +225,57 @@ def _treemap(parts: dict[str, int], width: float, height: float) -> str:
             place(items[cut:], x, y + h * share, w, h * (1 - share))
 
     place(items, 0, 0, width, height)
-    legend = ", ".join(f"{_LABELS.get(key, key)} {value / GIB:.2f} GiB" for value, key in items)
-    return f"<svg width='{width}' height='{height}'>{''.join(drawn)}</svg><p>{legend}</p>"
+    legend = _legend({key: human_bytes(int(value)) for value, key in items})
+    return f"<svg width='{width}' height='{height}'>{''.join(drawn)}</svg>{legend}"
 
 
 def _bar(parts: Mapping[str, float], width: float) -> str:
     total, x = sum(parts.values()), 0.0
     drawn: list[str] = []
-    legend: list[str] = []
+    legend: dict[str, str] = {}
     for key, value in parts.items():
+        if not value:
+            continue
         size = width * value / total
         share = f"{100 * value / total:.1f} %"
         drawn.append(_cell(key, share, x, 0, size, 56))
-        legend.append(f"{key} {value:.3g} s ({share})")
+        legend[key] = f"{_seconds(value)} ({share})"
         x += size
-    return f"<svg width='{width}' height='56'>{''.join(drawn)}</svg><p>{', '.join(legend)}</p>"
+    return f"<svg width='{width:.1f}' height='56'>{''.join(drawn)}</svg>{_legend(legend)}"
+
+
+def _legend(texts: Mapping[str, str]) -> str:
+    """The colour of each part, its name and a text."""
+    parts = "\n".join(
+        f"<span><i style='background:{_colour(key)}'></i>{escape(_LABELS.get(key, key))} {text}</span>"
+        for key, text in texts.items()
+    )
+    return f"<p class='legend'>{parts}</p>"
+
+
+def _seconds(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if value >= 0.1 / factor:
+            return f"{factor * value:.3g} {unit}"
+    return f"{1e6 * value:.3g} us"
+
+
+def _figure(name: str, value: float) -> str:
+    if name.endswith("bytes"):
+        return human_bytes(int(value))
+    if name.endswith("flops_per_s"):
+        return f"{value / 1e12:.3g} TFLOP/s"
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _colour(key: str) -> str:
+    return _COLOURS.get(key, "#f2f1ee")
 
 
 def _cell(key: str, text: str, x: float, y: float, w: float, h: float) -> str:
-    colour = _COLOURS.get(key, "#f2f1ee")
     label = escape(_LABELS.get(key, key))
     cell = (
-        f"<rect x='{x:.1f}' y='{y:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{colour}' "
+        f"<rect x='{x:.1f}' y='{y:.1f}' width='{w:.1f}' height='{h:.1f}' fill='{_colour(key)}' "
         f"stroke='white' stroke-width='2'><title>{label}: {text}</title></rect>"
     )
     if w > 8 * max(len(label), len(text)) + 8 and h > 40:
