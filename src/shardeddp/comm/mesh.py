@@ -388,6 +388,7 @@ class Mesh:
         }
         self.desync = DesyncCheck(
             self.rank,
+            topology.world_size,
             sorted(neighbours),
             self._progress(),
             self._groups.names(),
