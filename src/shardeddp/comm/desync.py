@@ -251,7 +251,7 @@ class DesyncCheck:
 
     def on_sample(self, frame: FrameType | None) -> None:
         """See whether the thread that trains, by its innermost frame, has gone on since then."""
-        progress = self._progress() | _counted_by_torch(self._own)
+        progress = self._progress() | counted_by_torch(self._own)
         # A rank that tells its user that it waits has not gone on.
         at = _call(frame) or frame
         seen = (id(at), 0 if at is None else at.f_lasti, progress)
@@ -399,8 +399,8 @@ def _is_ahead_in_torch(one: dict[str, Any], other: dict[str, Any]) -> bool:
 _TORCH = "torch "
 
 
-def _counted_by_torch(own: set[str]) -> Progress:
-    """How many operations torch has begun in the groups that are not ours."""
+def counted_by_torch(own: set[str]) -> Progress:
+    """How many operations torch has begun in the groups that are not ours, by group."""
     groups: list[Any] = process_groups()
     return {
         _TORCH + group.group_name: {"operations": group._get_sequence_number_for_group()}

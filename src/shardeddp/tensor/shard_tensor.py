@@ -615,7 +615,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             return gradient
         gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient
         if self._unit_gradients is None:
-            return _Average.apply(gradient, self._spec, self._local.device)
+            is_copy = self._unsharded is None
+            return _Average.apply(gradient, self._spec, self._local.device, is_copy)
         with torch.no_grad():
             self._former_gradient = stored_gradient(self)
             unit_gradients, index = self._unit_gradients
@@ -963,12 +964,12 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device
+        ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device, is_copy: bool
     ) -> ShardTensor:
         total = gradient.contiguous().clone()
         spec.mesh.data.all_reduce_(total).wait()
         size = spec.mesh.topology.world_size
-        if "copy" not in spec.warned and _differs(total, gradient * size):
+        if is_copy and "copy" not in spec.warned and _differs(total, gradient * size):
             spec.warned.append("copy")
             warnings.warn(
                 f"a copy of parameter {spec.fqn} is sharded as that is, and gets the average of all "
@@ -982,10 +983,11 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         # Users of the average took it whole, so the arriving gradient has been averaged over ranks
         # already.
-        return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
+        whole = gather(gradient) if isinstance(gradient, ShardTensor) else gradient
+        return whole, None, None, None
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
