@@ -5,6 +5,7 @@ default is 600. Times are seconds from the fault until each process has ended.
 
     python benchmarks/faults.py
     python benchmarks/faults.py --only killed frozen --markdown
+    python benchmarks/faults.py --accelerator gpu                   # on two GPUs
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,6 +107,7 @@ class Model(LightningModule):
         if self.now("exception in backward"):
             batch.register_hook(_fail)
         loss = batch.pow(2).mean()
+        loss.item()  # where a rank on a device waits for those that have failed
         return loss * float("nan") if self.now("NaN in the loss") else loss
 
     @override
@@ -131,7 +134,7 @@ class FailsInCallback(Callback):
             raise PermissionError("rank 1 cannot write its log")
 
 
-def train(fault: str, rank: int, folder: str) -> None:
+def train(fault: str, rank: int, folder: str, accelerator: str) -> None:
     """Run until the fault, or to the end."""
     seed_everything(1, verbose=False)
     odd = rank == (0 if fault == FIRST_FAILS else 1)
@@ -142,7 +145,7 @@ def train(fault: str, rank: int, folder: str) -> None:
     if fault == "exception, and a checkpoint on exceptions":
         callbacks.append(OnExceptionCheckpoint(folder))
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=2,
         strategy=ShardedDP(
             name,
@@ -225,17 +228,18 @@ class Seen:
         """The first line of the last exception that it has printed, unless it only says that a transfer broke."""
         lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in self.output.splitlines()]
         found = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-        return next(
+        said = next(
             (line for line in reversed(found) if "gloo" not in line), found[-1] if found else ""
         )
+        return said.removeprefix("shardeddp.errors.").replace(f"{Path(__file__).parents[1]}/", "")
 
 
-def inject(fault: str, folder: Path) -> list[Seen]:
+def inject(fault: str, folder: Path, accelerator: str = "cpu") -> list[Seen]:
     """Start two ranks, inject a fault, and wait until both have ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    started = [_start(fault, rank, port, folder) for rank in range(2)]
+    started = [_start(fault, rank, port, folder, accelerator) for rank in range(2)]
     victim, signum = SIGNALS.get(fault, (-1, 0))
     try:
         begun = _wait_for(lambda: _marks(folder, "at", 2 if fault not in SETUP_FAULTS else 1))
@@ -269,7 +273,9 @@ def inject(fault: str, folder: Path) -> list[Seen]:
 SETUP_FAULTS = ("another model", "another strategy", "another prefetch", OTHER_CODE)
 
 
-def _start(fault: str, rank: int, port: str, folder: Path) -> subprocess.Popen[bytes]:
+def _start(
+    fault: str, rank: int, port: str, folder: Path, accelerator: str
+) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
@@ -286,6 +292,7 @@ def _start(fault: str, rank: int, port: str, folder: Path) -> subprocess.Popen[b
             [str(_change_code(folder)), os.environ.get("PYTHONPATH", "")]
         )
     command = [sys.executable, "-W", "ignore", __file__, "--run", fault, "--folder", str(folder)]
+    command += ["--accelerator", accelerator]
     with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
         return subprocess.Popen(command, env=environment, stdout=out, stderr=err)
 
@@ -345,9 +352,10 @@ def show(rows: list[tuple[str, list[Seen]]], *, markdown: bool) -> None:
     ]
     if markdown:
         for line in [head, ["---"] * len(head), *body]:
-            sys.stdout.write(
-                "| " + " | ".join(cell.replace("|", "/")[:160] for cell in line) + " |\n"
-            )
+            cells = [
+                textwrap.shorten(cell.replace("|", "/"), 120, placeholder=" ...") for cell in line
+            ]
+            sys.stdout.write("| " + " | ".join(cells) + " |\n")
         return
     table = Table(*head)
     for line in body:
@@ -364,17 +372,18 @@ def main() -> None:
         "--only", nargs="*", default=[""], help="faults whose name begins like this"
     )
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="default cpu")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        train(arguments.run, int(os.environ["RANK"]), arguments.folder)
+        train(arguments.run, int(os.environ["RANK"]), arguments.folder, arguments.accelerator)
         return
     rows: list[tuple[str, list[Seen]]] = []
     for fault in FAULTS:
         if fault.startswith(tuple(arguments.only)):
             with tempfile.TemporaryDirectory() as folder:
-                rows.append((fault, inject(fault, Path(folder))))
+                rows.append((fault, inject(fault, Path(folder), arguments.accelerator)))
                 sys.stderr.write(f"{fault}: {[seen.last_error[:200] for seen in rows[-1][1]]}\n")
     show(rows, markdown=arguments.markdown)
 

@@ -204,6 +204,7 @@ def counting() -> Iterator[Counts]:
             replace(dist.PrefixStore, name, text(getattr(dist.PrefixStore, name)))
         replace(mesh, "GlooCollectives", NativeCollectives)
         replace(backends, "_all_gather", gather_own)
+        replace(backends, "_reduce_scatter", scatter_own)
         for name in OPERATIONS:
             replace(HostGroup, name, operation(getattr(HostGroup, name)))
         replace(HostGroup, "_swap", send)
@@ -213,6 +214,11 @@ def counting() -> Iterator[Counts]:
 def gather_own(buffer: torch.Tensor, own: torch.Tensor, group: Any) -> None:
     """Fill all slices with this rank's in one call; the fake group makes one for each rank."""
     buffer.view(-1, own.numel()).copy_(own.clone())
+
+
+def scatter_own(output: torch.Tensor, buffer: torch.Tensor, **_: Any) -> None:
+    """Take this rank's slice; the fake group makes a tensor of each rank's, 0.8 ms at 1,024."""
+    output.copy_(buffer.view(-1, output.numel())[0])
 
 
 class Watch(L.Callback):

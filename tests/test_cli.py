@@ -431,7 +431,11 @@ def test_hyper_parameters_and_metrics_are_shown(tmp_path: Path, capsys: Output) 
     state = {
         "state_dict": {"weight": torch.ones(2)},
         "hyper_parameters": {"lr": 0.5, "betas": [1, 2]},
-        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.25)}},
+        "callbacks": {
+            "ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(0.25)},
+            "Timer{'a': 1}": 1,
+            "Timer{'a': 2}": 2,
+        },
     }
     torch.save(state, tmp_path / "ddp.ckpt")
     status, out, err = run(capsys, "inspect", "--state", tmp_path / "ddp.ckpt")
@@ -441,6 +445,8 @@ def test_hyper_parameters_and_metrics_are_shown(tmp_path: Path, capsys: Output) 
         "hyper_parameters.betas.0: 1",
         "hyper_parameters.betas.1: 2",
         "callbacks.ModelCheckpoint.best_model_score: 0.25",
+        "callbacks.Timer{'a': 1}: 1",
+        "callbacks.Timer{'a': 2}: 2",
     ]
 
 

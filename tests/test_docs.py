@@ -22,10 +22,12 @@ PAGES = sorted(
 LINK = re.compile(r"(?:\]\(|^\[[^\]]+\]: )([^)\s#]*)(?:#([^)\s]*))?", flags=re.MULTILINE)
 FOREIGN = {
     "IsADirectoryError",
+    "Option '...' is not accepted",
     "The total norm of order 2.0 ... is non-finite",
     "Unknown type name 'nn.Module'",
+    "You selected an invalid strategy name: ... for lightning.pytorch.Trainer",
 }
-"""Messages of Lightning and of torch."""
+"""Messages of Lightning, jsonargparse and torch."""
 
 
 def text_of(page: Path) -> str:

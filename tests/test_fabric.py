@@ -229,8 +229,14 @@ def test_fabric_reads_what_the_trainer_saved(world: Worlds, tmp_path: Path) -> N
 
 def test_what_goes_with_the_trainer_is_refused() -> None:
     options = shardeddp.CheckpointOptions(asynchronous=True)
-    with pytest.raises(shardeddp.ConfigurationError, match="nobody would wait"):
+    with pytest.raises(
+        shardeddp.ConfigurationError, match=r"^CheckpointOptions\(asynchronous=True\) goes"
+    ):
         ShardedDP(checkpoint_options=options)
+    with pytest.raises(
+        shardeddp.ConfigurationError, match=r"^uneven_batches goes with the Trainer"
+    ):
+        ShardedDP(uneven_batches="min")
     with pytest.raises(TypeError, match="use_orig_params"):
         ShardedDP(use_orig_params=True)
     assert isinstance(Fabric(accelerator="cpu", devices=1, strategy=ShardedDP()), Fabric)

@@ -93,6 +93,11 @@ def test_names_of_strategies(tmp_path: Path, word: str, expected: dict[str, Any]
     assert found.text != migrated(tmp_path, "train.py", f"Trainer(strategy={word!r})").text
 
 
+def test_a_mapping_of_arguments_of_the_trainer(tmp_path: Path) -> None:
+    text = 'LightningCLI(M, trainer_defaults={**more, "devices": 2, "strategy": "ddp"})'
+    assert migrated(tmp_path, "a.py", text).text.endswith('strategy=ShardedDP("no_shard")')
+
+
 def test_nvme_is_lost(tmp_path: Path) -> None:
     found = migrated(tmp_path, "config.yaml", "strategy: deepspeed_stage_3_offload_nvme")
     assert found.translation.loses
@@ -199,6 +204,32 @@ trainer:
     assert options(migrated(tmp_path, "a.yaml", text)) == {
         "sharding_strategy": "hybrid_shard",
         "shard_size": 4,
+    }
+
+
+def test_misspelt_options_in_a_file_for_shardeddp_are_lost_and_the_nearest_is_named(
+    tmp_path: Path,
+) -> None:
+    text = """
+trainer:
+  strategy:
+    class_path: shardeddp.ShardedDP
+    init_args:
+      sharding_strategy: hybird_shard
+      shard_sise: 2
+      cpu_offload: {optimiser: true}
+      mixed_precision:
+        class_path: shardeddp.MixedPrecision
+        init_args: {param_dtyp: bf16, keep_fp32: [Norm]}
+      cluster_environment: {class_path: LightningEnvironment}
+"""
+    found = migrated(tmp_path, "a.yaml", text)
+    said = {note.key: note.text for note in found.translation.notes if note.lost}
+    assert said.pop("sharding_strategy").endswith("did you mean HYBRID_SHARD?")
+    assert said == {
+        "shard_sise": "not known; did you mean shard_size?",
+        "cpu_offload.optimiser": "not known; did you mean optimizer?",
+        "mixed_precision.param_dtyp": "not known; did you mean param_dtype?",
     }
 
 

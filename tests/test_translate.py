@@ -158,8 +158,10 @@ def test_an_argument_of_another_strategy_is_refused_with_the_line_to_write(
 
 
 def test_a_misspelt_argument_is_named() -> None:
-    with pytest.raises(TypeError, match="did you mean shard_size"):
-        ShardedDP(shard_sise=4)
+    with pytest.raises(TypeError, match="did you mean shard_size") as refused:
+        ShardedDP("hybrid_shard", shard_sise=4)
+    line = "ShardedDP(sharding_strategy='hybrid_shard', shard_size=4)"
+    assert str(refused.value).endswith(f"The line to write: {line}")
 
 
 OF_LIGHTNING: dict[str, Any] = {

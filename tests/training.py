@@ -55,7 +55,13 @@ class Sharding:
         world_size = dist.get_world_size()
         given = SHARDING_STRATEGIES[self.strategy].shard_size
         size = self.shard_size or (world_size if isinstance(given, ShardSize) else given)
-        topology = Topology(world_size=world_size, shard_size=size, split_replicas=self.split)
+        topology = Topology(
+            world_size=world_size,
+            shard_size=size,
+            split_replicas=self.split,
+            order=self.order,
+            nearest=self.nearest or self.order,
+        )
         return Mesh(topology, torch.device("cpu"), timedelta(seconds=20), self.regather)
 
     reduce_every_backward: bool | None = None
@@ -66,6 +72,12 @@ class Sharding:
 
     regather: int | None = None
     """Ranks that gather for the backward what they have kept of the forward's gather."""
+
+    order: tuple[int, ...] | None = None
+    """Ranks in which members of a shard group, which are ascending, are adjacent."""
+
+    nearest: tuple[int, ...] | None = None
+    """Ranks in which those near each other are adjacent; None: as the order."""
 
     uneven: bool = False
     """Ranks are known to use different units."""

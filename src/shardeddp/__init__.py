@@ -9,6 +9,7 @@ from shardeddp.errors import (
     RankError,
 )
 from shardeddp.lightning.load import load_from_checkpoint, read_directories_too
+from shardeddp.lightning.reshard_schedule import ReshardSchedule
 from shardeddp.lightning.step_monitor import StepMonitor
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
@@ -32,6 +33,7 @@ __all__ = [
     "Policy",
     "PredicatePolicy",
     "RankError",
+    "ReshardSchedule",
     "ShardTensor",
     "ShardedDP",
     "SizePolicy",

@@ -173,9 +173,14 @@ def _state(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
     if not path:
         value = {key: it for key, it in value.items() if key not in (WEIGHTS, OPTIMIZERS, KEY)}
     if isinstance(value, (Mapping, list, tuple)) and value:
-        items = value.items() if isinstance(value, Mapping) else enumerate(cast("list[Any]", value))
+        content = value if isinstance(value, Mapping) else enumerate(cast("list[Any]", value))
+        items = dict(content).items()
+        keys = {key: str(key) for key, _ in items}
+        if path == ("callbacks",):  # their options are behind the name: only where two have one
+            short = {key: name.partition("{")[0] for key, name in keys.items()}
+            keys |= {key: it for key, it in short.items() if [*short.values()].count(it) == 1}
         for key, item in items:
-            yield from _state(item, (*path, str(key)))
+            yield from _state(item, (*path, keys[key]))
     elif isinstance(value, torch.Tensor) and value.numel() != 1:
         yield printable(f"{'.'.join(path)}: tensor of shape {tuple(value.shape)}, {value.dtype}")
     else:

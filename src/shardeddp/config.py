@@ -17,6 +17,7 @@ from shardeddp.plan.sharding_strategy import (
     AUTO,
     OptimizerShard,
     ShardingStrategy,
+    ShardSizeOption,
     candidates,
     choose_sharding,
 )
@@ -506,7 +507,7 @@ class Options:
 
     sharding_strategy: str = field(default="full_shard", compare=False)
     """Lower case, and our name where it was given by that of another library."""
-    shard_size: int | None = field(default=None, compare=False)
+    shard_size: ShardSizeOption = field(default=None, compare=False)
     auto_wrap_policy: PolicyLike = field(default="auto", compare=False)
     mixed_precision: MixedPrecision | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -581,6 +582,7 @@ class Options:
                 "uneven_batches": self.uneven_batches != "error",
                 "uneven_units": self.uneven_units,
                 "sharding_strategy='auto'": name == AUTO,
+                "shard_size='auto'": self.shard_size == AUTO,
                 "plan_only": self.plan_only is not False,
             },
         )

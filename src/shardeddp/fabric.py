@@ -83,15 +83,22 @@ class ShardedDP(DDPStrategy):
         parts = TrainerStrategy(
             sharding_strategy, state_dict_type="sharded", start_method=start_method, **options
         ).parts
-        if parts.options.checkpoint_options.asynchronous or "uneven_batches" in options:
+        if parts.options.checkpoint_options.asynchronous:
             raise ConfigurationError(
-                "asynchronous=True and uneven_batches go with the Trainer: a loop of one's own ends "
-                "epochs by itself, and nobody would wait for the last checkpoint. Leave them out"
+                "CheckpointOptions(asynchronous=True) goes with the Trainer: nobody would wait for "
+                "the last checkpoint of a loop of one's own. Leave it out"
             )
-        if parts.options.sharding_strategy == AUTO or parts.options.plan_only:
+        if "uneven_batches" in options:
             raise ConfigurationError(
-                "sharding_strategy='auto' and plan_only go with the Trainer, which knows the model "
-                "when a run is set up; ShardedDP.plan(model) says which strategy to write here"
+                "uneven_batches goes with the Trainer: a loop of one's own ends epochs by itself. "
+                "Leave it out"
+            )
+        chosen = (parts.options.sharding_strategy, parts.options.shard_size)
+        if AUTO in chosen or parts.options.plan_only:
+            raise ConfigurationError(
+                "sharding_strategy='auto', shard_size='auto' and plan_only go with the Trainer, "
+                "which knows the model when a run is set up; ShardedDP.plan(model) says which "
+                "strategy to write here"
             )
         if options.get("tensor_parallel_size", 1) != 1:
             raise ConfigurationError(

@@ -9,12 +9,19 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
+from shardeddp.config import (
+    ActivationCheckpointing,
+    CheckpointOptions,
+    CPUOffload,
+    MixedPrecision,
+    Options,
+)
 from shardeddp.errors import ConfigurationError
 from shardeddp.translate import (
     NAMES,
@@ -22,6 +29,7 @@ from shardeddp.translate import (
     Call,
     Expression,
     Translation,
+    not_known,
     translate,
     translate_config,
 )
@@ -136,15 +144,42 @@ _ENTRY = ("class_path", "init_args", "dict_kwargs")
 
 
 def _of_ours(arguments: Mapping[str, Any]) -> Translation:
-    """ShardedDP with words of others among its arguments: those of FSDP."""
+    """ShardedDP with words of others among its arguments, those of FSDP, or misspelt ones."""
     made = Translation()
+    known = [*_names_of(Options), *_OF_LIGHTNING]
     for key, value in arguments.items():
-        owner = next((rules for rules in RULES.values() if key in rules), None)
-        if owner is None:
+        ours = isinstance(value, Call) and value.path.startswith("shardeddp.")
+        owner = None if ours else next((it for it in RULES.values() if key in it), None)
+        if owner is not None:
+            owner[key](made, key, value)
+        elif key in known:
             made.options[key] = value
         else:
-            owner[key](made, key, value)
+            made.lose(key, not_known(key, known))
+        inner = value.arguments if isinstance(value, Call) else value
+        if key in _WITH_FIELDS and isinstance(inner, Mapping):
+            names = _names_of(_WITH_FIELDS[key])
+            for name in cast("Mapping[str, Any]", inner):
+                if name not in names:
+                    made.lose(f"{key}.{name}", not_known(name, names))
     return made
+
+
+_OF_LIGHTNING = (
+    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
+)  # fmt: skip
+"""Arguments of ShardedDP that are none of its options."""
+
+_WITH_FIELDS: dict[str, type] = {
+    "mixed_precision": MixedPrecision,
+    "activation_checkpointing": ActivationCheckpointing,
+    "cpu_offload": CPUOffload,
+    "checkpoint_options": CheckpointOptions,
+}
+
+
+def _names_of(options: type) -> list[str]:
+    return [it.name for it in fields(options) if it.init]
 
 
 def _from_yaml(value: Any) -> Any:
@@ -290,25 +325,30 @@ def _of_python(text: str, path: Path) -> Iterator[Migrated]:
     tree = ast.parse(text, str(path))
     reader = _Reader(tree)
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = reader.name_of(node.func)
-        chosen = [
-            (it.value, it.value.value)
-            for it in node.keywords
-            if it.arg == "strategy" and isinstance(it.value, ast.Constant)
-        ]
-        if name in RULES:
+        for value, word in _words(node):
+            if word in NAMES:
+                kind, arguments = NAMES[word]
+                made = translate(kind, arguments)
+                yield _in_python(made, f"{path}:{value.lineno}", f"strategy={word!r}")
+        if isinstance(node, ast.Call) and (name := reader.name_of(node.func)) in RULES:
             given, unread = reader.arguments(node)
             made = translate(name, _with_config(given, path), [*map(reader.read, node.args)])
             for each in unread:
                 made.lose(f"**{each}", "arguments that only the running program knows")
             yield _in_python(made, f"{path}:{node.lineno}", ast.unparse(node))
-        for value, word in chosen:
-            if word in NAMES:
-                kind, arguments = NAMES[str(word)]
-                made = translate(kind, arguments)
-                yield _in_python(made, f"{path}:{value.lineno}", f"strategy={word!r}")
+
+
+def _words(node: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
+    """Texts that a call or a mapping gives as its ``strategy``."""
+    pairs: list[tuple[Any, ast.expr]] = []
+    if isinstance(node, ast.Call):
+        pairs += [(it.arg, it.value) for it in node.keywords]
+    if isinstance(node, ast.Dict):  # as trainer_defaults of LightningCLI
+        keys = [it.value if isinstance(it, ast.Constant) else None for it in node.keys]
+        pairs += zip(keys, node.values, strict=True)
+    for key, value in pairs:
+        if key == "strategy" and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value, value.value
 
 
 def _in_python(made: Translation, place: str, was: str) -> Migrated:

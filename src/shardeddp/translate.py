@@ -227,7 +227,8 @@ def _sharding(made: Translation, key: str, value: Any) -> None:
         value = _BY_NUMBER[number - 1]
     found = sharding_of(value)
     if found is None:
-        made.lose(key, f"{value!r} is not known: expected one of {', '.join(_BY_NUMBER)}")
+        near = "".join(f"; did you mean {it}?" for it in _nearest(str(value).upper(), _BY_NUMBER))
+        made.lose(key, f"{value!r} is not known: expected one of {', '.join(_BY_NUMBER)}{near}")
     else:
         made.options |= found
 
@@ -855,11 +856,12 @@ def options_of(option: str, value: Any) -> Any:
 def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Iterable[str]) -> str:
     """An error's text for arguments that ShardedDP does not have."""
     known, lines, foreign = list(known), list[str](), dict[str, str]()
+    own = {key: it for key, it in given.items() if key in known}
     for name in names:
         owner = next((each for each, rules in RULES.items() if name in rules), None)
         if owner is None:
-            near = difflib.get_close_matches(name, known, n=1)
-            lines.append(f"{name}: not known" + (f"; did you mean {near[0]}?" if near else ""))
+            lines.append(f"{name}: {not_known(name, known)}")
+            own |= {near: given[name] for near in _nearest(name, known) if near not in given}
         else:
             foreign[name] = owner
     made = Translation()
@@ -875,10 +877,18 @@ def explain_unknown(names: Iterable[str], given: Mapping[str, Any], known: Itera
             lines += [f"{name} (of {owner}): leave it out; {it.text}" for it in made.notes[before:]]
         else:
             lines.append(f"{name} (of {owner}): leave it out; nothing is needed for it")
-    own = {key: it for key, it in given.items() if key in known}
     line = f"ShardedDP({_shown_options({**own, **made.options})})"
     listed = "".join(f"\n  {text}" for text in lines)
     return f"ShardedDP has no such arguments:{listed}\nThe line to write: {line}"
+
+
+def not_known(name: str, known: Iterable[str]) -> str:
+    """Text about a name that is none of the known ones, with the nearest of them."""
+    return "not known" + "".join(f"; did you mean {near}?" for near in _nearest(name, known))
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, list(known), n=1)
 
 
 def _shown_options(options: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ LOOKS_S = 3.0
 
 LOOKS = """
     import gc, sys, threading, time
-    from shardeddp.comm.liveness import no_collection
+    from shardeddp.garbage import collector_paused
 
     class Garbage:
         def __init__(self):
@@ -37,7 +37,7 @@ LOOKS = """
     gc.set_threshold(3)
     while time.monotonic() < deadline:
         Garbage()
-        with no_collection():
+        with collector_paused():
             found = sys._current_frames().get(threads[2].ident)
         assert found is not None or time.monotonic() > deadline - 0.1
     assert gc.isenabled()

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from unittest import mock
@@ -198,3 +199,24 @@ def test_a_broken_transfer_without_an_origin_says_where_all_ranks_were(world: Wo
         assert isinstance(
             cause, DesyncError
         ) and "no rank has an error of its own: rank 0 was at " in str(cause)
+
+
+@on_ranks(2)
+def test_the_line_of_a_transfer_that_breaks_in_a_thread_is_the_one_that_waits_for_it() -> None:
+    mesh = make_mesh()
+    if dist.get_rank() == 1:
+        mesh.liveness_probe.end()
+        mesh.liveness_probe.stop()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        broken = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
+        with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError) as caught:
+            try:
+                thread.submit(mock.Mock(side_effect=broken)).result()
+            except RuntimeError as error:
+                mesh.error_propagation.explain(error, "fabric.save")
+                raise
+        said = str(caught.value)
+        assert "this rank to fabric.save at " in said
+        assert "test_propagation.py:" in said and "mock.py" not in said.partition("\n")[0]
+    dist.barrier()

@@ -3,21 +3,27 @@
 import os
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardeddp.comm.rendezvous import (
     INTERFACE_VARIABLES,
+    Placement,
     leave_loopback,
     meet,
+    nvlink_domain,
     reserve_open_files,
     stay_on_loopback,
+    switches_of,
 )
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.topology import RankInfo
@@ -68,14 +74,88 @@ def all_meet(
 
 def test_every_rank_learns_where_all_are_and_they_share_a_store() -> None:
     met = all_meet(free_port(), [info(rank) for rank in range(4)])
-    assert [order for _, order in met] == [None] * 4
+    assert [placement.order for _, placement in met] == [None] * 4
     met[2][0].set("key", "value")
     assert [store.get("key") for store, _ in met] == [b"value"] * 4
 
 
+def test_every_rank_learns_which_nodes_are_near_each_other() -> None:
+    infos = [
+        RankInfo(**{**vars(info(rank, 4, 1)), "switches": "ab"[rank in (1, 2)], "domain": "u"})
+        for rank in range(4)
+    ]
+    met = [placement for _, placement in all_meet(free_port(), infos)]
+    assert met == [Placement(order=(0, 3, 1, 2), reach=4)] * 4
+
+
+@pytest.mark.parametrize(
+    ("environment", "switches"),
+    [
+        ({}, ""),
+        ({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, ""),
+        (
+            {
+                "SLURM_TOPOLOGY_ADDR": "s[0-1].s7.n1",
+                "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+            },
+            "s[0-1].s7",
+        ),
+        ({"SLURM_TOPOLOGY_ADDR": "s0.n1"}, ""),
+    ],
+)
+def test_slurm_says_which_switches_are_above_a_node(
+    environment: dict[str, str], switches: str
+) -> None:
+    assert switches_of(environment) == switches
+
+
+class Fabric:
+    """As NVML describes a GPU's NVLink."""
+
+    def __init__(self, cluster: bytes, clique: int, state: int) -> None:
+        self.clusterUuid, self.cliqueId, self.state = list(cluster), clique, state
+
+
+@pytest.mark.parametrize(
+    ("fabric", "domain"),
+    [
+        (Fabric(b"u" * 16, 3, 3), f"{'75' * 16}/3"),
+        (Fabric(bytes(16), 0, 3), ""),  # NVLink inside of a node
+        (Fabric(b"u" * 16, 3, 2), ""),  # not ready
+        (None, ""),  # NVML does not know the GPU
+    ],
+)
+def test_nvml_says_which_gpus_nvlink_connects_across_nodes(
+    monkeypatch: pytest.MonkeyPatch, fabric: Fabric | None, domain: str
+) -> None:
+    class NVMLError(Exception):
+        """Of NVML."""
+
+    def get(gpu: str, found: Any) -> None:
+        if fabric is None:
+            raise NVMLError
+        assert gpu == "GPU-1-2"
+        vars(found).update(vars(fabric))
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_GPU_FABRIC_STATE_COMPLETED=3,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda name: name,
+        c_nvmlGpuFabricInfoV_t=SimpleNamespace,
+        nvmlDeviceGetGpuFabricInfoV=get,
+        __spec__=SimpleNamespace(),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr("ctypes.byref", lambda it: it)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
+    assert nvlink_domain(torch.device("cuda", 0)) == domain
+    assert nvlink_domain(torch.device("cpu")) == ""
+
+
 def test_ranks_that_are_dealt_out_to_nodes_like_cards_learn_their_order() -> None:
     infos = [RankInfo(**{**vars(info(rank)), "node": rank % 2}) for rank in range(4)]
-    assert [order for _, order in all_meet(free_port(), infos)] == [(0, 2, 1, 3)] * 4
+    assert [placement.order for _, placement in all_meet(free_port(), infos)] == [(0, 2, 1, 3)] * 4
 
 
 def test_what_a_rank_reads_of_the_others_does_not_grow_with_their_number() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from shardeddp import ShardedDP, ShardTensor
-from shardeddp.comm.liveness import no_collection
+from shardeddp.garbage import collector_paused
 from support.tasks import Block, Recorded, TinyGpt, token_loader
 from support.trainers import full_weights, make_trainer
 from world import Worlds, on_ranks
@@ -279,7 +279,7 @@ def test_a_process_that_is_forked_during_a_look_at_frames_collects_its_own_garba
     looking, over = threading.Event(), threading.Event()
 
     def look() -> None:
-        with no_collection():
+        with collector_paused():
             looking.set()
             over.wait(0.5)
 

@@ -1,6 +1,7 @@
 """Plans of a run: `ShardedDP.plan`, a dry run instead of training, and the strategy that `auto` chooses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,17 @@ from shardeddp import MixedPrecision, ShardedDP
 from shardeddp.errors import ConfigurationError
 from shardeddp.fabric import ShardedDP as FabricStrategy
 from shardeddp.lightning import strategy as module
-from shardeddp.lightning.planning import Setting, by_states, choose, planned_precision, resized
-from shardeddp.plan.sharding_strategy import candidates
+from shardeddp.lightning.planning import (
+    Setting,
+    by_states,
+    choose,
+    choose_shard_size,
+    plan_as_set,
+    planned_precision,
+    resized,
+)
+from shardeddp.plan.hardware import GPUS
+from shardeddp.plan.sharding_strategy import candidates, choose_sharding
 from shardeddp.wrap import NamePolicy
 from support.tasks import TinyGpt, token_loader
 from support.trainers import make_trainer
@@ -44,6 +54,15 @@ class LooksAtValues(TinyGpt):
         assert (batch >= 0).all()
         loss = super().loss(batch)
         return loss if loss.isfinite() else loss.nan_to_num()
+
+
+class TakesPairs(TinyGpt):
+    """A step on two tensors, one of which no `inputs` describe."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss of the first of them."""
+        tokens, _ = [batch]
+        return super().loss(tokens)
 
 
 class AsksTrainer(TinyGpt):
@@ -99,6 +118,7 @@ def test_a_module_is_planned_as_its_class_is_and_stays_as_it_was() -> None:
         assert torch.equal(it, before[name][1])
     assert plan.fits
     assert f"sharding_strategy: {plan.best.choice.strategy}" in str(plan)
+    assert f"# and DataLoader(batch_size={plan.best.choice.micro_batch})" in str(plan)
     assert json.loads(plan.as_json())[0]["fits"]
 
 
@@ -135,6 +155,7 @@ def test_a_step_that_checks_values_is_planned_as_one_that_does_not() -> None:
         (NeedsData, {}, "cannot be built on the meta device"),
         (HoldsGenerator(), {}, "cannot be copied"),
         (Reads, {}, r"does not run without values .* 976 parameters, .* take 15\.\d KiB"),
+        (TakesPairs, {}, r"not enough values .*: one --input for each of its tensors"),
         (AsksTrainer, {}, "attributes that setup\\(\\) or a Trainer sets"),
         ("no.such.Module", {}, "found nothing"),
         (3, {}, "expected a LightningModule"),
@@ -154,6 +175,52 @@ def test_a_batch_of_another_size_has_the_structure_of_the_given_one() -> None:
     assert found["shared"].shape == (2, 4)
 
 
+@pytest.mark.parametrize(
+    ("names", "gpus", "per_node", "sizes"),
+    [
+        (("full_shard", "hybrid_shard"), 12, 6, {2, 3, 6}),
+        (("full_shard", "hybrid_shard"), 24, 4, {2, 4, 8, 12}),
+        (("hybrid_shard",), 3, 8, {3}),
+        (("hybrid_shard",), 1, 8, {1}),
+        (("Hybrid_Shard", "full_shard"), 3, 8, set()),
+    ],
+)
+def test_hybrid_is_planned_in_all_sizes_that_divide_nodes_or_that_nodes_divide(
+    names: tuple[str, ...], gpus: int, per_node: int, sizes: set[int]
+) -> None:
+    plan = ShardedDP.plan(TinyGpt, **PLANNED, strategies=names, gpus=gpus, per_node=per_node)
+    found = [it.choice for it in plan.plans if it.choice.recompute == "none"]
+    assert {it.shard_size for it in found if it.strategy == "hybrid_shard"} == sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gathers", "across"),
+    [
+        ("full_shard", {}, {"forward", "backward"}, None),
+        ("full_shard", {"reshard_after_forward": False}, {"forward"}, None),
+        ("hybrid_shard", {"shard_size": 4}, {"forward", "backward"}, "all_reduce"),
+        (
+            "hybrid_shard",
+            {"optimizer_shard": "world"},
+            {"forward", "backward", "step"},
+            "reduce_scatter",
+        ),
+    ],
+)
+def test_a_run_is_planned_as_it_is_set(
+    name: str, options: dict[str, Any], gathers: set[str], across: str | None
+) -> None:
+    sharding = choose_sharding(name, **options)
+    batch = torch.zeros(4, 6, dtype=torch.long)
+    plan = plan_as_set(TinyGpt(), batch, [(name, sharding)], setting(), "A100-80")
+    (only,) = plan.plans
+    issued = only.task.collectives
+    assert {it.phase for it in issued if it.kind == "all_gather"} == gathers
+    assert {it.kind for it in issued if it.kind != "all_gather" and it.stride > 1} == (
+        {across} if across else set()
+    )
+
+
 # -- dry run
 
 
@@ -169,12 +236,15 @@ def dry_trainer(strategy: ShardedDP, **options: Any) -> Trainer:
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")
-@pytest.mark.parametrize("data", ["loader", "datamodule", "example"])
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [("loader", "shard_grad_op"), ("datamodule", "hybrid_shard"), ("example", "full_shard")],
+)
 def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
-    capsys: pytest.CaptureFixture[str], data: str
+    capsys: pytest.CaptureFixture[str], data: str, name: str
 ) -> None:
     module = TinyGpt()
-    strategy = ShardedDP("shard_grad_op", plan_only="A100-80")
+    strategy = ShardedDP(name, plan_only="A100-80")
     trainer = dry_trainer(strategy, accumulate_grad_batches=2)
     if data == "example":
         module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
@@ -185,7 +255,7 @@ def test_a_dry_run_plans_the_module_that_is_there_and_trains_nothing(
     )
     text = capsys.readouterr().out
     assert "TinyGpt on 2 x A100-80" in text
-    assert "As configured (shard_grad_op over 2, micro-batch 4 x 2)" in text
+    assert f"As configured ({name} over 2, micro-batch 4 x 2)" in text
     assert "nothing was trained" in text
     assert not module.losses
     assert not torch.distributed.is_initialized()
@@ -297,6 +367,55 @@ def test_without_known_hardware_the_first_in_a_fixed_order_is_taken() -> None:
     assert "memory of cpu is not known" in chosen.reason
 
 
+def test_without_a_plan_as_many_ranks_share_a_model_as_need_no_network() -> None:
+    sharding = candidates(shard_size="auto")["hybrid_shard"]
+    found = [choose_shard_size(TinyGpt(), sharding, setting("cpu"), reach) for reach in (4, 8)]
+    assert [(it.shard_size, it.reason) for it in found] == [
+        (4, "the ranks of a node"),
+        (8, "the ranks of an NVLink domain"),
+    ]
+
+
+@pytest.mark.parametrize(("memory", "size"), [(80 * 10**9, 2), (10**9, 8)])
+def test_by_the_plan_the_fastest_shard_size_that_fits_is_taken(
+    monkeypatch: pytest.MonkeyPatch, memory: int, size: int
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: Device("NVIDIA B200", memory)
+    )
+    monkeypatch.setitem(GPUS, "B200", replace(GPUS["B200"], memory_gb=memory / 1e9))
+    module = TinyGpt()
+    module.example_input_array = torch.zeros(4, 6, dtype=torch.long)
+    chosen = choose_shard_size(module, candidates()["hybrid_shard"], setting(), 4)
+    assert chosen.shard_size == size
+    assert "by the plan" in chosen.reason
+
+
+def share_and_save(folder: str) -> tuple[int, dict[str, Any]]:
+    """Ranks of a group, and what the checkpoint says of the choice."""
+    strategy = ShardedDP("hybrid_shard", "auto", {"Block"})
+    trainer = make_trainer(strategy, max_steps=1, default_root_dir=folder)
+    trainer.fit(TinyGpt(), token_loader(16))
+    trainer.save_checkpoint(f"{folder}/chosen.ckpt")
+    kept = torch.load(f"{folder}/chosen.ckpt", weights_only=True)["shardeddp"]["chosen"]
+    return strategy.mesh.topology.shard_size, kept
+
+
+def test_a_run_chooses_its_shard_size_and_the_checkpoint_says_why(
+    world: Worlds, tmp_path: Path
+) -> None:
+    for size, kept in world(3).run(share_and_save, str(tmp_path)):
+        assert size == kept["shard_size"] == 3
+        assert kept["reason"] == "the ranks of a node"
+
+
+def test_a_shard_size_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="expected a number of ranks, 'auto' or None"):
+        ShardedDP("hybrid_shard", "node")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="goes with sharding_strategy='hybrid_shard'"):
+        ShardedDP("full_shard", "auto")
+
+
 def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
     names = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
     assert [planned_precision(name, None) for name in names] == [
@@ -310,7 +429,14 @@ def test_precisions_of_the_trainer_have_names_of_the_planner() -> None:
     assert planned_precision("32-true", MixedPrecision(param_dtype="bf16")) == "bf16"
 
 
-@pytest.mark.parametrize("option", [{"sharding_strategy": "auto"}, {"plan_only": True}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"sharding_strategy": "auto"},
+        {"sharding_strategy": "hybrid_shard", "shard_size": "auto"},
+        {"plan_only": True},
+    ],
+)
 def test_tensor_parallel_runs_are_not_planned(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="does not work together"):
         ShardedDP(**option, tensor_parallel_size=2)
@@ -319,6 +445,8 @@ def test_tensor_parallel_runs_are_not_planned(option: dict[str, Any]) -> None:
 def test_fabric_says_what_to_write_instead() -> None:
     with pytest.raises(ConfigurationError, match=r"ShardedDP.plan\(model\)"):
         FabricStrategy("auto")
+    with pytest.raises(ConfigurationError, match=r"ShardedDP.plan\(model\)"):
+        FabricStrategy("hybrid_shard", shard_size="auto")
 
 
 def choose_and_resume(folder: str) -> dict[str, Any]:
@@ -351,5 +479,9 @@ def test_all_ranks_train_as_rank_zero_has_chosen_and_the_checkpoint_says_why(
     for it in world(2).run(choose_and_resume, str(tmp_path)):
         assert it["chosen"] == ["no_shard", "full_shard"]
         assert it["sizes"] == [1, 2]
-        assert it["kept"] == {"sharding_strategy": "no_shard", "reason": "said so"}
+        assert it["kept"] == {
+            "sharding_strategy": "no_shard",
+            "reason": "said so",
+            "shard_size": None,
+        }
         assert it["steps"] == 3

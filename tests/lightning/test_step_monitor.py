@@ -441,12 +441,28 @@ def test_a_module_that_cannot_be_planned_has_no_flops_and_a_reason() -> None:
     assert report.note
 
 
-@on_ranks(1)
-def test_flops_are_those_of_matmuls_forward_and_backward() -> None:
-    report = fit()
+def reported(strategy: str, shard_size: int | None) -> StepReport:
+    return fit(strategy, shard_size=shard_size)
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "shard_size"),
+    [
+        (1, "full_shard", None),
+        (1, "hybrid_shard", None),
+        (2, "hybrid_shard", None),
+        (3, "hybrid_shard", 3),
+        (3, "hybrid_shard", 1),
+        (4, "hybrid_shard", 2),
+    ],
+)
+def test_flops_are_those_of_matmuls_forward_and_backward(
+    world: Worlds, size: int, strategy: str, shard_size: int | None
+) -> None:
+    report = world(size).run(reported, strategy, shard_size)[0]
     tokens = 4 * 5  # the last of each sample has no target
     forward = tokens * 2 * 8 * (3 * (16 + 16) + 11)
-    assert report.model_flops_per_s is not None
+    assert report.model_flops_per_s is not None, report.note
     assert report.model_flops_per_s * report.seconds == pytest.approx(3 * forward)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of a tied Llama and of LoRA adapters: the plain module's names, the values of training, a way back."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def test_a_checkpoint_loads_into_the_plain_module_and_resumes(
     assert_same_weights(resumed["weights"], whole["weights"])
 
 
-def test_an_adapter_is_exported_as_peft_reads_it(world: Worlds, tmp_path: Path) -> None:
+def test_an_adapter_is_exported_as_peft_reads_it(
+    world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, folder = tmp_path / "model.ckpt", tmp_path / "adapter"
     folder.mkdir()
     trained = world(2).run(train, "LoRA", {"state_dict_type": "sharded"}, 1, str(path), None)[0]
@@ -84,3 +87,4 @@ def test_an_adapter_is_exported_as_peft_reads_it(world: Worlds, tmp_path: Path) 
     }
     assert expected and all(torch.equal(read[name], it) for name, it in expected.items())
     assert main(["consolidate", str(path), "-o", str(target), "--force", "--adapter", "x"]) == 1
+    assert re.search(r"no adapter 'x'.* one is '.*lora_A\.default\.weight", capsys.readouterr().err)

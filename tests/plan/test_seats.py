@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.sharding_strategy import choose_sharding
-from shardeddp.plan.topology import RankInfo, Topology, check_infos, node_order
+from shardeddp.plan.topology import RankInfo, Topology, check_infos, node_order, reach_of
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -105,6 +106,76 @@ def test_a_shard_size_that_lets_only_some_groups_cross_is_refused() -> None:
         hybrid(3, 4, [node for node in range(3) for _ in range(4)], shard_size=3)
 
 
-def test_a_placement_in_which_replicas_have_no_order_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="srun --distribution=block"):
-        hybrid(2, 2, [0, 1, 1, 0])
+def test_replicas_need_no_common_order() -> None:
+    """Rank 2 is of the later replica and before rank 3, of the earlier one."""
+    topology = hybrid(2, 2, [0, 1, 1, 0])
+    assert topology.shard_groups() == [[0, 3], [1, 2]]
+    assert topology.replicate_groups() == [[0, 1], [2, 3]]
+    assert [topology.shard_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [topology.replicate_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
+
+
+# -- nodes that are near each other
+
+
+def placed(
+    nodes: Sequence[int], switches: Sequence[str] = (), domains: Sequence[str] = ()
+) -> list[RankInfo]:
+    """Ranks by node, and what is known of the nodes."""
+    return [
+        replace(
+            info,
+            switches=switches[info.node] if switches else "",
+            domain=domains[info.node] if domains else "",
+        )
+        for info in infos(nodes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("switches", "domains", "order"),
+    [
+        ((), (), (0, 1, 2, 3)),
+        (("s0.s2", "s0.s1", "s0.s2", "s0.s1"), (), (0, 2, 1, 3)),
+        (("a.x", "b.y", "a.z", "a.x"), (), (0, 3, 2, 1)),
+        (("a", "b", "", "a"), (), (0, 3, 1, 2)),
+        ((), ("u/0", "u/1", "u/1", "u/0"), (0, 3, 1, 2)),
+        # One NVLink domain behind two switches; its nodes come before others of the first switch.
+        (("a", "a", "b", "b"), ("u", "", "u", ""), (0, 2, 1, 3)),
+        (("a", "b", "b", "a"), ("u", "v", "v", "u"), (0, 3, 1, 2)),
+    ],
+)
+def test_nodes_behind_one_switch_or_in_one_domain_follow_one_another(
+    switches: Sequence[str], domains: Sequence[str], order: tuple[int, ...]
+) -> None:
+    found = placed([0, 1, 2, 3], switches, domains)
+    assert node_order(found) == order
+    assert node_order(found[::-1]) == order
+    pairs = [0, 0, 1, 1, 2, 2, 3, 3]
+    by_node = [rank for node in order for rank in (2 * node, 2 * node + 1)]
+    assert node_order(placed(pairs, switches, domains)) == tuple(by_node)
+
+
+def test_shard_groups_of_several_nodes_are_behind_one_switch() -> None:
+    order = node_order(placed([0, 0, 1, 1, 2, 2, 3, 3], ["s0.a", "s0.b", "s0.b", "s0.a"]))
+    topology = choose_sharding("hybrid_shard", 4).topology(4, 2, order)
+    assert topology.shard_groups() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    full = choose_sharding("full_shard", reshard_after_forward=4).topology(4, 2, order)
+    assert full.shard_groups() == [[*range(8)]]
+    assert full.subgroups(4) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("domains", "reach"),
+    [
+        ((), 2),
+        (("u", "u", "u", "u"), 8),
+        (("u", "v", "u", "v"), 4),
+        (("u", "u", "u", "v"), 2),
+        (("u", "u", "", ""), 2),
+    ],
+)
+def test_ranks_reach_each_other_in_domains_that_are_as_large_or_else_in_nodes(
+    domains: Sequence[str], reach: int
+) -> None:
+    assert reach_of(placed([0, 0, 1, 1, 2, 2, 3, 3], (), domains)) == reach

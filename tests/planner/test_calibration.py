@@ -20,7 +20,7 @@ from shardeddp.planner.calibration import (
     read,
     write,
 )
-from shardeddp.planner.cost import FITTED
+from shardeddp.planner.cost import FITTED, Step
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.planner.search import Planned
 from shardeddp.planner.transformer import Dimensions
@@ -137,6 +137,36 @@ def test_the_plan_of_a_run_takes_as_long_as_the_run(probe: Path, times: dict[str
     )
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_host_s_time_grows_with_the_collectives_that_a_strategy_issues(
+    probe: Path, count: int
+) -> None:
+    options: dict[str, Any] = {"micro_batches": (4,), "global_batch": 8 * count}
+    times: dict[str, float] = {}
+    for name, issued in {
+        "no_shard": 4,  # reductions of the root and three layers
+        "shard_optimizer": 8,
+        "shard_grad_op": 8 * count,
+        "full_shard": 10 * count,  # the root and the last layer are gathered once
+    }.items():
+        best = plan(probe, strategies=(name,), **options).best
+        assert sum(it.times for it in best.task.collectives) == issued
+        times[name] = best.step.launch - 1e-6 * KNOWN.collective_us * issued
+    beside = 1e-3 * (KNOWN.micro_batch_ms * count + KNOWN.step_ms)
+    assert [*times.values()] == pytest.approx([beside] * 4, rel=2e-3)
+
+
+def test_each_kind_of_collective_slows_computing_by_its_own_measure(tmp_path: Path) -> None:
+    found: dict[str, Step] = {}
+    for kind in ("none", "all_gather", "all_reduce"):
+        costs = {**KNOWN.interferences, **({} if kind == "none" else {kind: 1.4})}
+        write(tmp_path / kind, probe_of(interference=costs))
+        (only,) = plan(tmp_path / kind, strategies=("no_shard",)).plans
+        found[kind] = only.step
+    assert found["all_gather"] == found["none"]
+    assert found["all_reduce"].reductions > 1.2 * found["none"].reductions
+
+
 # -- What plans say
 
 
@@ -180,13 +210,13 @@ def test_a_probe_whose_own_steps_are_not_fitted_leaves_a_wide_interval(tmp_path:
 
 
 def test_parts_that_were_not_measured_keep_their_interval(tmp_path: Path) -> None:
-    write(tmp_path / "alone", probe_of(collectives=[], interference=None))
+    write(tmp_path / "alone", probe_of(collectives=[], interference={}))
     found = plan(tmp_path / "alone", gpu_figures={"link_gbs": 0.2})
     assert PROBED < found.best.interval < TIME_INTERVAL
 
 
 def test_a_probe_of_one_rank_plans_one_rank_and_asks_for_the_link_of_more(tmp_path: Path) -> None:
-    write(tmp_path / "alone", probe_of(collectives=[], interference=None))
+    write(tmp_path / "alone", probe_of(collectives=[], interference={}))
     assert plan(tmp_path / "alone", gpus=1).best.step.gathers == 0
     with pytest.raises(ConfigurationError, match="--link-gbs"):
         plan(tmp_path / "alone")

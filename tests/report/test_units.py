@@ -91,10 +91,11 @@ def test_the_line_says_what_is_kept_computed_and_reduced_in_which_dtype(world: W
     assert line.endswith("kept in float32, computed in bfloat16 and float32, reduced in float32")
 
 
-def test_the_table_is_printed_where_it_is_asked_for(world: Worlds) -> None:
-    for found in world(2).run(run, {"auto_wrap_policy": {Block}}, False):
-        assert found["table"].count("full_shard: 4 units on 1 x 2 ranks (replicate x shard)") == 1
-        assert found["table"].count("blocks.0 ... blocks.2 (3x)") == 1
+def test_the_table_is_printed_once_where_all_ranks_ask_for_it(world: Worlds) -> None:
+    first, other = world(2).run(run, {"auto_wrap_policy": {Block}}, False)
+    assert first["table"].count("full_shard: 4 units on 1 x 2 ranks (replicate x shard)") == 1
+    assert first["table"].count("blocks.0 ... blocks.2 (3x)") == 1
+    assert other["table"] == ""
 
 
 def test_the_title_says_how_many_units_and_ranks_there_are(world: Worlds) -> None:

@@ -31,10 +31,11 @@ KNOWN = replace(
     link=1.0,
     latency_us=100.0,
     hop_us=100.0 * FITTED.hop_us / FITTED.latency_us,
-    interference=0.7,
+    interferences={"all_gather": 0.9, "reduce_scatter": 0.6, "all_reduce": 0.3},
     optimizer=2.5,
     micro_batch_ms=1.5,
     step_ms=0.5,
+    collective_us=300.0,
     rates={"all_reduce": 0.8, "reduce_scatter": 0.5},
 )
 
@@ -93,6 +94,7 @@ def probe_of(constants: Constants = KNOWN, **changes: Any) -> Probe:
         micro_batch_s=constants.micro_batch_ms / 1e3,
         spread=0.03,
         step_s=constants.step_ms / 1e3,
+        collective_s=constants.collective_us / 1e6,
         collectives=[
             TimedCollective(
                 kind=kind,
@@ -107,6 +109,6 @@ def probe_of(constants: Constants = KNOWN, **changes: Any) -> Probe:
             for nbytes in (1 << 12, 1 << 20, 1 << 24)
             for kind in ("all_gather", "reduce_scatter", "all_reduce")
         ],
-        interference=constants.interference,
+        interference=constants.interferences,
     )
     return replace(measured, **changes)

@@ -299,9 +299,10 @@ def _of_adapter(weights: Mapping[str, Any], adapter: str) -> dict[str, Any]:
         start = place - (parts[place - 1] == "modules_to_save")
         found[".".join(("base_model", *parts[:start], *parts[place + 1 :]))] = value
     if not found:
+        first = max(weights, key=lambda name: "lora_" in name)  # the first with an adapter in it
         raise CheckpointError(
-            f"there is no adapter {adapter!r}: no weight has it behind base_model in its name; the "
-            f"last is {list(weights)[-1]!r}"
+            f"there is no adapter {adapter!r}: no weight has it behind base_model in its name; one "
+            f"is {first!r}"
         )
     return found
 

@@ -15,8 +15,8 @@ import torch
 
 from shardeddp.checkpoint.items import Record, check_record, read_bytes, records_of
 from shardeddp.checkpoint.manifest import Item
-from shardeddp.checkpoint.state_codec import collector_paused
 from shardeddp.errors import CheckpointError
+from shardeddp.garbage import collector_paused
 from shardeddp.plan.layout import Interval
 
 # -- Pickle evaluator: data only, everything else is refused

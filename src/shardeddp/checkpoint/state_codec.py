@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import gc
 import json
 import math
 import pathlib
@@ -12,8 +11,7 @@ import re
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 
 from shardeddp.errors import CheckpointError
+from shardeddp.garbage import collector_paused
 
 # -- Strict JSON: parsed exactly, or refused with one kind of error
 #
@@ -55,6 +54,7 @@ def parse_json(data: bytes | bytearray, name: str) -> Any:
         CheckpointError: It is not such a document; nothing else is raised.
     """
     try:
+        # What it makes is bounded by the document's size.
         with collector_paused():
             value = json.loads(
                 data.decode("ascii"),
@@ -81,21 +81,6 @@ def parse_json(data: bytes | bytearray, name: str) -> Any:
     raise CheckpointError(
         f"{name} cannot be read as JSON: {reason}. Expected a file that this package has written"
     )
-
-
-@contextmanager
-def collector_paused() -> Generator[None]:
-    """Pause garbage collection while a document is read; what it makes is bounded by its size.
-
-    Each collection would visit all objects of the process, which takes 10 times the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _integer(text: str) -> int:

@@ -1,5 +1,7 @@
 """Collectives of one group of ranks: their interface, their traffic, and groups without transfers."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -29,6 +31,11 @@ class Traffic:
         """Count one collective."""
         self.nbytes[kind] += nbytes
         self.calls[kind] += 1
+
+    def go_on_from(self, former: Traffic) -> None:
+        """Count what another one has counted, too."""
+        self.nbytes.update(former.nbytes)
+        self.calls.update(former.calls)
 
     def reset(self) -> None:
         """Start again from zero."""
@@ -93,7 +100,7 @@ class CollectiveHandle:
         self._keep = tuple(keep)
         self._following: list[Callable[[], CollectiveHandle]] = []
 
-    def then(self, issue: Callable[[], "CollectiveHandle"]) -> "CollectiveHandle":
+    def then(self, issue: Callable[[], CollectiveHandle]) -> CollectiveHandle:
         """Let something follow on this one's result.
 
         It is issued at once where streams keep the order, else when the result has arrived.

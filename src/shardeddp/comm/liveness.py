@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import json
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Protocol
 
 from shardeddp.comm.store import LostStoreError, SilentStoreError, StoreClient
+from shardeddp.garbage import collector_paused
 
 PERIOD_S = 0.5
 """How often it looks whether somebody asks."""
@@ -142,8 +142,12 @@ class LivenessProbe:
             self._answered = question
 
     def _sample(self, check: ProgressCheck | None) -> str:
+        # To find frames of another thread and to walk over them (`f_back`) makes objects. Python
+        # before 3.11.9 and 3.12.3 waits for itself for ever, or reads memory that the other thread
+        # has freed, if that starts a collection and a finalizer lets other threads run, as that of
+        # a process group does (https://github.com/python/cpython/issues/106883).
         # A frame keeps all that its function works with; it must not wait here for the store.
-        with no_collection():
+        with collector_paused():
             frame = sys._current_frames().get(self._trains)
             if check is not None:
                 check.on_sample(frame)
@@ -153,35 +157,25 @@ class LivenessProbe:
         self._client.write(f"answer/{self._rank}", json.dumps(answer))
 
 
-@contextlib.contextmanager
-def no_collection() -> Generator[None]:
-    """Look at the frames of another thread: no garbage is collected meanwhile.
+def place_of(*frames: FrameType | None) -> str:
+    """The innermost line of the user's own code, or of what is there instead.
 
-    To find them and to walk over them (``f_back``) makes objects. Python before 3.11.9 and 3.12.3
-    waits for itself for ever, or reads memory that the other thread has freed, if that starts a
-    collection and a finalizer lets other threads run, as that of a process group does
-    (https://github.com/python/cpython/issues/106883). Who forks waits until it is over: the other
-    process would never collect again.
+    Args:
+        frames: Of which the first that the user's code has called, or is, counts. A frame of a
+            thread of this package has none of the user's behind it.
     """
-    with _LOOKS:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
+    for frame in frames:
+        if (line := _users_line(frame)) is not None:
+            return line
+    innermost = next(filter(None, frames), None)
+    return (
+        "an unknown line"
+        if innermost is None
+        else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
+    )
 
 
-_LOOKS = threading.Lock()
-os.register_at_fork(
-    before=_LOOKS.acquire, after_in_parent=_LOOKS.release, after_in_child=_LOOKS.release
-)
-
-
-def place_of(frame: FrameType | None) -> str:
-    """The innermost line of the user's own code, or of what is there instead."""
-    innermost = frame
+def _users_line(frame: FrameType | None) -> str | None:
     foreign = tuple(
         place for name in _ENGINE if name in sys.modules for place in sys.modules[name].__path__
     )
@@ -193,11 +187,7 @@ def place_of(frame: FrameType | None) -> str:
         ):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return (
-        "an unknown line"
-        if innermost is None
-        else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
-    )
+    return None
 
 
 def lightning_calls() -> bool:

@@ -266,7 +266,7 @@ def _explain_by(error: BaseException, cause: Exception | None) -> None:
 
 def _place_of_error(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return place_of(frames[-1] if frames else None)
+    return place_of(*reversed(frames))
 
 
 def break_off() -> None:

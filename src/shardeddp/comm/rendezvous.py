@@ -13,6 +13,7 @@ for may differ between machines.
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import json
 import os
@@ -21,14 +22,18 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from shardeddp.errors import ConfigurationError
-from shardeddp.plan.topology import RankInfo, check_infos, check_runs, node_order
+from shardeddp.plan.topology import RankInfo, check_infos, check_runs, node_order, reach_of
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -39,9 +44,18 @@ _LATE_S = 2.0
 """How long rank 0 waits for more ranks to list, once it knows that they do not fit together."""
 
 
+class Placement(NamedTuple):
+    """Where the ranks of a run are."""
+
+    order: tuple[int, ...] | None
+    """Ranks in the order in which those near each other are adjacent; None: as they count."""
+    reach: int
+    """Ranks that reach each other without the network."""
+
+
 def meet(
     address: str, port: int, info: RankInfo, timeout: timedelta
-) -> tuple[dist.Store, tuple[int, ...] | None]:
+) -> tuple[dist.Store, Placement]:
     """Find the other ranks; every rank calls it, once per attempt.
 
     Args:
@@ -51,7 +65,7 @@ def meet(
         timeout: How long to wait for the others.
 
     Returns:
-        A store whose names are new, and the ranks node by node; None where they count like that.
+        A store whose names are new, and where the ranks are.
 
     Raises:
         ConfigurationError: The ranks do not fit together, or are about to run something else than
@@ -74,6 +88,43 @@ def meet(
             f"{timeout.total_seconds():g} s ({error}). Rank 0 has not started or has ended: look "
             f"at its output{_advice()}"
         ) from error
+
+
+def switches_of(environment: Mapping[str, str]) -> str:
+    """Network switches above this node, the outermost first, as SLURM tells its tasks.
+
+    Args:
+        environment: Of this process.
+    """
+    parts = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    switches = [part for part, kind in zip(parts, kinds, strict=False) if kind not in ("", "node")]
+    return ".".join(switches)
+
+
+def nvlink_domain(device: torch.device) -> str:
+    """The NVLink domain of a GPU: its cluster and clique.
+
+    Empty: NVLink does not leave its node, or NVML cannot say.
+
+    Args:
+        device: Of this rank.
+    """
+    if device.type != "cuda" or find_spec("pynvml") is None:
+        return ""
+    nvml: Any = import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+        uuid_of_gpu = torch.cuda.get_device_properties(device).uuid
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid_of_gpu}")
+        found = nvml.c_nvmlGpuFabricInfoV_t()
+        nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(found))
+        # A driver or a pynvml that is too old, or a device that NVML calls by another name: MIG.
+    except (nvml.NVMLError, AttributeError):
+        return ""
+    cluster = bytes(found.clusterUuid).hex()
+    complete = found.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED
+    return f"{cluster}/{found.cliqueId}" if complete and int(cluster, 16) else ""
 
 
 _FURTHER_FILES = 512
@@ -197,8 +248,8 @@ def _bind(address: str, port: int) -> socket.socket | None:
 
 def _exchange_infos(
     store: dist.Store, info: RankInfo, timeout: timedelta
-) -> tuple[dist.Store, tuple[int, ...] | None]:
-    """A store under names of this attempt, and the ranks node by node.
+) -> tuple[dist.Store, Placement]:
+    """A store under names of this attempt, and where the ranks are.
 
     Rank 0 alone reads what all ranks say; each of the others reads what follows from it, which does
     not grow with their number.
@@ -220,7 +271,8 @@ def _exchange_infos(
             else ConfigurationError(verdict["wrong"])
         )
     order = verdict["order"]
-    return dist.PrefixStore("group", names), None if order is None else tuple(order)
+    placement = Placement(None if order is None else tuple(order), verdict["reach"])
+    return dist.PrefixStore("group", names), placement
 
 
 def _ask_for_name(store: dist.Store) -> str:
@@ -280,7 +332,7 @@ class _Inbox:
 
 
 def _judge(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) -> dict[str, Any]:
-    """The ranks node by node (None: as they count), or what is wrong with them."""
+    """Where the ranks are, or what is wrong with them."""
     if len(infos) < own.world_size and not odd:
         missing = sorted(set(range(own.world_size)) - {info.rank for info in infos})
         return {
@@ -293,7 +345,8 @@ def _judge(infos: list[RankInfo], odd: bool, own: RankInfo, timeout: timedelta) 
     except ConfigurationError as error:
         return {"wrong": str(error)}
     order = node_order(infos)
-    return {"order": None if order == tuple(range(own.world_size)) else order}
+    natural = order == tuple(range(own.world_size))
+    return {"order": None if natural else order, "reach": reach_of(infos)}
 
 
 def _leave(names: dist.Store, rank: int) -> None:

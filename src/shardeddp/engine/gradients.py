@@ -508,8 +508,8 @@ class GroupGradients:
         self._is_incomplete, self._sums_are_shared = True, reduces
         if topology.split_replicas if reduces else self._layout.shard_size > 1:
             return
-        for index in range(len(self._sharded)):
-            if self.has_former(index):
+        for index, former in enumerate(stored_gradients(self._sharded)):
+            if former is not None and self.has_former(index):
                 self.take_former(index)
 
     def complete(self) -> None:

@@ -44,6 +44,7 @@ from shardeddp.torch_private import (
     will_execute,
     without_torch_function,
 )
+from shardeddp.wrap.tree import first_three
 
 # -- BufferSync: buffers follow rank 0, as under DistributedDataParallel
 #
@@ -55,7 +56,8 @@ class BufferSync:
     """Broadcasts the buffers that a model has when it is set up."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
+        """Another one once the run goes on with another sharding strategy."""
         self._places = [
             (owner, name)
             for owner in module.modules()
@@ -66,7 +68,7 @@ class BufferSync:
     @torch.no_grad()
     def sync(self) -> None:
         """Overwrite every rank's buffers by rank 0's; one broadcast per dtype."""
-        if self._mesh.data.size == 1:
+        if self.mesh.data.size == 1:
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for owner, name in self._places:
@@ -77,9 +79,9 @@ class BufferSync:
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             # As bytes, which every backend broadcasts.
-            with during(self._mesh.clock, "ranks"):
-                self._mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
-            if self._mesh.rank != 0:
+            with during(self.mesh.clock, "ranks"):
+                self.mesh.data.broadcast_(flat.view(torch.uint8), 0).wait()
+            if self.mesh.rank != 0:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 pairs = [(b, p.view(b.shape)) for b, p in zip(buffers, pieces, strict=True)]
                 plain = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
@@ -612,6 +614,58 @@ class Runtime:
             for tensor, sharded in progress.unit.overrides()
         }
         return self._structure.is_like(_Structure(self.root_module), stands_for)
+
+    def go_on_from(self, former: Runtime) -> None:
+        """Continue the run that another runtime of the module has begun."""
+        self.optimizes_after_step = former.optimizes_after_step
+        self._buffers_are_due = former._buffers_are_due
+        # Those of the setup: ranks may have registered buffers of their own since.
+        self._buffers = former._buffers
+        self._buffers.mesh = self.mesh
+
+    def check_rest(self, action: str) -> None:
+        """Raise where the module cannot be sharded anew without a loss.
+
+        Args:
+            action: What asks for it.
+
+        Raises:
+            RuntimeError: A step or ``summon_full_params`` is under way, its backward is still to
+                come, or gradients are not complete; or users hold what belongs to the present
+                sharding: views, nodes of graphs.
+        """
+        # Where the step itself runs backwards, nobody knows whether one of its outputs is to come.
+        awaits = self._root.awaiting_backward and self.optimizes_after_step
+        overridden = any(each.unit.is_overridden for each in self.progresses)
+        if self._root.active or awaits or overridden:
+            raise RuntimeError(
+                f"{action} inside of a step or of summon_full_params: call it between two optimizer "
+                f"steps, from on_train_batch_start for instance"
+            )
+        if self.mesh.incomplete:
+            raise RuntimeError(
+                f"{action} between micro-batches: gradients that a later one is to complete would "
+                f"be lost. Call it where an optimizer has stepped, before the next batch"
+            )
+        viewed = [each.unit.label for each in self.progresses if each.unit.is_viewed]
+        if viewed:
+            raise RuntimeError(
+                f"{action} while something holds views of parameters that were taken in a step, of "
+                f"{first_three(viewed)}: they would keep their values from here on. Drop them, or "
+                f"clone() what is to be kept"
+            )
+        known = [
+            sharded.spec.fqn
+            for progress in self.progresses
+            for sharded in progress.unit.sharded_parameters()
+            if sharded.node_is_known
+        ]
+        if known:
+            raise RuntimeError(
+                f"{action} with hooks on nodes of the graph of {first_three(known)} "
+                f"(get_gradient_edge, register_multi_grad_hook): they would not be called any more. "
+                f"Set hooks on parameters: parameter.register_hook(...)"
+            )
 
     def dissolve(self) -> None:
         """Detach hooks and dissolve the units; parameters stay sharded.

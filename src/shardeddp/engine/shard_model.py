@@ -18,6 +18,7 @@ from shardeddp.engine.runtime import Runtime
 from shardeddp.engine.takeover import Takeover
 from shardeddp.engine.unit import Unit
 from shardeddp.errors import ConfigurationError
+from shardeddp.garbage import collector_paused
 from shardeddp.plan.sharding_strategy import ShardingStrategy
 from shardeddp.wrap.tree import ParameterSpec, UnitSpec, first_three, is_computed, join
 
@@ -38,6 +39,7 @@ def place_module(module: nn.Module, device: torch.device) -> None:
 # -- Sharding of a model: agreed plan, shards, runtime
 
 
+@collector_paused()
 def shard_model(
     specs: Sequence[UnitSpec],
     mesh: Mesh,

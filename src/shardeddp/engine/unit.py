@@ -108,6 +108,7 @@ class Unit:
 
         members = by_buffer(spec.parameters)
         self.groups = _make_groups(members, mesh, sharding)
+        self._members = members  # `requires_grad`, which divides them, may be switched later
         self._slots: list[_Slot] = []
         self._copies: dict[int, tuple[nn.Module, AutocastCopies]] = {}
         for group, specs in zip(self.groups, members, strict=True):
@@ -320,11 +321,11 @@ class Unit:
         """Dissolve the unit: modules keep sharded parameters, each with a copy of its shard."""
         self.keep_writes()
         memory: dict[int, torch.Tensor] = {}  # what shares it goes on sharing it
-        for group, specs in zip(self.groups, by_buffer(self.spec.parameters), strict=True):
+        for group, specs in zip(self.groups, self._members, strict=True):
             for spec, sharded in zip(specs, group.sharded, strict=True):
                 local = memory.setdefault(spec.memory, sharded.raw_local.clone())
                 sharded.leave_unit(local)
-        self.groups, self._slots, self._copies = [], [], {}
+        self.groups, self._members, self._slots, self._copies = [], [], [], {}
 
     def _version_of_summoned(self) -> int:
         return sum(each._version for each in self._summoned)

@@ -176,6 +176,13 @@ class Averages:
         loads, self._loads = self._loads, []
         return partial(_run_all, loads) if loads else None
 
+    def reshard(self, trainer: Trainer, module: LightningModule, mesh: Mesh) -> None:
+        """Shard averages as the module has been sharded anew; a collective of all ranks."""
+        for average in _averages(trainer, module):
+            _shard_like(average, module, mesh)
+        for buffers in self._buffers:
+            buffers.mesh = mesh
+
     def sync_buffers(self) -> None:
         """Give rank 0's averaged buffers to all ranks, which are about to evaluate the average."""
         for buffers in self._buffers:
@@ -306,6 +313,13 @@ class CallbackAdapters:
         for summary in _summaries(trainer):  # shows what a rank holds
             private.replace_summary(summary, _summarize)
         return self.averages.shard(trainer, module, runtime.mesh)
+
+    def after_resharding(self, trainer: Trainer, module: LightningModule, runtime: Runtime) -> None:
+        """The module was sharded anew in the middle of a run; a collective of all ranks."""
+        if self._training is not None:
+            self._training.mesh = runtime.mesh
+            self._evaluation = UnevenEvaluation(runtime.mesh, runtime.agreement)
+        self.averages.reshard(trainer, module, runtime.mesh)
 
     def align_loaders(self, trainer: Trainer) -> bool:
         """Training loaders exist before training starts: someone has asked for the number of steps.

@@ -29,9 +29,8 @@ from shardeddp.lightning.api import (
 )
 from shardeddp.plan.hardware import GIB, GPUS, gpu_of_device
 from shardeddp.plan.memory import plan_memory
-from shardeddp.plan.sharding_strategy import ShardingStrategy
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategy, shard_sizes
 from shardeddp.planner.plan import Plan, make_plan
-from shardeddp.planner.search import Choice
 from shardeddp.planner.source import configured, without_weights
 from shardeddp.wrap import Policy, build_units
 
@@ -200,48 +199,38 @@ class PlanLauncher:
         given = signature(function).bind(*args, **kwargs).arguments
         module: LightningModule = given["model"] or self._strategy.lightning_module
         batch = _first_batch(module, given.get("train_dataloaders"), given.get("datamodule"))
-        setting = self._setting(trainer)
-        asked = self._options.plan_only
-        gpu = asked if isinstance(asked, str) else None
-        plan, note = plan_of_run(module, batch, setting, gpu)
+        options = self._options
+        asked = options.plan_only
+        plan, note = plan_of_run(
+            module,
+            batch,
+            self._setting(trainer),
+            asked if isinstance(asked, str) else None,
+            # ``auto`` is none of them: it takes the best.
+            {options.sharding_strategy: options.sharding}
+            if options.sharding_strategy in SHARDING_STRATEGIES
+            else {},
+        )
         self._strategy.planned = plan
-        rank_zero_only(print)("\n".join([*self._lines(plan, setting, batch), *note]))
+        rank_zero_only(print)("\n".join([str(plan), "", *note]))
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
-
-    def _lines(self, plan: Plan, setting: Setting, batch: Any) -> list[str]:
-        lines = [str(plan), ""]
-        name, sharding = self._options.sharding_strategy, self._options.sharding
-        size = sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
-        mine = {
-            "strategy": name,
-            "shard_size": size,
-            "recompute": setting.recompute,
-            "offload": setting.offload,
-            "micro_batch": samples_of(batch),
-            "micro_batches": setting.accumulates,
-        }
-        for it in plan.plans:  # none of which is ``auto``
-            choice: Choice = it.choice
-            if all(getattr(choice, key) == value for key, value in mine.items()):
-                fits = "fits" if it.fits else "may not fit"
-                lines.append(
-                    f"As configured ({choice.strategy} over {choice.shard_size}, micro-batch "
-                    f"{choice.micro_batch} x {choice.micro_batches}): "
-                    f"{it.memory.peak / GIB:.1f} GiB, {it.step.total:.3g} s, {fits}."
-                )
-        return lines
 
 
 def plan_of_run(
-    module: LightningModule, batch: Any, setting: Setting, gpu: str | None
+    module: LightningModule,
+    batch: Any,
+    setting: Setting,
+    gpu: str | None,
+    candidates: Mapping[str, ShardingStrategy],
 ) -> tuple[Plan, list[str]]:
-    """The plan of a run, and lines on what was assumed.
+    """The plan of a run, and lines on what is set and what was assumed.
 
     Args:
         module: Stays as it is.
         batch: One of a rank's micro-batches.
         setting: What the run has set.
         gpu: Name; None: that of this machine.
+        candidates: As it is set, by name.
     """
     lines = ["plan_only: nothing was trained and no rank was started; leave it out to train."]
     figures: dict[str, float | None] = {}
@@ -271,7 +260,17 @@ def plan_of_run(
         offloads=tuple(dict.fromkeys(("none", setting.offload))),
         micro_batches=sorted(sizes),
     )
-    return plan, ["", *lines]
+    own: list[str] = []
+    if candidates:
+        pairs = tuple(candidates.items())
+        it = plan_as_set(module, batch, pairs, setting, gpu, gpu_figures=figures).best
+        choice = it.choice
+        own.append(
+            f"As configured ({choice.strategy} over {choice.shard_size}, micro-batch "
+            f"{choice.micro_batch} x {choice.micro_batches}): {it.memory.peak / GIB:.1f} GiB, "
+            f"{it.step.total:.3g} s, {'fits' if it.fits else 'may not fit'}."
+        )
+    return plan, [*own, "", *lines]
 
 
 def _first_batch(module: LightningModule, loaders: Any, datamodule: Any) -> Any:
@@ -315,6 +314,49 @@ class Chosen:
 
     sharding_strategy: str
     reason: str
+    shard_size: int | None = None
+    """Where that was to be chosen; None: it is as it was set."""
+
+
+def choose_shard_size(
+    module: LightningModule | None, sharding: ShardingStrategy, setting: Setting, reach: int
+) -> Chosen:
+    """Choose how many ranks share a model of ``hybrid_shard``.
+
+    The fastest that fits by the plan, where the GPU and, from ``example_input_array``, the
+    activations are known; else as many as reach each other without the network.
+
+    Args:
+        module: What will be trained.
+        sharding: As the other options say.
+        setting: What is set.
+        reach: Ranks of a node, or of an NVLink domain of several.
+    """
+    count = setting.num_nodes * setting.ranks_per_node
+    near = "a node" if reach == setting.ranks_per_node else "an NVLink domain"
+    usual = Chosen(
+        sharding_strategy="hybrid_shard", shard_size=reach, reason=f"the ranks of {near}"
+    )
+    gpu = None
+    if setting.device.type == "cuda":
+        found = torch.cuda.get_device_properties(setting.device)
+        gpu = gpu_of_device(found.name, found.total_memory)
+    if gpu is None or module is None or module.example_input_array is None:
+        return usual
+    setting = replace(setting, num_nodes=count // reach, ranks_per_node=reach)
+    possible: list[tuple[str, ShardingStrategy]] = []
+    for size in shard_sizes(setting.num_nodes, reach):
+        with suppress(ConfigurationError):  # ranks that gather for the backward do not divide it
+            one = replace(sharding, shard_size=size)
+            one.topology(setting.num_nodes, reach)
+            possible.append(("hybrid_shard", one))
+    try:
+        plan = plan_as_set(module, module.example_input_array, possible, setting, gpu)
+    except ConfigurationError as error:
+        return replace(
+            usual, reason=f"{usual.reason}; its step could not be planned: {str(error)[:80]}"
+        )
+    return replace(usual, shard_size=plan.best.choice.shard_size, reason=_reason(plan, gpu))
 
 
 def choose(
@@ -368,50 +410,51 @@ def choose(
 def _fastest(
     module: LightningModule, candidates: Mapping[str, ShardingStrategy], setting: Setting, gpu: str
 ) -> Chosen:
-    plan = plan_as_set(module, module.example_input_array, candidates, setting, gpu)
+    pairs = tuple(candidates.items())
+    plan = plan_as_set(module, module.example_input_array, pairs, setting, gpu)
+    return Chosen(sharding_strategy=plan.best.choice.strategy, reason=_reason(plan, gpu))
+
+
+def _reason(plan: Plan, gpu: str) -> str:
     best, room = plan.best, plan.cluster.gpu.memory_gb * 1e9 / GIB
     needs = f"{best.memory.peak / GIB:.1f} GiB of {room:.1f} GiB"
     machines = f"{plan.cluster.count} x {gpu}"
-    return Chosen(
-        sharding_strategy=best.choice.strategy,
-        reason=f"the fastest that fits {machines} by the plan ({needs}, {best.step.total:.3g} s)"
+    return (
+        f"the fastest that fits {machines} by the plan ({needs}, {best.step.total:.3g} s)"
         if best.fits
-        else f"the least memory of all, none of which fits {machines} by the plan ({needs})",
+        else f"the least memory of all, none of which fits {machines} by the plan ({needs})"
     )
 
 
 def plan_as_set(
     module: LightningModule,
     batch: Any,
-    candidates: Mapping[str, ShardingStrategy],
+    candidates: Sequence[tuple[str, ShardingStrategy]],
     setting: Setting,
     gpu: str,
+    **options: Any,
 ) -> Plan:
-    """The plan of a run, for its own settings and shard sizes.
+    """The plan of a run, for its own settings.
 
     Args:
         module: Stays as it is.
         batch: One of a rank's micro-batches.
-        candidates: Strategies, by name.
+        candidates: Strategies, with their names.
         setting: What the run has set.
         gpu: Name.
+        options: The rest of :func:`make_plan`'s.
     """
-    plan = _plan_with(
+    return _plan_with(
         module,
         batch,
         setting,
         gpu,
-        strategies=tuple(candidates),
+        strategies=candidates,
         recomputes=(setting.recompute,),
         offloads=(setting.offload,),
         micro_batches=(samples_of(batch),),
+        **options,
     )
-    sizes = {
-        name: sharding.topology(setting.num_nodes, setting.ranks_per_node).shard_size
-        for name, sharding in candidates.items()
-    }
-    own = [it for it in plan.plans if it.choice.shard_size == sizes[it.choice.strategy]]
-    return replace(plan, plans=own)
 
 
 def by_states(

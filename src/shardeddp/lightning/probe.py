@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from shardeddp.comm import Mesh, barrier
-from shardeddp.comm.collectives import Collectives
+from shardeddp.comm.collectives import CollectiveHandle, Collectives
+from shardeddp.comm.streams import CommStream
 from shardeddp.lightning.api import NAMESPACE, Callback, LightningModule, Trainer
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.planner.calibration import Device, Probe, Timed, TimedCollective
@@ -33,7 +35,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _Sizes: TypeAlias = tuple[int, int, int, int, int]
 """Of a decoder: layers, width, heads; samples and length of a batch."""
 _TINY: _Sizes = (4, 16, 2, 1, 8)
-_STEPS = 16
+_STEPS = 48
 
 # By type of device: sizes that keep it busy, and take it little time.
 MATMULS = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
@@ -51,19 +53,27 @@ GATHERED = {
 def probe() -> Probe | None:
     """Measure on the ranks that torchrun has started, or on this process alone; None but on rank 0.
 
-    A training of next to nothing sets up ranks, groups and strategy as every other does. Rates are
-    measured when it starts; its own steps say what loops and hooks take.
+    Trainings of next to nothing set up ranks, groups and strategy as every other does: one that
+    communicates once a step, and one that gathers all units in every forward and backward. Rates
+    are measured when the second one starts; their own steps say what loops and hooks take.
     """
+    logging.getLogger(NAMESPACE).setLevel(logging.ERROR)  # notes on trainings that are none
+    replicas, shards, rates = _Clock(), _Clock(), _Rates()
+    _train("no_shard", [replicas])
+    rank = _train("hybrid_shard", [rates, shards])
+    return None if rank else _probe_of(rates.figures, replicas, shards)
+
+
+def _train(strategy: str, callbacks: list[Callback]) -> int:
+    """Train next to nothing; the rank."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    logging.getLogger(NAMESPACE).setLevel(logging.ERROR)  # notes on a training that is none
-    measures = _Measures()
     batches: Any = [_tokens(_TINY)] * 2 * _STEPS
-    Trainer(
+    trainer = Trainer(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=per_node,
         num_nodes=int(os.environ.get("WORLD_SIZE", "1")) // per_node,
-        strategy=ShardedDP("hybrid_shard", auto_wrap_policy={Block}),
-        callbacks=[measures],
+        strategy=ShardedDP(strategy, auto_wrap_policy={Block}),
+        callbacks=callbacks,
         accumulate_grad_batches=2,
         max_steps=_STEPS,
         use_distributed_sampler=False,
@@ -71,8 +81,27 @@ def probe() -> Probe | None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(_Tiny(), DataLoader(batches, batch_size=None))
-    return measures.result
+    )
+    trainer.fit(_Tiny(), DataLoader(batches, batch_size=None))
+    return trainer.global_rank
+
+
+def _probe_of(figures: dict[str, Any], replicas: _Clock, shards: _Clock) -> Probe:
+    """Rates, and what trainings take beside their work and their transfers."""
+    host: Timed = figures["host"]
+    latency = min((it.seconds for it in figures["collectives"]), default=0.0)
+    # Replicas share nothing in a micro-batch that is not the last of its step; shards share the
+    # same in all of them.
+    alone, others, steps = replicas.others, shards.others, shards.steps
+    issued = others.collectives - alone.collectives
+    return Probe(
+        **figures,
+        micro_batch_s=max(_LEAST_S, alone.seconds - host.seconds - host.backward_s),
+        step_s=max(_LEAST_S, steps.seconds - others.seconds),
+        collective_s=max(0.0, (others.seconds - alone.seconds) / issued - latency)
+        if issued
+        else 0.0,
+    )
 
 
 class _Tiny(LightningModule):
@@ -94,36 +123,19 @@ class _Tiny(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-class _Measures(Callback):
-    """Measures rates when a training starts, and how long its micro-batches and steps are."""
+@dataclass(frozen=True, kw_only=True)
+class _Batches:
+    """Batches that are alike: medians of one."""
+
+    seconds: float
+    collectives: float
+
+
+class _Clock(Callback):
+    """Measures how long the micro-batches of a training are, two of which make a step."""
 
     def __init__(self) -> None:
-        self.result: Probe | None = None
-        """On rank 0, when the training has ended."""
-        self._figures: dict[str, Any] = {}
-        self._ends: list[float] = []
-        self._calls: list[int] = []
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure rates; a collective of all ranks."""
-        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        kind, ranks = mesh.device.type, _Ranks(mesh)
-        with mesh.device:
-            self._figures = {
-                "device": Device.of(mesh.device, mesh.topology.world_size, trainer.num_devices),
-                "compute": [
-                    *(ranks.matmul(n, dtype) for n in MATMULS[kind] for dtype in _DTYPES),
-                    *(ranks.attention(*each) for each in DECODERS[kind]),
-                    *(ranks.steps(each) for each in DECODERS[kind]),
-                ],
-                "host": ranks.steps(_TINY),
-                "memory_gbs": ranks.memory_gbs(),
-                "optimizer_gbs": ranks.optimizer_gbs(),
-                "collectives": ranks.collectives(),
-                "interference": ranks.interference(),
-            }
-            self._figures["spread"] = median(ranks.spreads)
+        self._ends: list[tuple[float, int]] = []
 
     @override
     def on_train_batch_end(
@@ -136,28 +148,54 @@ class _Measures(Callback):
     ) -> None:
         """A micro-batch ends."""
         mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        self._ends.append(time.perf_counter())
-        self._calls.append(sum(mesh.traffic.calls.values()))
+        self._ends.append((time.perf_counter(), sum(mesh.traffic.calls.values())))
+
+    @property
+    def others(self) -> _Batches:
+        """Those that do not step."""
+        return self._batches(1)
+
+    @property
+    def steps(self) -> _Batches:
+        """Those that step."""
+        return self._batches(2)
+
+    def _batches(self, first: int) -> _Batches:
+        # The second batch of each pair steps; the first pair is left out.
+        each = [*zip(self._ends, self._ends[1:], strict=False)][first::2]
+        return _Batches(
+            seconds=median(end - begin for (begin, _), (end, _) in each),
+            collectives=median(calls - before for (_, before), (_, calls) in each),
+        )
+
+
+class _Rates(Callback):
+    """Measures rates when a training starts."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
+        """Of a :class:`Probe`, by name."""
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take what they were beside their work and their collectives."""
-        host: Timed = self._figures["host"]
-        latency = min((it.seconds for it in self._figures["collectives"]), default=0.0)
-        took = [
-            end - begin - latency * (calls - before)
-            for begin, end, before, calls in zip(
-                self._ends, self._ends[1:], self._calls, self._calls[1:], strict=False
-            )
-        ]
-        # The second batch of each pair steps; the first pair is left out.
-        steps, others = median(took[2::2]), median(took[1::2])
-        if trainer.is_global_zero:
-            self.result = Probe(
-                **self._figures,
-                micro_batch_s=max(_LEAST_S, others - host.seconds - host.backward_s),
-                step_s=max(_LEAST_S, steps - others),
-            )
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure; a collective of all ranks."""
+        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        kind, ranks = mesh.device.type, _Ranks(mesh)
+        with mesh.device:
+            self.figures = {
+                "device": Device.of(mesh.device, mesh.topology.world_size, trainer.num_devices),
+                "compute": [
+                    *(ranks.matmul(n, dtype) for n in MATMULS[kind] for dtype in _DTYPES),
+                    *(ranks.attention(*each) for each in DECODERS[kind]),
+                    *(ranks.steps(each) for each in DECODERS[kind]),
+                ],
+                "host": ranks.steps(_TINY),
+                "memory_gbs": ranks.memory_gbs(),
+                "optimizer_gbs": ranks.optimizer_gbs(),
+                "collectives": ranks.collectives(),
+                "interference": ranks.interference(),
+            }
+            self.figures["spread"] = median(ranks.spreads)
 
 
 class _Ranks:
@@ -248,46 +286,43 @@ class _Ranks:
     def _collectives(
         self, gather: Collectives, reduce: Collectives, nbytes: int
     ) -> list[TimedCollective]:
-        size = gather.size
-        buffer = torch.ones(nbytes // 4 // size * size)
-        shard = torch.empty(buffer.numel() // size)
-        actions: dict[str, Callable[[], object]] = {
-            "all_gather": lambda: gather.all_gather_(buffer).wait(),
-            "reduce_scatter": lambda: reduce.reduce_scatter(shard, buffer).wait(),
-            "all_reduce": lambda: reduce.all_reduce_(buffer, "mean").wait(),
-        }
-        seconds = self._medians([*actions.values()], together=True)
+        actions = _actions(gather, reduce, nbytes)
+        seconds = self._medians([_waits(it) for it in actions.values()], together=True)
         return [
-            TimedCollective(kind=kind, ranks=size, nbytes=buffer.nbytes, seconds=took)
+            TimedCollective(kind=kind, ranks=gather.size, nbytes=nbytes, seconds=took)
             for kind, took in zip(actions, seconds, strict=True)
         ]
 
-    def interference(self) -> float | None:
-        """Seconds that a gather adds to matmuls that hide it, per second of its own."""
+    def interference(self) -> dict[str, float]:
+        """By kind, seconds that a collective adds to matmuls that hide it, per second of its own."""
         mesh = self._mesh
         if mesh.gather.size == 1:
-            return None
-        size, width = mesh.gather.size, MATMULS[self._device.type][-2]
-        buffer = torch.ones(GATHERED[self._device.type][-1] // 4 // size * size)
-        matrix = torch.randn(width, width)
+            return {}
+        kind, found = self._device.type, dict[str, float]()
+        matrix = torch.randn(MATMULS[kind][-2], MATMULS[kind][-2])
+        single = self._median(lambda: torch.mm(matrix, matrix))
+        actions = _actions(mesh.gather, mesh.reduce, GATHERED[kind][-1])
+        for name, action in actions.items():
+            stream = mesh.gather_stream if name == "all_gather" else mesh.reduce_stream
+            alone = self._medians([_waits(action)], together=True)[0]
+            times = math.ceil(2 * alone / single)
 
-        def gather() -> None:
-            mesh.gather.all_gather_(buffer).wait()
+            def compute(times: int = times) -> None:
+                for _ in range(times):
+                    torch.mm(matrix, matrix)
 
-        alone, single = self._medians([gather, lambda: torch.mm(matrix, matrix)], together=True)
-        times = math.ceil(2 * alone / single)
+            def both(
+                stream: CommStream = stream,
+                action: Callable[[], CollectiveHandle] = action,
+                compute: Callable[[], None] = compute,
+            ) -> None:
+                handle = stream.issue(action)
+                compute()
+                handle.wait()
 
-        def compute() -> None:
-            for _ in range(times):
-                torch.mm(matrix, matrix)
-
-        def both() -> None:
-            handle = mesh.gather_stream.issue(lambda: mesh.gather.all_gather_(buffer))
-            compute()
-            handle.wait()
-
-        computing, together = self._medians([compute, both], together=True)
-        return min(1.5, max(0.0, together - computing) / alone)
+            computing, together = self._medians([compute, both], together=True)
+            found[name] = min(1.5, max(0.0, together - computing) / alone)
+        return found
 
     # -- Medians
 
@@ -321,6 +356,23 @@ class _Ranks:
     def _synchronize(self) -> None:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
+
+
+def _actions(
+    gather: Collectives, reduce: Collectives, nbytes: int
+) -> dict[str, Callable[[], CollectiveHandle]]:
+    """By kind, collectives of a buffer."""
+    buffer = torch.ones(nbytes // 4 // gather.size * gather.size)
+    shard = torch.empty(buffer.numel() // gather.size)
+    return {
+        "all_gather": lambda: gather.all_gather_(buffer),
+        "reduce_scatter": lambda: reduce.reduce_scatter(shard, buffer),
+        "all_reduce": lambda: reduce.all_reduce_(buffer, "mean"),
+    }
+
+
+def _waits(action: Callable[[], CollectiveHandle]) -> Callable[[], object]:
+    return lambda: action().wait()
 
 
 # -- A decoder of few sizes

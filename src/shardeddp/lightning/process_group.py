@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import warnings
 from collections.abc import Callable, Generator
@@ -24,7 +25,13 @@ from shardeddp.comm.desync import note_that_runs_alone
 from shardeddp.comm.liveness import lightning_calls
 from shardeddp.comm.mesh import count_connections
 from shardeddp.comm.propagation import has_broken_transfers, is_transfer_error
-from shardeddp.comm.rendezvous import meet, reserve_open_files, stay_on_loopback
+from shardeddp.comm.rendezvous import (
+    meet,
+    nvlink_domain,
+    reserve_open_files,
+    stay_on_loopback,
+    switches_of,
+)
 from shardeddp.comm.store import StoreClient
 from shardeddp.config import Options
 from shardeddp.engine.runtime import runtime_of
@@ -104,10 +111,12 @@ class ProcessGroup:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        """Others where ``auto`` has chosen since, before the mesh is made."""
+        """Others where ``auto`` has chosen since, or the run goes on with another strategy."""
         self.device_mesh: DeviceMesh | None = None
         """Axes of ranks as torch has them; None: there is no tensor axis."""
-        self._order: tuple[int, ...] | None = None  # of ranks node by node; None: as they count
+        self._order: tuple[int, ...] | None = None  # of ranks near each other; None: as they count
+        self.reach: int | None = None
+        """Ranks that reach each other without the network, as those of a node do; None: unknown."""
         self.current: Mesh | None = None
         """The communicators of this rank.
 
@@ -175,7 +184,7 @@ class ProcessGroup:
                 "before, without that. Start a new process for it"
             )
 
-    def on_rank_zero(self, topic: str, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+    def on_rank_zero(self, topic: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What rank 0 makes, on all ranks; a collective that needs no mesh yet.
 
         Args:
@@ -197,7 +206,7 @@ class ProcessGroup:
             notes.write("answer", json.dumps(made))
             return made
         answer = notes.wait_for(["answer"], within_s).get("answer")
-        found: dict[str, str] | str = (
+        found: dict[str, Any] | str = (
             f"nothing within {within_s:.0f} s" if answer is None else json.loads(answer)
         )
         if isinstance(found, str):
@@ -260,6 +269,30 @@ class ProcessGroup:
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
 
+    def renew(
+        self,
+        options: Options,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        num_nodes: int,
+        ranks_per_node: int,
+    ) -> None:
+        """Make the mesh of other options in the middle of a run; a collective of all ranks.
+
+        Groups that both have serve both. Arguments are as for :meth:`begin_run`.
+        """
+        former, own = self.mesh, self.options
+        former.give_back()
+        self.options, self.current = options, None
+        try:
+            self.begin_run(environment, device, num_nodes, ranks_per_node, None)
+        except BaseException:
+            self.options, self.current = own, former
+            raise
+        former.end_run()
+        self.mesh.measure(former.clock)
+        self.mesh.traffic.go_on_from(former.traffic)
+
     def _reserve_connections(
         self,
         environment: ClusterEnvironment,
@@ -298,10 +331,13 @@ class ProcessGroup:
             run=f"{versions}, {options.sharding_strategy} as {options.sharding}, "
             f"tensor_parallel_size={options.tensor_parallel_size}, debug={options.debug}",
             problem=self._reserve_connections(environment, device, num_nodes, ranks_per_node),
+            switches=switches_of(os.environ),
+            domain=nvlink_domain(device),
         )
-        store, self._order = meet(
+        store, placement = meet(
             environment.main_address, environment.main_port, info, options.timeout
         )
+        self._order, self.reach = placement.order, placement.reach
         with torch_compares() if options.debug else nullcontext():
             init_dist_connection(
                 environment,

@@ -227,7 +227,10 @@ class StepMonitor(Callback):
         samples = samples_of(batch)
         fit.counted[0] += samples
         fit.counted[1] += samples * tokens_of(batch)
-        if not fit.is_warm and self._expected is None and not self._note and trainer.is_global_zero:
+        mesh: Mesh = trainer.strategy.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        is_resharded, fit.mesh = mesh is not fit.mesh, mesh
+        is_unplanned = not fit.is_warm and self._expected is None and not self._note
+        if trainer.is_global_zero and (is_resharded or is_unplanned):
             self._plan(trainer, batch)
         if trainer.global_step != fit.step:
             fit.step = trainer.global_step
@@ -295,7 +298,7 @@ class StepMonitor(Callback):
             self._expected = plan_as_set(
                 self._bare,
                 batch,
-                {options.sharding_strategy: options.sharding},
+                ((options.sharding_strategy, options.sharding),),
                 strategy.setting(trainer),
                 self._gpu or ASSUMED_GPU,
             ).best

@@ -21,7 +21,7 @@ from typing_extensions import override
 from shardeddp.checkpoint.full import gather_full
 from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.restore import parameter_names
-from shardeddp.comm import Mesh, Traffic, during
+from shardeddp.comm import Mesh, Traffic, agree_on_layout, during
 from shardeddp.comm.rendezvous import leave_loopback
 from shardeddp.config import (
     ActivationCheckpointingLike,
@@ -64,6 +64,7 @@ from shardeddp.lightning.planning import (
     PlanLauncher,
     Setting,
     choose,
+    choose_shard_size,
     setting_of,
 )
 from shardeddp.lightning.precision import shard_precision
@@ -74,7 +75,12 @@ from shardeddp.lightning.resume import Resume
 from shardeddp.lightning.tensor_parallel import refuse_optimizer, refuse_untried_in
 from shardeddp.optim.attach import attach_optimizer, follow_optimizers
 from shardeddp.plan.memory import MemoryPlan, plan_memory
-from shardeddp.plan.sharding_strategy import AUTO, OptimizerShard, ShardingStrategyName
+from shardeddp.plan.sharding_strategy import (
+    AUTO,
+    OptimizerShard,
+    ShardingStrategyName,
+    ShardSizeOption,
+)
 from shardeddp.planner.plan import Plan, make_plan
 from shardeddp.report import print_units
 from shardeddp.translate import explain_unknown
@@ -115,7 +121,9 @@ class ShardedDP(ParallelStrategy):
             or ``no_shard`` (nothing: DDP). Upper or lower case. ``auto`` chooses one of them by its
             plan when the first run is set up, on rank 0 for all ranks, and says which and why.
         shard_size: Ranks that share one model, for ``hybrid_shard``; must divide the number of
-            ranks. None: the ranks of one node.
+            ranks. None: the ranks of one node. ``auto``: chosen when the first run is set up: by
+            its plan where the GPU and ``example_input_array`` are known, else the ranks of an
+            NVLink domain, or of a node.
         auto_wrap_policy: Which modules are gathered as one unit: ``auto`` (the repeated blocks of
             the model), classes or their import paths, a policy object, a function of (name,
             module), or None for a single unit (all parameters are whole while anything computes).
@@ -190,7 +198,7 @@ class ShardedDP(ParallelStrategy):
     def __init__(
         self,
         sharding_strategy: ShardingStrategyName | str = "full_shard",  # any case
-        shard_size: int | None = None,
+        shard_size: ShardSizeOption = None,
         auto_wrap_policy: PolicyLike = "auto",
         *,
         mixed_precision: MixedPrecision | str | None = None,
@@ -445,16 +453,17 @@ class ShardedDP(ParallelStrategy):
         )
 
     def print_units(self) -> None:
-        """Print the units, and the bytes that each rank stores of them.
+        """Print the units, and the bytes that each rank stores of them, on rank 0.
 
-        Works from ``on_fit_start`` on, on any rank.
+        Works from ``on_fit_start`` on. Other ranks may call it and need not.
         """
         runtime = None if self.lightning_module is None else runtime_of(self.lightning_module)
         if runtime is None:
             raise RuntimeError(
                 "ShardedDP has no units yet: the Trainer shards the model when it starts to run"
             )
-        print_units(self.options.sharding_strategy, runtime)
+        if self.is_global_zero:
+            print_units(self.options.sharding_strategy, runtime)
 
     @contextmanager
     def summon_full_params(
@@ -538,15 +547,18 @@ class ShardedDP(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        ranks = (self._environment, self.root_device, self.num_nodes, self.num_processes)
-        self._group.connect(*ranks)
-        if self.options.sharding_strategy == AUTO:
+        self._group.connect(*self._ranks)
+        if AUTO in (self.options.sharding_strategy, self.options.shard_size):
             self._choose_sharding()
-        self._group.begin_run(*ranks, self.lightning_module)
+        self._group.begin_run(*self._ranks, self.lightning_module)
         if self._group.device_mesh is not None and self.lightning_module is not None:
             private.give_device_mesh(self.lightning_module, self._group.device_mesh)
         if self.trainer is not None:
             self._callbacks.averages.keep_on_host(self.trainer, self.trainer.lightning_module)
+
+    @property
+    def _ranks(self) -> tuple[ClusterEnvironment, torch.device, int, int]:
+        return self._environment, self.root_device, self.num_nodes, self.num_processes
 
     def setting(self, trainer: Trainer | None) -> Setting:
         """What is set, as far as plans depend on it."""
@@ -560,17 +572,27 @@ class ShardedDP(ParallelStrategy):
         )
 
     def _choose_sharding(self) -> None:
-        """Go on as if the strategy that rank 0 chooses for ``auto`` had been set."""
+        """Go on as if what rank 0 chooses for ``auto`` had been set."""
         module, setting = self.lightning_module, self.setting(self.trainer)
-        found = self._group.on_rank_zero(
-            "choice of a sharding strategy",
-            lambda: vars(choose(module, self.options.candidates, setting)),
-        )
+        options, reach = self.options, self._group.reach or self.num_processes
+
+        def choice() -> dict[str, Any]:
+            if options.shard_size == AUTO:  # which goes with one strategy
+                sharding = options.candidates["hybrid_shard"]
+                return vars(choose_shard_size(module, sharding, setting, reach))
+            return vars(choose(module, options.candidates, setting))
+
+        found = self._group.on_rank_zero("choice of a sharding strategy", choice)
         self.chosen = chosen = Chosen(**found)
-        self.options = replace(self.options, sharding_strategy=chosen.sharding_strategy)
+        size = chosen.shard_size or options.shard_size
+        self._use(replace(options, sharding_strategy=chosen.sharding_strategy, shard_size=size))
+        over = f" over {chosen.shard_size} ranks" if chosen.shard_size else ""
+        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}{over}, {chosen.reason}")
+
+    def _use(self, options: Options) -> None:
+        self.options = options
         for part in (self._group, self._model_sharding, self._checkpoints):
-            part.options = self.options
-        rank_zero_info(f"ShardedDP: auto chose {chosen.sharding_strategy}, {chosen.reason}")
+            part.options = options
 
     @contextmanager
     @override
@@ -642,13 +664,69 @@ class ShardedDP(ParallelStrategy):
         for optimizer in self.optimizers if self.options.tensor_parallel_size > 1 else ():
             refuse_optimizer(optimizer, scopes)
         follow_optimizers(parameters_changed)
+        self._attach_optimizers()
+
+    def _attach_optimizers(self) -> None:
         for optimizer in () if self.runtime.passthrough else self.optimizers:
             attach_optimizer(
                 optimizer,
                 self.runtime.parameters_changed,
                 self._offloads_optimizer,
-                scopes,
+                self.options.optimizer_scope,
             )
+
+    # -- Another sharding strategy in the middle of a run
+
+    def reshard(
+        self, sharding_strategy: ShardingStrategyName, shard_size: int | None = None
+    ) -> None:
+        """Go on with another sharding strategy; all ranks call it between two optimizer steps.
+
+        Parameters stay the objects that they are, with their values, gradients and optimizer
+        states, and so do averages of callbacks. What is to lie elsewhere is gathered one tensor at
+        a time: no rank ever has the whole model. Shards are in memory twice until all are in place.
+
+        Args:
+            sharding_strategy: As ``ShardedDP`` takes it, but for ``auto``.
+            shard_size: As there.
+
+        Raises:
+            ConfigurationError: The ranks or the other options do not allow it, or ranks ask for
+                different strategies.
+            RuntimeError: There is no run, a step or ``summon_full_params`` is under way, or
+                gradients of micro-batches are not complete.
+        """
+        trainer, runtime = self._trainer_at_work(), self.runtime
+        if not trainer.training:
+            raise RuntimeError("reshard() outside of training: call it in a fit, between two steps")
+        options = replace(self.options, sharding_strategy=sharding_strategy, shard_size=shard_size)
+        self._check_reshard(options)
+        if options == self.options:
+            return
+        self.wait_for_checkpoint()
+        self.mesh.settle()
+        self._group.renew(options, *self._ranks)
+        self._use(options)
+        module = trainer.lightning_module
+        self._runtime = self._model_sharding.shard(
+            module, self.precision_plugin, lambda: None, fitting=self._fitting
+        )
+        self._runtime.go_on_from(runtime)
+        self._callbacks.after_resharding(trainer, module, self._runtime)
+        self._attach_optimizers()
+
+    def _check_reshard(self, options: Options) -> None:
+        """Raise on all ranks before anything has changed."""
+        split, name = options.tensor_parallel_size, options.sharding_strategy
+        if AUTO in (name, options.shard_size) or split > 1:
+            raise ConfigurationError(
+                f"reshard({name!r}, {options.shard_size!r}) with tensor_parallel_size={split}: "
+                f"expected the name of a strategy, a number of ranks or None, and layers that are "
+                f"not split"
+            )
+        options.sharding.topology(self.num_nodes, self.num_processes)
+        agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.world_control)
+        self.runtime.check_rest("reshard()")
 
     @override
     def model_to_device(self) -> None:

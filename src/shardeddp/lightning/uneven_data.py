@@ -95,7 +95,10 @@ class EvenTraining:
     """
 
     def __init__(self, mesh: Mesh, choice: UnevenBatches) -> None:
-        self._mesh, self._choice = mesh, choice
+        self._choice = choice
+        self.mesh = mesh
+        """Another one once the run goes on with another sharding strategy."""
+
         # Batches of this rank; infinite for a loader without a length.
         self._own: float = inf
         self._differ = False  # whether ranks have different numbers of batches
@@ -120,10 +123,10 @@ class EvenTraining:
         asks = length is None or any(
             map(has_iterable_dataset, loader.flattened if loader is not None else ())
         )
-        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self._mesh.world_control)
+        answers = all_gather_bytes(json.dumps([length, asks]).encode(), self.mesh.world_control)
         told: list[tuple[int | None, bool]] = [json.loads(text) for text in answers]
         counts = [inf if count is None else count for count, _ in told]
-        self._own = inf if asks else counts[self._mesh.rank]
+        self._own = inf if asks else counts[self.mesh.rank]
         self._asks = any(asks for _, asks in told)
         self._differ = len(set(counts)) > 1 and (
             self._asks or not _ends_before(trainer, min(counts))
@@ -144,7 +147,7 @@ class EvenTraining:
         if isinstance(fetcher, PrefetchDataFetcher):
             if (self._asks or self._differ) and not isinstance(fetcher, WatchedFetcher):
                 watched = WatchedFetcher(
-                    fetcher, lambda: self._goes_on_without(trainer), self._mesh.rank
+                    fetcher, lambda: self._goes_on_without(trainer), self.mesh.rank
                 )
                 private.replace_data_fetcher(trainer.fit_loop, watched)
         elif self._choice == "join" and (self._asks or self._differ):
@@ -199,11 +202,11 @@ class EvenTraining:
                 not even this one.
             ready: Its number, from 1.
         """
-        if not agree_on_any([mine != "more"], self._mesh.world_control)[0]:
+        if not agree_on_any([mine != "more"], self.mesh.world_control)[0]:
             return False
         told = [
             json.loads(text)
-            for text in all_gather_bytes(json.dumps(mine).encode(), self._mesh.world_control)
+            for text in all_gather_bytes(json.dumps(mine).encode(), self.mesh.world_control)
         ]
         if set(told) == {"none"}:
             return None

@@ -3,7 +3,7 @@
 import difflib
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from shardeddp.errors import ConfigurationError
 from shardeddp.plan.topology import Topology
@@ -101,6 +101,7 @@ class ShardingStrategy:
                 shard_size=size,
                 split_replicas=self.split_replicas,
                 order=_side_by_side(order, size * tensor_size),
+                nearest=order,
             )
             if self.regather_size is not None:
                 topology.subgroups(self.regather_size)
@@ -119,9 +120,22 @@ def _side_by_side(order: tuple[int, ...] | None, size: int) -> tuple[int, ...] |
     return None if order == tuple(range(len(order))) else order
 
 
+def shard_sizes(num_nodes: int, ranks_per_node: int) -> list[int]:
+    """Sizes of shard groups that lie inside nodes or are of whole nodes, ascending; more than 1."""
+    count = num_nodes * ranks_per_node
+    return [
+        size
+        for size in range(min(2, count), count + 1)
+        if count % size == 0 and (ranks_per_node % size == 0 or size % ranks_per_node == 0)
+    ]
+
+
 ShardingStrategyName = Literal[
     "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard", "auto"
 ]
+
+ShardSizeOption: TypeAlias = int | Literal["auto"] | None
+"""Ranks of a shard group: a number, chosen when the run is set up, or as the strategy says."""
 
 OptimizerShard = Literal["group", "world"]
 """Ranks that split the optimizer states: the shard group, or all."""
@@ -167,7 +181,7 @@ def find_sharding(sharding_strategy: str) -> ShardingStrategy:
 
 def choose_sharding(
     sharding_strategy: str,
-    shard_size: int | None = None,
+    shard_size: ShardSizeOption = None,
     reduce_every_backward: bool | None = None,
     reshard_after_forward: bool | int | None = None,
     offload_params: bool = False,
@@ -178,7 +192,7 @@ def choose_sharding(
     Args:
         sharding_strategy: A name, in any case.
         shard_size: Ranks that share a model, for ``hybrid_shard`` only; None: as the strategy
-            says.
+            says; ``auto``: the same, until the run has chosen it.
         reduce_every_backward: None: as the strategy says.
         reshard_after_forward: True, False, or a number of ranks that gather for the backward; None:
             what the strategy says.
@@ -199,7 +213,12 @@ def choose_sharding(
                 f"{sharding_strategy!r}, whose shard size is fixed; leave shard_size out or use "
                 f"'hybrid_shard'"
             )
-        changes["shard_size"] = shard_size
+        if isinstance(shard_size, str) and shard_size != AUTO:
+            raise ConfigurationError(
+                f"shard_size={shard_size!r}: expected a number of ranks, 'auto' or None"
+            )
+        if shard_size != AUTO:
+            changes["shard_size"] = shard_size
     if reduce_every_backward not in (None, True, False):
         raise ConfigurationError(
             f"reduce_every_backward={reduce_every_backward!r}: expected True, False or None"
@@ -222,7 +241,7 @@ def choose_sharding(
 
 
 AUTO = "auto"
-"""Sharding strategy of a run that chooses one of the others by its plan when it is set up."""
+"""Sharding strategy, or shard size, of a run that chooses it by its plan when it is set up."""
 
 PREFERENCE = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
 """Order of preference where nothing is known of the hardware: the least memory first."""

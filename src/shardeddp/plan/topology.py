@@ -1,6 +1,6 @@
 """Topology: groups of ranks for sharding and replication, and which rank is on which node."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,8 +41,15 @@ class Topology:
     order: tuple[int, ...] | None = None
     """Ranks in the order in which members of a shard group are adjacent; None: 0, 1, 2, ...
 
-    Another order is needed where SLURM distributes ranks over nodes cyclically. Every group lists
-    its ranks ascending, as process groups do.
+    Another order is needed where SLURM distributes ranks over nodes cyclically, or numbers nodes
+    that are far from each other one after the other. Every group lists its ranks ascending, as
+    process groups do.
+    """
+
+    nearest: tuple[int, ...] | None = None
+    """Ranks in the order in which those that are near each other are adjacent; None: 0, 1, 2, ...
+
+    Subgroups of a shard group follow it; members of a shard group are ascending.
     """
 
     def __post_init__(self) -> None:
@@ -60,12 +67,10 @@ class Topology:
                 f"run{' that train on different data' if self.tensor_size > 1 else ''}; use one of "
                 f"{divisors}"
             )
-        for group in (
-            (*self.shard_groups(), *self.replicate_groups()) if self.order is not None else ()
-        ):
+        for group in self.shard_groups() if self.order is not None else ():
             if group != sorted(group):
                 raise ValueError(
-                    f"ranks are placed on nodes in no order that replicas can have: expected "
+                    f"ranks are placed on nodes in no order that shard groups can have: expected "
                     f"groups of ascending ranks, found {group}. Let the launcher place ranks node "
                     f"by node (srun --distribution=block)"
                 )
@@ -103,8 +108,16 @@ class Topology:
         return self.data_rank(rank) % self.shard_size
 
     def replicate_rank(self, rank: int) -> int:
-        """Place of ``rank`` inside its replicate group: the number of its replica."""
-        return self.data_rank(rank) // self.shard_size
+        """Place of ``rank`` inside its replicate group.
+
+        It is the number of its replica, unless ranks are placed on nodes in such an order that the
+        ranks of one replica are before those of another in some groups only.
+        """
+        return self._replicate_ranks[rank]
+
+    @cached_property
+    def _replicate_ranks(self) -> dict[int, int]:
+        return {rank: place for it in self.replicate_groups() for place, rank in enumerate(it)}
 
     @property
     def num_slices(self) -> int:
@@ -143,7 +156,7 @@ class Topology:
         return self._runs_of(self.shard_size)
 
     def subgroups(self, size: int) -> list[list[int]]:
-        """Neighbouring ranks in groups of ``size``, which divides the shard size; by first rank."""
+        """The ranks of every shard group in groups of ``size``, those nearest to each other."""
         if size < 1 or self.shard_size % size:
             divisors = [
                 number for number in range(2, self.shard_size) if self.shard_size % number == 0
@@ -152,12 +165,20 @@ class Topology:
                 f"groups of {size} ranks do not divide the {self.shard_size} ranks of a shard "
                 f"group; use one of {divisors}"
             )
-        return self._runs_of(size)
+        if self.nearest is None:
+            return self._runs_of(size)
+        place = {rank: index for index, rank in enumerate(self.nearest)}
+        near = [sorted(group, key=place.__getitem__) for group in self.shard_groups()]
+        return [
+            sorted(group[first : first + size])
+            for group in near
+            for first in range(0, self.shard_size, size)
+        ]
 
     def replicate_groups(self) -> list[list[int]]:
         """The ranks of every replicate group, by shard rank."""
         return [
-            list(ranks[shard :: self.shard_size])
+            sorted(ranks[shard :: self.shard_size])
             for ranks in self._axes
             for shard in range(self.shard_size)
         ]
@@ -194,6 +215,12 @@ class RankInfo:
 
     problem: str = ""
     """Why this rank cannot take part; empty: it can."""
+
+    switches: str = ""
+    """Network switches from the outermost to that of its node, joined by periods; empty: unknown."""
+
+    domain: str = ""
+    """Of GPUs that NVLink connects across nodes; empty: there is none, or it is not known."""
 
     def agrees_with(self, other: "RankInfo") -> bool:
         """Whether two ranks believe the same."""
@@ -243,8 +270,48 @@ def check_infos(infos: Sequence[RankInfo]) -> None:
 
 
 def node_order(infos: Sequence[RankInfo]) -> tuple[int, ...]:
-    """The ranks node by node."""
-    return tuple(rank for ranks in ranks_by_node(infos).values() for rank in ranks)
+    """The ranks node by node; nodes that are near each other follow one another.
+
+    Nodes of one NVLink domain come together, and so do nodes and domains behind one switch, from
+    the innermost to the outermost. Where nothing is known of the network, and among equals, the
+    first rank decides. Four nodes of one rank::
+
+        node      0      1      2      3
+        switches  s0.s2  s0.s1  s0.s2  s0.s1     order: 0, 2, 1, 3
+    """
+    nodes = ranks_by_node(infos)
+    first = {info.rank: info for info in infos}
+    domains: dict[str, str] = {}
+    paths: dict[int, list[str]] = {}
+    for node, ranks in nodes.items():
+        info = first[ranks[0]]
+        path = info.switches.split(".")
+        if info.domain:
+            # Behind the switches of its first node, wherever its others are.
+            path = [*domains.setdefault(info.domain, info.switches).split("."), info.domain, *path]
+        paths[node] = path
+    leads: dict[tuple[str, ...], int] = {}  # by beginning of a path, the first rank that has it
+    for node, path in paths.items():
+        for length in range(1, len(path) + 1):
+            leads.setdefault(tuple(path[:length]), nodes[node][0])
+
+    def key(node: int) -> list[int]:
+        path = paths[node]
+        near = [leads[tuple(path[:length])] for length in range(1, len(path) + 1)]
+        return [*near, nodes[node][0]]
+
+    return tuple(rank for node in sorted(nodes, key=key) for rank in nodes[node])
+
+
+def reach_of(infos: Sequence[RankInfo]) -> int:
+    """Ranks that reach each other without the network: those of an NVLink domain, else of a node.
+
+    Of domains, where all ranks are in one and all have as many.
+    """
+    node, sizes = infos[0].ranks_per_node, Counter(info.domain for info in infos)
+    size = min(sizes.values())
+    equal = "" not in sizes and size == max(sizes.values()) and size % node == 0
+    return size if equal else node
 
 
 def check_runs(infos: Sequence[RankInfo]) -> None:

@@ -28,7 +28,7 @@ from shardeddp.planner.cost import (
 )
 from shardeddp.planner.trace import Work
 
-VERSION = 1
+VERSION = 2
 """Of the files; another one is refused."""
 TIME_INTERVAL = 0.15
 """Share of a predicted time within which runs lie that the constants were not fitted to (p90)."""
@@ -107,15 +107,17 @@ class Probe:
     optimizer_gbs: float
     """The same by a step of AdamW."""
     micro_batch_s: float
-    """Of loops and hooks, beside the work."""
+    """Of loops and hooks, beside work and collectives."""
     step_s: float
     """The same of an optimizer step, without its micro-batches'."""
+    collective_s: float
+    """The same of each collective, beside its transfer; 0 of a single rank."""
     spread: float
     """Share by which repetitions are slower than the fastest: how busy the machine is otherwise."""
     collectives: Sequence[TimedCollective] = ()
     """None of a single rank."""
-    interference: float | None = None
-    """Seconds that a collective costs computing beside it, per second of its own; None: one rank."""
+    interference: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By kind, seconds that a collective costs computing beside it, per second of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +340,7 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
     changed, misfit = _of_compute(rows, gpu, probe.host)
     changed["optimizer"] = gpu.memory_tbs * 1e3 / probe.optimizer_gbs
     changed["micro_batch_ms"], changed["step_ms"] = 1e3 * probe.micro_batch_s, 1e3 * probe.step_s
+    changed["collective_us"] = max(_LEAST, 1e6 * probe.collective_s)
     said = [f"matmul {best[main]:.3g} TFLOP/s in {main}", f"memory {probe.memory_gbs:.3g} GB/s"]
     measured = [*_COMPUTE, "optimizer"]
     network = network_gbits
@@ -362,8 +365,7 @@ def _of_probe(probe: Probe, path: Path, network_gbits: float | None) -> Calibrat
             **{kind: _speed(kind, timed, gbs, latency) for kind in kinds},
         }
         measured += _NETWORK
-    if probe.interference is not None:
-        changed["interference"] = max(_LEAST, probe.interference)
+    changed["interferences"] = {k: max(_LEAST, it) for k, it in probe.interference.items()}
     said.append(
         f"repetitions within {100 * probe.spread:.0f} %, its own steps within {100 * misfit:.0f} %"
     )
@@ -518,6 +520,7 @@ def _scaled(constants: Constants, *, compute: float = 1.0, network: float = 1.0)
         launch_us=c.launch_us * compute,
         micro_batch_ms=c.micro_batch_ms * compute,
         step_ms=c.step_ms * compute,
+        collective_us=c.collective_us * compute,
         link=c.link / network,
         network=c.network / network,
         latency_us=c.latency_us * network,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardeddp.plan.hardware import Cluster
@@ -53,12 +53,18 @@ class Constants:
     """Of each step from one rank of a ring to the next."""
     interference: float = 0.2
     """Slowdown of computing by the communication that it hides."""
+    interferences: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The same by kind of collective, of those that were measured."""
     optimizer: float = 1.5
     """Passes of an optimizer over its states in shares of their time at full bandwidth."""
     micro_batch_ms: float = 2.0
     """Host time of each micro-batch beside its kernels'."""
     step_ms: float = 5.0
     """Of an optimizer step, whatever its size."""
+    collective_us: float = 1e-3
+    """Host time of each collective beside its transfer: hooks, hand-over to a stream, swapping of
+    parameters. As good as nothing where it was not measured: those of a fit to runs of one strategy
+    are in ``micro_batch_ms``."""
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
     """Rate of matmuls and attention by GPU, in shares of the above; of collectives by kind, in
     shares of that of gathers."""
@@ -173,29 +179,38 @@ def time_of_work(
     }
     work = {"forward": ahead, "backward": back + redone}
     waits = {key: _soft_max(work[key], hosts[key], 16) - work[key] for key in work}
-    times = {"forward": [0.0, 0.0], "backward": [0.0, 0.0], "step": [0.0, 0.0]}
-    for it in collectives:
-        seconds = time_collective(it, cluster, c)
-        times[it.phase][it.kind != "all_gather"] += seconds * it.times
+    # Of gathers, and of reductions: seconds, and what they cost computing that hides them.
+    times: dict[str, list[tuple[float, float]]] = {
+        phase: [
+            _sum_of(
+                (seconds, seconds * c.interferences.get(it.kind, c.interference))
+                for it in collectives
+                if it.phase == phase and (it.kind != "all_gather") is reduces
+                for seconds in [time_collective(it, cluster, c) * it.times]
+            )
+            for reduces in (False, True)
+        ]
+        for phase in ("forward", "backward", "step")
+    }
     gathers = reductions = 0.0
     if not setting.overlaps:
-        reductions = times["backward"][1] + times["step"][1]
-        times["backward"][1] = times["step"][1] = 0.0
+        reductions = times["backward"][1][0] + times["step"][1][0]
+        times["backward"][1] = times["step"][1] = _NONE
     # What happens once per step hides with the rest: gathers in the first forward, reductions in
     # the last backward.
     for phase, once in (
-        ("forward", (times["step"][0], 0.0)),
-        ("backward", (0.0, times["step"][1])),
+        ("forward", (times["step"][0], _NONE)),
+        ("backward", (_NONE, times["step"][1])),
     ):
-        each = times[phase][0] / count, times[phase][1] / count
-        for repeats, parts in (
-            (count - 1, each),
-            (1, (each[0] + once[0], each[1] + once[1])),
-        ):
-            exposed = _exposed(sum(parts), work[phase] + waits[phase], c) * repeats
-            share = parts[0] / sum(parts) if sum(parts) else 0.0
+        each = [(seconds / count, costs / count) for seconds, costs in times[phase]]
+        last = [*map(_sum_of, zip(each, once, strict=True))]
+        for repeats, parts in ((count - 1, each), (1, last)):
+            seconds, costs = _sum_of(parts)
+            exposed = _exposed(seconds, costs, work[phase] + waits[phase]) * repeats
+            share = parts[0][0] / seconds if seconds else 0.0
             gathers += share * exposed
             reductions += (1 - share) * exposed
+    issued = sum(it.times for it in collectives)
     rate = setting.host_gbs or cluster.gpu.memory_tbs * 1e3 / c.optimizer
     return Step(
         compute=(ahead + back) * count,
@@ -203,7 +218,9 @@ def time_of_work(
         gathers=gathers,
         reductions=reductions,
         optimizer=setting.optimizer_nbytes / (rate * 1e9),
-        launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count + c.step_ms * 1e-3,
+        launch=(sum(waits.values()) + c.micro_batch_ms * 1e-3) * count
+        + c.step_ms * 1e-3
+        + c.collective_us * 1e-6 * issued,
     )
 
 
@@ -246,10 +263,26 @@ def time_collective(it: Collective, cluster: Cluster, c: Constants) -> float:
     return passes * seconds / c.rates.get(it.kind, 1.0)
 
 
-def _exposed(communication: float, compute: float, c: Constants) -> float:
-    """Seconds that communication adds to computing beside which it runs."""
-    hidden = min(communication, compute)
-    return _soft_max(communication, compute) - compute + c.interference * hidden
+_NONE = (0.0, 0.0)
+
+
+def _sum_of(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    first = second = 0.0
+    for one, other in pairs:
+        first, second = first + one, second + other
+    return first, second
+
+
+def _exposed(communication: float, costs: float, compute: float) -> float:
+    """Seconds that communication adds to computing beside which it runs.
+
+    Args:
+        communication: Seconds.
+        costs: By which all of it slows computing that hides it.
+        compute: Seconds.
+    """
+    hidden = min(1.0, compute / communication) if communication else 0.0
+    return _soft_max(communication, compute) - compute + costs * hidden
 
 
 def _soft_max(one: float, other: float, sharpness: int = 6) -> float:

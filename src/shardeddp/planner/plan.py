@@ -14,7 +14,7 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.plan.hardware import Cluster, find_gpu
 from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES
 from shardeddp.planner.calibration import calibrate as calibration_of
-from shardeddp.planner.search import RECOMPUTES, Planned, Planner, why
+from shardeddp.planner.search import RECOMPUTES, Planned, Planner, Strategies, why
 from shardeddp.planner.source import Source, of_dimensions, of_instance, of_module
 from shardeddp.planner.transformer import Dimensions
 from shardeddp.planner.view import picture, plan_lines
@@ -91,7 +91,7 @@ def make_plan(
     batch: Callable[[int], Any] | None = None,
     length: int = 2048,
     global_batch: int | None = None,
-    strategies: Sequence[str] = tuple(SHARDING_STRATEGIES),
+    strategies: Strategies = tuple(SHARDING_STRATEGIES),
     precisions: Sequence[str] = ("bf16-mixed",),
     recomputes: Sequence[str] = tuple(RECOMPUTES),
     offloads: Sequence[str] = ("none",),
@@ -121,7 +121,8 @@ def make_plan(
         batch: Makes a batch of so many samples; before ``inputs``.
         length: What ``S`` stands for: tokens of a sample.
         global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
-        strategies: Names of sharding strategies.
+        strategies: Names of sharding strategies, each in all shard sizes that make a difference; or
+            names with strategies as they are set.
         precisions: As the Trainer's; ``bf16`` is ``MixedPrecision(param_dtype="bfloat16")``.
         recomputes: ``none``, ``selective`` (matmuls and attention are kept), ``full``.
         offloads: ``none``, ``optimizer``, ``params``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from shardeddp.plan.sharding_strategy import (
     Reshard,
     ShardingStrategy,
     choose_sharding,
+    shard_sizes,
 )
 from shardeddp.planner.calibration import Calibration, Task
 from shardeddp.planner.collectives import Collective, collectives_of_step
@@ -50,6 +51,9 @@ RECOMPUTES = {
 
 
 OFFLOADS = ("none", "optimizer", "params")
+
+Strategies: TypeAlias = Sequence[str | tuple[str, ShardingStrategy]]
+"""Names of sharding strategies, and strategies with their names as a run has set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,7 @@ class Choice:
         if self.offload != "none":
             lines += ["      cpu_offload:", "        class_path: shardeddp.CPUOffload"]
             lines.append(f"        init_args: {{{self.offload}: true}}")
+        lines.append(f"# and DataLoader(batch_size={self.micro_batch}): samples of each rank")
         return "\n".join(lines)
 
 
@@ -207,7 +212,7 @@ class Planner:
         cluster: Cluster,
         *,
         global_batch: int | None = None,
-        strategies: Sequence[str] = tuple(SHARDING_STRATEGIES),
+        strategies: Strategies = tuple(SHARDING_STRATEGIES),
         precisions: Sequence[str] = ("bf16-mixed",),
         recomputes: Sequence[str] = tuple(RECOMPUTES),
         offloads: Sequence[str] = ("none",),
@@ -218,7 +223,8 @@ class Planner:
         Args:
             cluster: The machines.
             global_batch: Samples of an optimizer step over all ranks; None: one micro-batch each.
-            strategies: Names of sharding strategies.
+            strategies: Names of sharding strategies, each in all shard sizes that make a
+                difference; or names with strategies as they are set.
             precisions: As the Trainer's.
             recomputes: Names in ``RECOMPUTES``.
             offloads: ``none``, ``optimizer`` or ``params``.
@@ -237,11 +243,11 @@ class Planner:
                 raise ConfigurationError(f"micro_batches: {size} is no number of samples")
         found: list[Planned] = []
         for precision in precisions:
-            for strategy, size in _shard_sizes(strategies, cluster):
+            for strategy, sharding in _shardings(strategies, cluster):
                 found += self._plans_of(
                     cluster,
                     strategy,
-                    size,
+                    sharding,
                     precision,
                     global_batch,
                     recomputes,
@@ -262,14 +268,13 @@ class Planner:
         self,
         cluster: Cluster,
         strategy: str,
-        size: int | None,
+        sharding: ShardingStrategy,
         precision: str,
         global_batch: int | None,
         recomputes: Sequence[str],
         offloads: Sequence[str],
         micro_batches: Sequence[int],
     ) -> Iterator[Planned]:
-        sharding = choose_sharding(strategy, size)
         topology = sharding.topology(cluster.num_nodes, cluster.ranks_per_node)
         units = [costs_of(it, topology) for it in self.profile(precision, 1).units]
         trained = sum(it.shard_nbytes for unit in units for it in unit if it.trainable)
@@ -445,18 +450,20 @@ def combined(collectives: Sequence[Collective]) -> list[Collective]:
     return [replace(it, times=times) for it, times in counts.items()]
 
 
-def _shard_sizes(strategies: Sequence[str], cluster: Cluster) -> Iterator[tuple[str, int | None]]:
-    """Strategies with the shard sizes that make a difference."""
-    for strategy in strategies:
-        if strategy != "hybrid_shard":
-            yield strategy, None
+def _shardings(strategies: Strategies, cluster: Cluster) -> Iterator[tuple[str, ShardingStrategy]]:
+    """Strategies as they are set; of names, with the shard sizes that make a difference."""
+    names = {it.lower() for it in strategies if isinstance(it, str)}
+    for it in strategies:
+        if isinstance(it, tuple):
+            yield it
             continue
-        size = 2
-        while size < cluster.count:
-            inside = cluster.ranks_per_node % size == 0
-            if cluster.count % size == 0 and (inside or size % cluster.ranks_per_node == 0):
-                yield strategy, size
-            size *= 2
+        name = it.lower()
+        if name != "hybrid_shard":
+            yield name, choose_sharding(name)
+            continue
+        for size in shard_sizes(cluster.num_nodes, cluster.ranks_per_node):
+            if size < cluster.count or "full_shard" not in names:  # which it is, over all ranks
+                yield name, choose_sharding(name, size)
 
 
 def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]:
@@ -469,6 +476,14 @@ def why(best: Planned, others: Sequence[Planned], cluster: Cluster) -> list[str]
     lines.append(
         f"It leaves {room / GIB:.1f} GiB of {cluster.gpu.memory_gb * 1e9 / GIB:.1f} GiB free."
     )
+    size, node = best.choice.shard_size, cluster.ranks_per_node
+    if 1 < size < cluster.count:
+        among = (
+            "of one node" if size <= node else f"of {size // node} nodes that are near each other"
+        )
+        lines.append(
+            f"Shard groups are {size} ranks {among}; {cluster.count // size} of them are replicas."
+        )
     names = ("strategy", "shard_size", "recompute", "offload", "micro_batch", "precision")
     mine = vars(best.choice)
     for other in others:

@@ -356,7 +356,8 @@ def profile(
             f"{type(module).__name__} does not run without values ({type(error).__name__}: "
             f"{said}). The planner runs one training step on tensors that have shapes and no "
             f"values: a step that reads values (item() of whole numbers, shapes that depend on "
-            f"data, attributes that setup() or a Trainer sets) cannot be planned so. `shardeddp "
+            f"data, attributes that setup() or a Trainer sets) cannot be planned so, nor one that "
+            f"gets another batch than it expects: one --input for each of its tensors. `shardeddp "
             f"plan --dims` plans a transformer of the same dimensions. {_of_states(units)}"
         ) from error
     return ModelProfile(

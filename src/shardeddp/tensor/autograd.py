@@ -194,7 +194,7 @@ def extend_functions() -> None:
             or not sharded.requires_grad
         ):
             return found_node(tensor)
-        sharded.listen()
+        sharded.show_node()
         with without_torch_function():
             return found_node(sharded.unsharded)
 

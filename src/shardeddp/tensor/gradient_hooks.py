@@ -67,6 +67,8 @@ class GradientHooks:
         # Autograd's number of the backward that will call the completion hooks.
         self._due = -1
         self._unsharded = None if unsharded is None else weakref.ref(unsharded)
+        self.node_is_known = False
+        """Whether hooks may have been set on the parameter's node in graphs."""
         self.listens = False
         """Whether gradients of the unsharded parameter pass the hooks."""
         if self._on_gradient:

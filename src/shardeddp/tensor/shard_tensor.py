@@ -275,7 +275,8 @@ class NoRawMemory:
         return RuntimeError(
             f"{tensor.spec.fqn} is sharded: no memory holds all of its elements for {asked}(). Ask "
             f"to_local() for this rank's elements, or full_tensor() for a copy of all of them, and "
-            f"write to it with copy_()"
+            f"write to it with copy_(). What saves a model by itself (save_pretrained, "
+            f"safetensors) goes into strategy.summon_full_params()"
         )
 
 
@@ -482,6 +483,16 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         """Let gradients of all uses end at one autograd node, that of the unsharded parameter."""
         self._made_hooks().listen()
 
+    def show_node(self) -> None:
+        """The same, and let a user have that node, on which hooks may be set."""
+        self.listen()
+        self._made_hooks().node_is_known = True
+
+    @property
+    def node_is_known(self) -> bool:
+        """Whether a user has been given the node; it is that of the present sharding."""
+        return self._hooks is not None and self._hooks.node_is_known
+
     def _made_hooks(self) -> GradientHooks:
         self._hooks = self._hooks or GradientHooks(self, self._unsharded)
         return self._hooks
@@ -509,16 +520,19 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         """Lie in other memory from now on, which holds the same elements."""
         self._local = local
 
+    def _move_with_aliases(self, local: torch.Tensor, spec: ShardSpec) -> None:
+        for alias in self._living_aliases():
+            if alias._local is self._local:
+                alias._local, alias._spec = local, spec
+        self._local, self._spec = local, spec
+
     def leave_unit(self, local: torch.Tensor) -> None:
         """Leave the unit, as the parameter of a deep copy does; each use gathers it from here on.
 
         Args:
             local: This rank's elements, in memory that is not the unit's.
         """
-        for alias in self._living_aliases():
-            if alias._local is self._local:
-                alias.move_to(local)
-        self._local = local
+        self._move_with_aliases(local, self._spec)
         self._unit_gradients = self._unsharded = self._writes = None
         if self._hooks is not None:
             self._hooks = GradientHooks(self, None, self._hooks.of_users())
@@ -547,7 +561,11 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         gradient = stored_gradient(former)
         if gradient is not None:
             local = self._part_of(gradient).to(self._local, copy=True)
-            store_gradient(self, ShardTensor(local, self._spec))
+            if isinstance(gradient, ShardTensor):
+                gradient._move_with_aliases(local, self._spec)  # users may hold it
+            else:
+                gradient = ShardTensor(local, self._spec)
+            store_gradient(self, gradient)
         if former._hooks is not None:
             self.adopt_hooks(*former._hooks.of_users())
         for alias in former._living_aliases():
@@ -969,15 +987,16 @@ class _Average(torch.autograd.Function):
         total = gradient.contiguous().clone()
         spec.mesh.data.all_reduce_(total).wait()
         size = spec.mesh.topology.world_size
-        if is_copy and "copy" not in spec.warned and _differs(total, gradient * size):
-            spec.warned.append("copy")
-            warnings.warn(
-                f"a copy of parameter {spec.fqn} is sharded as that is, and gets the average of all "
-                f"ranks' gradients, which are not the same. Under DDP each rank trains a copy by "
-                f"its own. For that, copy whole values: copy.deepcopy(module) inside of "
-                f"strategy.summon_full_params(), or full_tensor() of the parameter",
-                stacklevel=2,
-            )
+        if is_copy and "copy" not in spec.warned:
+            spec.warned.append("copy")  # looked at once: the answer is waited for
+            if _differs(total, gradient * size):
+                warnings.warn(
+                    f"a copy of parameter {spec.fqn} is sharded as that is, and gets the average of "
+                    f"all ranks' gradients, which are not the same. Under DDP each rank trains a "
+                    f"copy by its own. For that, copy whole values: copy.deepcopy(module) inside of "
+                    f"strategy.summon_full_params(), or full_tensor() of the parameter",
+                    stacklevel=2,
+                )
         local = spec.localize(total).div(size)
         return ShardTensor(local.to(home), spec)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardeddp.errors import ConfigurationError
+from shardeddp.garbage import collector_paused
 from shardeddp.tensor.distributed import Distribution
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap.policy import Policy
@@ -33,6 +34,7 @@ _WRAPPERS = {
 }
 
 
+@collector_paused()
 def build_units(
     root: nn.Module,
     policy: Policy,

@@ -1,0 +1,48 @@
+"""Reshard schedule: a callback that changes the sharding strategy at given optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning.api import Callback, LightningModule, Trainer
+from shardeddp.lightning.strategy import ShardedDP
+from shardeddp.plan.sharding_strategy import SHARDING_STRATEGIES, ShardingStrategyName
+
+
+class ReshardSchedule(Callback):
+    """Changes the sharding strategy of a run, see :meth:`shardeddp.ShardedDP.reshard`.
+
+    A model that grows, longer sequences or a larger batch may need deeper sharding later on, and
+    less of it is faster until then. A run that is resumed goes on with the strategy of its step.
+
+    Args:
+        strategies: Names of strategies by the number of optimizer steps (``trainer.global_step``)
+            after which each begins.
+    """
+
+    def __init__(self, strategies: Mapping[int, ShardingStrategyName]) -> None:
+        names = set(SHARDING_STRATEGIES)
+        if not strategies or min(strategies) < 0 or not names.issuperset(strategies.values()):
+            raise ConfigurationError(
+                f"expected ReshardSchedule({{step: name, ...}}) with steps from 0 on and names of "
+                f"{', '.join(sorted(names))}, found {dict(strategies)}"
+            )
+        self.strategies: dict[int, ShardingStrategyName] = dict(sorted(strategies.items()))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Change the strategy where its step has come, unless gradients are being accumulated."""
+        due: list[ShardingStrategyName] = [
+            name for step, name in self.strategies.items() if step <= trainer.global_step
+        ]
+        strategy = trainer.strategy
+        if not isinstance(strategy, ShardedDP):
+            raise ConfigurationError("ReshardSchedule needs Trainer(strategy=ShardedDP(...))")
+        if due and not strategy.mesh.incomplete:
+            strategy.reshard(due[-1])
