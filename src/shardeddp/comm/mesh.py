@@ -38,7 +38,13 @@ from shardeddp.comm.collectives import (
     Traffic,
 )
 from shardeddp.comm.consistency import WriteDigest
-from shardeddp.comm.desync import STREAMS, CallFingerprints, DesyncCheck, Progress
+from shardeddp.comm.desync import (
+    STREAMS,
+    CallFingerprints,
+    DesyncCheck,
+    Progress,
+    counted_by_torch,
+)
 from shardeddp.comm.host_group import Channel, HostGroup, grid_of
 from shardeddp.comm.liveness import LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation, drain_threads_at_exit
@@ -388,6 +394,7 @@ class Mesh:
         }
         self.desync = DesyncCheck(
             self.rank,
+            topology.world_size,
             sorted(neighbours),
             self._progress(),
             self._groups.names(),
@@ -417,6 +424,10 @@ class Mesh:
     def owner_slices(self) -> tuple[int, ...]:
         """Slice number of every rank in ``owners``."""
         return tuple(map(self.topology.slice_rank, self.owners.ranks))
+
+    def begun_by_others(self) -> Progress:
+        """How many operations torch has begun, by group, in those that are not the mesh's."""
+        return counted_by_torch(self._groups.names())
 
     def settle(self, *, stepping: bool = False, reading: bool = False) -> None:
         """Look at answers of other ranks that nobody has waited for yet.

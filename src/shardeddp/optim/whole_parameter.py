@@ -13,7 +13,9 @@ import torch
 from torch import optim
 
 from shardeddp.comm import Mesh, agree_on_any, all_gather_bytes, gather_results
+from shardeddp.comm.desync import Progress
 from shardeddp.engine.storage import allocate, release
+from shardeddp.errors import ConfigurationError
 from shardeddp.optim.swap import Gradients, OnStep, OutsideStates, State, SwappedStep
 from shardeddp.plan.layout import Interval
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, gather
@@ -601,6 +603,7 @@ class OwnedStep(SwappedStep):
         self._wholes = WholeParameters(mesh)
         # Parameters with a gradient; their memory is released after the step.
         self._moved: list[WholeParameter] = []
+        self._begun: Progress = {}  # by others than the mesh, before the optimizer's own step
         super().__init__(optimizer, on_step)
         optimizer.register_state_dict_pre_hook(lambda _: self._states.gather_numbers())
 
@@ -626,9 +629,19 @@ class OwnedStep(SwappedStep):
         # One after the other: a tensor in transfer is in memory twice.
         _Exchange(self._values(), self._mesh).gather_to_owners()
         _Exchange(moved, self._mesh).gather_to_owners()
+        if self._mesh.owners.size > 1:
+            self._begun = self._mesh.begun_by_others()
         return found
 
     def _post_step(self) -> None:
+        if self._mesh.owners.size > 1 and self._begun != self._mesh.begun_by_others():
+            kind = type(self._optimizer)
+            raise ConfigurationError(
+                f"{kind.__module__}.{kind.__qualname__} communicates in its step, with the scope "
+                f"'parameter', where each rank steps on other parameters: ranks would mix them. If "
+                f"it divides its work over ranks itself, take its form for one device, which "
+                f"ShardedDP divides; else leave it out of optimizer_scope"
+            )
         _Exchange(self._values(), self._mesh).scatter_from_owners()
 
     def _values(self) -> list[OwnerTransfer]:

@@ -633,7 +633,8 @@ class ShardTensor(NoRawMemory, torch.Tensor):
             return gradient
         gradient = gradient.full_tensor() if isinstance(gradient, ShardTensor) else gradient
         if self._unit_gradients is None:
-            return _Average.apply(gradient, self._spec, self._local.device)
+            is_copy = self._unsharded is None
+            return _Average.apply(gradient, self._spec, self._local.device, is_copy)
         with torch.no_grad():
             self._former_gradient = stored_gradient(self)
             unit_gradients, index = self._unit_gradients
@@ -981,12 +982,12 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device
+        ctx: Any, gradient: torch.Tensor, spec: ShardSpec, home: torch.device, is_copy: bool
     ) -> ShardTensor:
         total = gradient.contiguous().clone()
         spec.mesh.data.all_reduce_(total).wait()
         size = spec.mesh.topology.world_size
-        if "copy" not in spec.warned:
+        if is_copy and "copy" not in spec.warned:
             spec.warned.append("copy")  # looked at once: the answer is waited for
             if _differs(total, gradient * size):
                 warnings.warn(
@@ -1001,10 +1002,11 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         # Users of the average took it whole, so the arriving gradient has been averaged over ranks
         # already.
-        return gather(gradient) if isinstance(gradient, ShardTensor) else gradient, None, None
+        whole = gather(gradient) if isinstance(gradient, ShardTensor) else gradient
+        return whole, None, None, None
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
