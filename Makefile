@@ -17,7 +17,7 @@ SMOKE := tests/lightning/test_private.py tests/lightning/test_preemption.py test
 
 # Two pytest processes at a time, each with ranks of its own: ranks wait for each other, and leave two cores idle meanwhile.
 # A file's tests stay together, so that what they share is made once; files go out in their order, with short ones at the end.
-WORKERS ?= 3
+WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin

@@ -61,7 +61,6 @@ TORCH_PRIVATES = frozenset(
         "_forward_hooks_with_kwargs",
         "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs",
-        "_get_sequence_number_for_group",
         "_indices",
         "_is_param",
         "_lambda_fn",

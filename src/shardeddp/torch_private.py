@@ -348,9 +348,12 @@ _get_sequence_number: Any = _private(
 )
 
 
-def sequence_number(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has begun in a group."""
-    return _get_sequence_number(group)
+def sequence_number(group: dist.ProcessGroup) -> int | None:
+    """How many collectives this rank has begun in a group; None: its backend does not count them."""
+    try:
+        return _get_sequence_number(group)
+    except RuntimeError:
+        return None
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -24,6 +24,7 @@ from shardeddp.torch_private import (
     COLLECTIVES_FILE,
     current_backward,
     process_groups,
+    sequence_number,
 )
 
 # -- CallFingerprints: check of calls that need all ranks
@@ -401,11 +402,10 @@ _TORCH = "torch "
 
 def counted_by_torch(own: set[str]) -> Progress:
     """How many operations torch has begun in the groups that are not ours, by group."""
-    groups: list[Any] = process_groups()
     return {
-        _TORCH + group.group_name: {"operations": group._get_sequence_number_for_group()}
-        for group in groups
-        if group.group_name not in own
+        _TORCH + group.group_name: {"operations": begun}
+        for group in process_groups()
+        if group.group_name not in own and (begun := sequence_number(group)) is not None
     }
 
 
