@@ -561,7 +561,7 @@ class ShardTensor(NoRawMemory, torch.Tensor):
         gradient = stored_gradient(former)
         if gradient is not None:
             local = self._part_of(gradient).to(self._local, copy=True)
-            if isinstance(gradient, ShardTensor):
+            if isinstance(gradient, ShardTensor) and gradient.dtype is local.dtype:
                 gradient._move_with_aliases(local, self._spec)  # users may hold it
             else:
                 gradient = ShardTensor(local, self._spec)
