@@ -184,12 +184,6 @@ From then on it counts as standing still.
 _BUSY_S = 5.0
 """The same for a rank that waits in no communication we know of: it may be about to go on."""
 
-_TRANSFER_S = 8.0
-"""The same for a rank that waits for a transfer of a user's, where no other rank goes on."""
-
-_NAMED = 8
-"""Ranks in a message."""
-
 _COMM = str(Path(__file__).parent)
 _TENSOR = str(Path(__file__).parents[1] / "tensor")
 _TORCH_FILES = str(Path(torch.__file__).parent)
@@ -217,7 +211,6 @@ class DesyncCheck:
 
     Args:
         rank: This rank.
-        world_size: Number of ranks.
         neighbours: Whom to ask.
         progress: What this rank has begun.
         own: The names of groups that ``progress`` counts.
@@ -228,7 +221,6 @@ class DesyncCheck:
     def __init__(
         self,
         rank: int,
-        world_size: int,
         neighbours: Sequence[int],
         progress: Callable[[], Progress],
         own: set[str],
@@ -236,7 +228,6 @@ class DesyncCheck:
         error_propagation: ErrorPropagation,
     ) -> None:
         self._rank, self._neighbours = rank, [other for other in neighbours if other != rank]
-        self._others = [other for other in range(world_size) if other != rank]
         self._progress, self._own = progress, own
         self._liveness_probe, self._error_propagation = liveness_probe, error_propagation
         self._seen: tuple[int, int, Progress] | None = None
@@ -253,9 +244,7 @@ class DesyncCheck:
     def on_sample(self, frame: FrameType | None) -> None:
         """See whether the thread that trains, by its innermost frame, has gone on since then."""
         progress = self._progress() | counted_by_torch(self._own)
-        # A rank that tells its user that it waits has not gone on.
-        at = _call(frame) or frame
-        seen = (id(at), 0 if at is None else at.f_lasti, progress)
+        seen = (id(frame), 0 if frame is None else frame.f_lasti, progress)
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         waits, torch_group = _waiting(frame, self._own)
@@ -277,13 +266,9 @@ class DesyncCheck:
         """End the wait of this rank if it has failed already, or can never be over."""
         if self._over or not self._report["waits"] or self._report["still_s"] < ALARM_S:
             self._asked = 0
-            # A wait for the device (`.item()`) looks like any other code that takes long, and a
-            # handle may be that of a transfer with a rank that does not end.
+            # A wait for the device (`.item()`) looks like any other code that takes long.
             is_still = not self._over and self._report["still_s"] >= ALARM_S
-            if is_still and (
-                (waits_on_device() and self._error_propagation.has_failed())
-                or (self._report["handle"] and self._error_propagation.is_known())
-            ):
+            if is_still and waits_on_device() and self._error_propagation.has_failed():
                 self._break_off()
             return
         if self._error_propagation.is_known():
@@ -303,32 +288,10 @@ class DesyncCheck:
                     or (rank in self._report["needs"] and self._is_awaited_by(rank, report))
                 )
             }
-            odd = odd or self._transfers_in_vain(reports)
             if odd:
                 self._fail(odd)
                 return
         self._asked = self._liveness_probe.ask()
-
-    def _transfers_in_vain(self, neighbours: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        """Ranks that wait for transfers of a user's, if no rank can begin their other side any more.
-
-        Torch does not tell of a handle whose transfer it is. All ranks are asked where none of the
-        neighbours goes on either, by the first of those that wait for others to come.
-        """
-        report = self._report
-        first = not any(
-            each and each["needs"] for rank, each in neighbours.items() if rank < self._rank
-        )
-        if not report["needs"] or report["still_s"] < _TRANSFER_S or not first:
-            return {}
-        if not all(map(_stands, neighbours.values())):
-            return {}
-        answers = self._liveness_probe.answers(self._others, self._asked)
-        reports = {rank: answer["reports"].get("desync") for rank, answer in answers.items()}
-        if len(reports) < len(self._others) or not all(map(_stands, reports.values())):
-            return {}
-        found = [rank for rank, each in sorted(reports.items()) if not each["waits"]]
-        return {rank: reports[rank] for rank in found[:_NAMED]}
 
     def _is_awaited_by(self, rank: int, other: dict[str, Any]) -> bool:
         """Whether a rank receives what this one cannot send before that rank has come here."""
@@ -356,15 +319,6 @@ class DesyncCheck:
         """Let all that this rank waits for fail: its connections are closed."""
         self._over = True
         break_off()
-
-
-def _stands(report: dict[str, Any] | None) -> bool:
-    """Whether a rank waits for others, and has done so for long enough."""
-    if not report:
-        return False
-    if report["waits"]:
-        return report["still_s"] >= ALARM_S
-    return report["handle"] and report["still_s"] >= _TRANSFER_S
 
 
 def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -435,14 +389,10 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _needed(frame: FrameType | None) -> list[int]:
     """The ranks that have to come to the call in which a thread waits."""
-    call = _call(frame)
-    return [] if call is None else call.f_locals["self"]._others
-
-
-def _call(frame: FrameType | None) -> FrameType | None:
-    """The call that all ranks have to come to, if a thread is in one."""
-    code = CallFingerprints.call.__code__
-    return next((each for each in _callers(frame) if each.f_code is code), None)
+    for each in _callers(frame):
+        if each.f_code is CallFingerprints.call.__code__:
+            return each.f_locals["self"]._others
+    return []
 
 
 def _target_of_send(frame: FrameType | None) -> int | None:

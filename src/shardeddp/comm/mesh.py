@@ -394,7 +394,6 @@ class Mesh:
         }
         self.desync = DesyncCheck(
             self.rank,
-            topology.world_size,
             sorted(neighbours),
             self._progress(),
             self._groups.names(),
