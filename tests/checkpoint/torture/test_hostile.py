@@ -20,7 +20,7 @@ from support.torture_training import Scored
 from support.trainers import make_trainer
 from world import Worlds
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 TESTS = Path(__file__).resolve().parents[2]
 SECONDS, NBYTES = 1.0, 50_000_000
@@ -83,7 +83,7 @@ def found(
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)]),
     }
     command = [sys.executable, str(TESTS / "support" / "torture_reader.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, done.stdout.splitlines())
     return {
