@@ -242,7 +242,7 @@ class Watch(L.Callback):
 
     def _now(self, trainer: L.Trainer) -> tuple[Counts, float]:
         """Counts when all that has been asked is answered."""
-        trainer.strategy._group.mesh.control.channel.in_background(bool).result()
+        trainer.strategy._group.mesh.control.begin(bool).result()
         return replace(self._counts), time.process_time()
 
     @override

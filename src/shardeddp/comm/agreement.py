@@ -200,7 +200,7 @@ class Reduction:
         # Where numbers are too many for one message.
         self._second_tag = group.channel.next_tag() if numbers.numel() > _PAYLOAD_NBYTES else 0
         self._under_way: Future[bool] | None = (
-            group.channel.in_background(self._reduce) if ahead and group.size > 1 else None
+            group.begin(self._reduce) if ahead and group.size > 1 else None
         )
 
     def is_there_within(self, seconds: float) -> bool:
@@ -215,7 +215,9 @@ class Reduction:
             DesyncError: Some have come to another operation.
         """
         with during(self._group.clock, "ranks"):
-            alike = self._reduce() if self._under_way is None else self._under_way.result()
+            alike = (
+                self._reduce() if self._under_way is None else self._group.wait_for(self._under_way)
+            )
         if not alike:
             describe = _record_of(self._group).describe
             described = (
