@@ -32,7 +32,7 @@ VERSION = 2
 """Of the files; another one is refused."""
 TIME_INTERVAL = 0.15
 """Share of a predicted time within which runs lie that the constants were not fitted to (p90)."""
-PROBED, RECORDED = 0.10, 0.06
+PROBED, RECORDED = 0.10, 0.15
 """The same of parts of a step that a probe, or a run, has measured on the machines of the plan."""
 _COMPUTE, _NETWORK = ("compute", "recompute", "launch"), ("gathers", "reductions")
 _MOST = 16.0
