@@ -166,7 +166,7 @@ def counting() -> Iterator[Counts]:
 
     def operation(carry_out: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            if threading.current_thread().name == "shardeddp-agreement":
+            if threading.current_thread().name == "shardeddp-transfers":
                 counts.ahead += 1
             else:
                 counts.waited += 1
