@@ -175,7 +175,9 @@ def disconnect(group: dist.ProcessGroup) -> None:
     for other in range(group.size()):
         if other != group.rank():
             try:
-                group.recv([torch.empty(1)], other, NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], other, NEVER_SENT).wait(
+                    timedelta(milliseconds=1)
+                )
             except RuntimeError:
                 continue  # as intended, or the other one is gone already
 

@@ -180,7 +180,9 @@ class HostGroup:
     def _gather(self, block: torch.Tensor, tag: int) -> torch.Tensor:
         for axis in self._axes:
             rank, size, known = axis.rank(), axis.size(), 1
-            blocks = torch.zeros(size, block.numel(), dtype=torch.uint8)  # from this rank's on
+            blocks = torch.zeros(
+                size, block.numel(), dtype=torch.uint8, device="cpu"
+            )  # from this rank's on
             blocks[0] = block.view(-1)
             while known < size:
                 more = min(known, size - known)
@@ -197,7 +199,7 @@ class HostGroup:
             while distance < size and rank % (2 * distance) == 0:
                 if rank + distance < size:
                     more = min(distance, size - rank - distance)
-                    arrived = torch.zeros(more, block.numel(), dtype=torch.uint8)
+                    arrived = torch.zeros(more, block.numel(), dtype=torch.uint8, device="cpu")
                     self._wait(axis.recv([arrived], rank + distance, tag))
                     if self._mirrors:
                         arrived.copy_(block.view(1, -1))

@@ -122,7 +122,7 @@ def raise_if_closed(axis: Axis) -> None:
     for other in range(axis.size()):
         if other != axis.rank():
             _LOOKS[axis] = _LOOKS.get(axis, 0) + 1
-            axis.recv([torch.empty(1)], other, NEVER_SENT)
+            axis.recv([torch.empty(1, device="cpu")], other, NEVER_SENT)
 
 
 def count_looks(axis: Axis) -> int:

@@ -433,8 +433,8 @@ class StepMonitor(Callback):
 
 def _tell(own: tuple[float, float], mesh: Mesh) -> Reduction:
     """Tell all ranks of this one, in bytes of its own; nobody waits."""
-    numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32)
-    numbers[mesh.rank] = torch.tensor(own)
+    numbers = torch.zeros(mesh.topology.world_size, 2, dtype=torch.float32, device="cpu")
+    numbers[mesh.rank] = torch.tensor(own, device="cpu")
     return reduce_highest(
         numbers.view(-1).view(torch.uint8), "times of steps", mesh.world_control, ahead=True
     )
