@@ -1,6 +1,7 @@
 """Operations that need all ranks and get only some: they fail with a hint, and soon."""
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
-from shardeddp.comm import Mesh, barrier
+from shardeddp.comm import Mesh, barrier, desync
 from shardeddp.comm.desync import note_that_runs_alone
 from shardeddp.errors import DesyncError
 from shardeddp.plan.topology import Topology
@@ -107,10 +109,121 @@ def test_a_parameter_that_is_sent_to_one_rank_cannot_be_gathered_by_the_other() 
     assert "rank 1 waits in torch.distributed.recv at " in str(caught.value)
 
 
-@on_ranks(2)
-def test_a_mesh_that_nobody_refers_to_is_not_kept_by_its_thread() -> None:
+# -- Ranks that wait for transfers of a user's
+
+
+def wait_for_handle(group: dist.ProcessGroup) -> None:
+    handle = dist.irecv(torch.empty(2), 0, group)
+    assert handle
+    handle.wait()
+
+
+def wait_for_any(group: dist.ProcessGroup) -> None:
+    handle = dist.irecv(torch.empty(2), group=group)
+    assert handle
+    handle.wait()
+
+
+def receive_from_any(group: dist.ProcessGroup) -> None:
+    dist.recv(torch.empty(2), group=group)
+
+
+def wait_for_batch(group: dist.ProcessGroup) -> None:
+    (handle,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.empty(2), 0, group)])
+    handle.wait()
+
+
+def receive_objects(group: dist.ProcessGroup) -> None:
+    dist.recv_object_list([None], 0, group)
+
+
+def wait_for_collective(group: dist.ProcessGroup) -> None:
+    handle = dist.all_reduce(torch.empty(2), group=group, async_op=True)
+    assert handle
+    handle.wait()
+
+
+def use_functional_collective(group: dist.ProcessGroup) -> None:
+    functional.all_reduce(torch.empty(2), "sum", group).sum()
+
+
+def enter_monitored_barrier(group: dist.ProcessGroup) -> None:
+    dist.monitored_barrier(group, timedelta(seconds=20))
+
+
+def soon(told: pytest.MonkeyPatch) -> None:
+    told.setattr(desync, "_TRANSFER_S", 1.5)
+    told.setattr(desync, "_BUSY_S", 1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wait",
+    [
+        wait_for_handle,
+        wait_for_any,
+        receive_from_any,
+        wait_for_batch,
+        receive_objects,
+        wait_for_collective,
+        use_functional_collective,
+        enter_monitored_barrier,
+    ],
+)
+@pytest.mark.parametrize("former", [0, 1])
+@on_ranks(3)
+def test_a_rank_that_asks_ranks_which_wait_for_transfers_is_told_by_name(
+    wait: Callable[[dist.ProcessGroup], None], former: int
+) -> None:
+    formers = [make_mesh() for _ in range(former)]  # as of a Trainer that is still referred to
     mesh = make_mesh()
-    gone = weakref.ref(mesh.liveness_probe)
+    # Gloo wakes nobody who receives from any rank when connections are closed.
+    group = dist.new_group(timeout=timedelta(seconds=7 if "any" in wait.__name__ else 30))
+    assert group
+    with pytest.MonkeyPatch.context() as told, pytest.raises(RuntimeError) as caught:
+        soon(told)
+        started = time.monotonic()
+        try:
+            wait(group) if dist.get_rank() else mesh.fingerprints.call("sum of weight")
+        except RuntimeError as error:
+            mesh.error_propagation.explain(error)
+            raise
+    assert time.monotonic() - started < (10 if dist.get_rank() else 7)
+    assert "rank 0 waits in sum of weight at " in str(caught.value)
+    assert "rank 1 waits in " in str(caught.value)
+    assert len(formers) == former
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_a_transfer_with_a_rank_that_goes_on_is_waited_for() -> None:
+    mesh, rank = make_mesh(), dist.get_rank()
+    with pytest.MonkeyPatch.context() as told:
+        soon(told)
+        if rank == 2:
+            time.sleep(4.0)
+            dist.send(torch.ones(2), 1)
+        elif rank == 1:
+            wait_for_any(dist.group.WORLD)
+        mesh.fingerprints.call("sum of weight")
+
+
+@on_ranks(2)
+def test_a_mesh_that_nobody_refers_to_is_not_kept_by_the_thread_of_its_process_group() -> None:
+    mesh = make_mesh()
+    gone, thread_gone = weakref.ref(mesh), weakref.ref(mesh.liveness_probe)
     dist.barrier()
     del mesh
     assert until(lambda: gc.collect() >= 0 and gone() is None)
+    assert thread_gone() is not None
+    dist.destroy_process_group()
+    assert until(lambda: gc.collect() >= 0 and thread_gone() is None)
+
+
+@on_ranks(2)
+def test_a_mesh_that_outlives_its_process_group_has_no_thread_that_looks_at_later_groups() -> None:
+    mesh = make_mesh()
+    dist.barrier()
+    dist.destroy_process_group()
+    assert until(lambda: "shardeddp-liveness" not in [each.name for each in threading.enumerate()])
+    assert mesh.liveness_probe

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from shardeddp import ShardedDP
+from shardeddp.comm import desync
 from shardeddp.errors import DesyncError
 from support.tasks import Block, EvaluatedGpt, token_loader
 from support.trainers import make_trainer
@@ -488,3 +489,115 @@ def test_a_read_on_another_thread_is_refused_there_and_training_goes_on(strategy
     later.start()
     later.join()
     assert torch.equal(found[0], weights[1])
+
+
+def a_row(module: LightningModule) -> Tensor:
+    return module.blocks[1].up.weight.data[0]
+
+
+def receive_from(rank: int) -> Tensor:
+    row = torch.zeros(8)
+    dist.irecv(row, rank).wait()
+    return row
+
+
+def hand_out(module: LightningModule) -> None:
+    if dist.get_rank():
+        receive_from(0)
+    else:
+        row = a_row(module)
+        for rank in range(1, dist.get_world_size()):
+            dist.isend(row, rank).wait()
+
+
+def hand_on(module: LightningModule) -> None:
+    rank = dist.get_rank()
+    row = receive_from(rank - 1) if rank else a_row(module)
+    if rank + 1 < dist.get_world_size():
+        dist.isend(row, rank + 1).wait()
+
+
+def hand_from_the_last(module: LightningModule) -> None:
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == 1:
+        receive_from(last)
+    else:
+        row = a_row(module)
+        if dist.get_rank() == last:
+            dist.isend(row, 1).wait()
+
+
+def hand_late(module: LightningModule) -> None:
+    """All read, one of them after it has waited for a rank that computes for long."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    if rank == last:
+        time.sleep(5.0)
+        dist.isend(torch.ones(8), 1).wait()
+    elif rank == 1:
+        receive_from(last)
+    a_row(module)
+
+
+class HandsRows(Odd):
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        if batch_index == self.step:
+            self.began = time.monotonic()
+            self.action(self)
+        return EvaluatedGpt.training_step(self, batch, batch_index)
+
+
+def train_handing(strategy: str, action: Action) -> Ended:
+    """A training beside an earlier one, whose Trainer somebody still refers to."""
+    data = token_loader(24 * dist.get_world_size())
+    former = make_trainer(make_strategy(strategy), max_steps=1)
+    former.fit(EvaluatedGpt(), data)
+    model = HandsRows(action, 0, 2)
+    trainer = make_trainer(make_strategy(strategy), max_steps=4)
+    with pytest.MonkeyPatch.context() as soon:
+        soon.setattr(desync, "_TRANSFER_S", 2.0)
+        ended = ended_with(lambda: trainer.fit(model, data), lambda: model.began)
+    assert former.global_step == 1
+    return ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "strategy", "action"),
+    [
+        (3, "full_shard", hand_out),
+        (3, "full_shard", hand_on),
+        (3, "full_shard", hand_from_the_last),
+        (4, "shard_optimizer", hand_out),
+    ],
+)
+def test_a_weight_that_one_rank_reads_for_others_who_wait_for_handles_is_told_by_name(
+    world: Worlds, size: int, strategy: str, action: Action
+) -> None:
+    for ended in world(size).run(train_handing, strategy, action):
+        assert ended.kind == "DesyncError", ended
+        assert "blocks.1.up.weight" in ended.said
+        assert "the wait() of a handle at " in ended.said
+        assert ended.seconds < SOON_S
+
+
+def train_twice(strategy: str) -> Ended:
+    """A read of one rank alone in the second of two Trainers that are both referred to."""
+    former = make_trainer(make_strategy("full_shard"), max_steps=1)
+    former.fit(EvaluatedGpt(), token_loader(24 * dist.get_world_size()))
+    ended = train(strategy, read_a_weight)
+    assert former.global_step == 1
+    return ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+def test_what_one_rank_does_alone_in_a_second_training_is_told_by_name(
+    world: Worlds, strategy: str
+) -> None:
+    check(world(2).run(train_twice, strategy), read_a_weight)
+
+
+@pytest.mark.slow
+def test_a_handle_that_waits_for_a_rank_at_work_is_waited_for(world: Worlds) -> None:
+    for ended in world(3).run(train_handing, "full_shard", hand_late):
+        assert ended.said == "trained"

@@ -6,7 +6,9 @@ import dis
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -23,6 +25,7 @@ from shardeddp.errors import DesyncError
 from shardeddp.torch_private import (
     COLLECTIVES_FILE,
     current_backward,
+    default_store,
     process_groups,
     sequence_number,
 )
@@ -184,6 +187,14 @@ From then on it counts as standing still.
 _BUSY_S = 5.0
 """The same for a rank that waits in no communication we know of: it may be about to go on."""
 
+_TRANSFER_S = 8.0
+"""The same for a rank that waits for a transfer of a user's, where no other rank goes on."""
+
+_NAMED = 8
+"""Ranks in a message."""
+
+_PYTHON, _WAIT = "Python", "the wait() of a handle"
+
 _COMM = str(Path(__file__).parent)
 _TENSOR = str(Path(__file__).parents[1] / "tensor")
 _TORCH_FILES = str(Path(torch.__file__).parent)
@@ -195,47 +206,83 @@ _OF_TORCH = {
 }  # fmt: skip
 """Collectives that block; a rank that sends or receives waits for one other rank alone."""
 
+_WAITS = {"monitored_barrier", "wait_tensor"}
+"""Functions of torch that wait, other than by a handle's ``wait()``."""
+
+_OPERATORS_FILE = torch._ops.__file__
+
 _SENDS = {"send", "isend", "send_object_list"}
 
 Progress = dict[str, dict[str, int]]
 """Operations that a rank has begun, by group and kind.
 
-The group ``STREAMS`` comes in no order with itself.
+Groups whose names begin with ``STREAMS`` come in no order with themselves.
 """
 
 STREAMS = "streams"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Watched:
+    """What a check watches of one mesh, for as long as the mesh keeps it."""
+
+    neighbours: set[int]
+    """Whom to ask."""
+
+    progress: Callable[[], Progress]
+    """What this rank has begun."""
+
+    own: set[str]
+    """The names of groups that ``progress`` counts."""
+
+
 class DesyncCheck:
     """Watches over one rank, on the thread of its liveness probe.
 
+    There is one for all meshes of a process group (:meth:`of_group`): a rank waits in one place,
+    however many Trainers it has, and the first check that sees it in vain closes all connections.
+
     Args:
         rank: This rank.
-        neighbours: Whom to ask.
-        progress: What this rank has begun.
-        own: The names of groups that ``progress`` counts.
-        liveness_probe: Asks and answers.
-        error_propagation: Where the error is left for the other ranks.
+        world_size: Number of ranks.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        neighbours: Sequence[int],
-        progress: Callable[[], Progress],
-        own: set[str],
-        liveness_probe: LivenessProbe,
-        error_propagation: ErrorPropagation,
-    ) -> None:
-        self._rank, self._neighbours = rank, [other for other in neighbours if other != rank]
-        self._progress, self._own = progress, own
-        self._liveness_probe, self._error_propagation = liveness_probe, error_propagation
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._others = [other for other in range(world_size) if other != rank]
+        self.liveness_probe = LivenessProbe(rank)
+        """Asks and answers."""
+        self.error_propagation = ErrorPropagation(rank, world_size, self.liveness_probe)
+        """Where the error is left for the other ranks."""
+        # Replaced as a whole, since the thread reads it. All ranks make meshes in one order, so the
+        # place of one in it is its name for all of them.
+        self._watched: tuple[weakref.ref[Watched], ...] = ()
+        self._neighbours: set[int] = set()
         self._seen: tuple[int, int, Progress] | None = None
         self._since = time.monotonic()
         self._report: dict[str, Any] = {}
         self._asked = 0  # the question that answers are expected to; 0: none
         self._over = False
-        liveness_probe.attach(self)
+        self.liveness_probe.attach(self)
+
+    @classmethod
+    def of_group(cls) -> DesyncCheck:
+        """The check of the default process group, which lives as long as its store."""
+        store = default_store()
+        found = _CHECKS.get(store)
+        if found is None:
+            found = _CHECKS[store] = cls(dist.get_rank(), dist.get_world_size())
+        return found
+
+    def watch(self, mesh: Watched) -> None:
+        """Watch a mesh, too; all ranks call this for it."""
+        self._watched = (*self._watched, weakref.ref(mesh))
+
+    def begin_run(self) -> None:
+        """A run begins on the thread that calls this; all ranks call it."""
+        self.liveness_probe.begin_run()
+        self.error_propagation.begin_run()
+        self._over = False
 
     def report(self) -> dict[str, Any]:
         """What this rank was doing when it was looked at last."""
@@ -243,12 +290,21 @@ class DesyncCheck:
 
     def on_sample(self, frame: FrameType | None) -> None:
         """See whether the thread that trains, by its innermost frame, has gone on since then."""
-        progress = self._progress() | counted_by_torch(self._own)
-        seen = (id(frame), 0 if frame is None else frame.f_lasti, progress)
+        meshes = {n: mesh for n, each in enumerate(self._watched) if (mesh := each()) is not None}
+        own = set[str]().union(*(mesh.own for mesh in meshes.values()))
+        self._neighbours = set[int]().union(*(mesh.neighbours for mesh in meshes.values()))
+        progress = counted_by_torch(own) | {
+            f"{name} of mesh {number}": counts
+            for number, mesh in meshes.items()
+            for name, counts in mesh.progress().items()
+        }
+        # A rank that tells its user that it waits has not gone on.
+        at = _call(frame) or frame
+        seen = (id(at), 0 if at is None else at.f_lasti, progress)
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
-        waits, torch_group = _waiting(frame, self._own)
-        operation, advice = _describe(frame)
+        waits, torch_group = _waiting(frame, own)
+        handle, (operation, advice) = _awaits_handle(frame), _describe(frame)
         self._report = {
             "begun": progress,
             "still_s": time.monotonic() - self._since,
@@ -257,8 +313,8 @@ class DesyncCheck:
             "source": _source_of_receive(frame),
             "needs": _needed(frame),
             "target": _target_of_send(frame),
-            "handle": _awaits_handle(frame),
-            "what": f"{operation} at {place_of(frame)}",
+            "handle": handle,
+            "what": f"{_WAIT if handle and operation == _PYTHON else operation} at {place_of(frame)}",
             "advice": advice,
         }
 
@@ -266,18 +322,22 @@ class DesyncCheck:
         """End the wait of this rank if it has failed already, or can never be over."""
         if self._over or not self._report["waits"] or self._report["still_s"] < ALARM_S:
             self._asked = 0
-            # A wait for the device (`.item()`) looks like any other code that takes long.
+            # A wait for the device (`.item()`) looks like any other code that takes long, and a
+            # handle may be that of a transfer with a rank that does not end.
             is_still = not self._over and self._report["still_s"] >= ALARM_S
-            if is_still and waits_on_device() and self._error_propagation.has_failed():
+            if is_still and (
+                (waits_on_device() and self.error_propagation.has_failed())
+                or (self._report["handle"] and self.error_propagation.is_known())
+            ):
                 self._break_off()
             return
-        if self._error_propagation.is_known():
+        if self.error_propagation.is_known():
             self._break_off()
             return
         if self._asked:
             target = self._report["target"]
-            asked = {*self._neighbours} if target is None else {*self._neighbours, target}
-            answers = self._liveness_probe.answers(asked, self._asked)
+            asked = self._neighbours if target is None else {*self._neighbours, target}
+            answers = self.liveness_probe.answers(asked, self._asked)
             reports = {rank: answer["reports"].get("desync") for rank, answer in answers.items()}
             odd = {
                 rank: report
@@ -288,10 +348,32 @@ class DesyncCheck:
                     or (rank in self._report["needs"] and self._is_awaited_by(rank, report))
                 )
             }
+            odd = odd or self._transfers_in_vain(reports)
             if odd:
                 self._fail(odd)
                 return
-        self._asked = self._liveness_probe.ask()
+        self._asked = self.liveness_probe.ask()
+
+    def _transfers_in_vain(self, neighbours: dict[int, Any]) -> dict[int, dict[str, Any]]:
+        """Ranks that wait for transfers of a user's, if no rank can begin their other side any more.
+
+        Torch does not tell of a handle whose transfer it is. All ranks are asked where none of the
+        neighbours goes on either, by the first of those that wait for others to come.
+        """
+        report = self._report
+        first = not any(
+            each and each["needs"] for rank, each in neighbours.items() if rank < self._rank
+        )
+        if not report["needs"] or report["still_s"] < _TRANSFER_S or not first:
+            return {}
+        if not all(map(_stands, neighbours.values())):
+            return {}
+        answers = self.liveness_probe.answers(self._others, self._asked)
+        reports = {rank: answer["reports"].get("desync") for rank, answer in answers.items()}
+        if len(reports) < len(self._others) or not all(map(_stands, reports.values())):
+            return {}
+        found = [rank for rank, each in sorted(reports.items()) if not each["waits"]]
+        return {rank: reports[rank] for rank in found[:_NAMED]}
 
     def _is_awaited_by(self, rank: int, other: dict[str, Any]) -> bool:
         """Whether a rank receives what this one cannot send before that rank has come here."""
@@ -300,7 +382,7 @@ class DesyncCheck:
         if other["source"] == self._rank:
             return other["still_s"] >= ALARM_S and (sends or has_begun_more)
         # Its handle may be that of a transfer with a third rank, which is merely late.
-        certain = sends or self._neighbours == [rank]
+        certain = sends or self._neighbours == {rank}
         return certain and has_begun_more and other["handle"] and other["still_s"] >= _BUSY_S
 
     def _fail(self, odd: dict[int, dict[str, Any]]) -> None:
@@ -309,7 +391,7 @@ class DesyncCheck:
             f"rank {rank} waits in {report['what']}" for rank, report in reports.items()
         )
         advice = max((report["advice"] for report in reports.values()), key=ADVICE.index)
-        self._error_propagation.report_desync(
+        self.error_propagation.report_desync(
             f"ranks have come to different operations, each of which needs the other ranks, and "
             f"none of them can go on: {places}. {advice}"
         )
@@ -321,13 +403,26 @@ class DesyncCheck:
         break_off()
 
 
+_CHECKS: weakref.WeakKeyDictionary[dist.Store, DesyncCheck] = weakref.WeakKeyDictionary()
+"""By the store of the process group."""
+
+
+def _stands(report: dict[str, Any] | None) -> bool:
+    """Whether a rank waits for others, and has done so for long enough."""
+    if not report:
+        return False
+    if report["waits"]:
+        return report["still_s"] >= ALARM_S
+    return report["handle"] and report["still_s"] >= _TRANSFER_S
+
+
 def _crossed(mine: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether each of two ranks that stand still is ahead of the other."""
     if other["still_s"] < (ALARM_S if other["waits"] else _BUSY_S):
         return False
     here, there = _ahead(mine, other), _ahead(other, mine)
     # Gathers and reductions alone prove nothing: they need not be begun in one order.
-    return bool(here and there and here | there != {STREAMS})
+    return bool(here and there and not all(each.startswith(STREAMS) for each in here | there))
 
 
 def _ahead(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
@@ -389,10 +484,14 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _needed(frame: FrameType | None) -> list[int]:
     """The ranks that have to come to the call in which a thread waits."""
-    for each in _callers(frame):
-        if each.f_code is CallFingerprints.call.__code__:
-            return each.f_locals["self"]._others
-    return []
+    call = _call(frame)
+    return [] if call is None else call.f_locals["self"]._others
+
+
+def _call(frame: FrameType | None) -> FrameType | None:
+    """The call that all ranks have to come to, if a thread is in one."""
+    code = CallFingerprints.call.__code__
+    return next((each for each in _callers(frame) if each.f_code is code), None)
 
 
 def _target_of_send(frame: FrameType | None) -> int | None:
@@ -404,15 +503,22 @@ def _target_of_send(frame: FrameType | None) -> int | None:
 
 
 def _awaits_handle(frame: FrameType | None) -> bool:
-    """Whether a thread waits in a ``wait()`` of native code, as that of a collective handle."""
+    """Whether a thread waits in native code for a transfer, as by the handle of a collective."""
     if frame is None:
         return False
+    if _name(next((each for each in _callers(frame) if not _is_operator(each)), frame)) in _WAITS:
+        return True
     loaded = [
         each.argval
         for each in dis.get_instructions(frame.f_code)
         if each.offset <= frame.f_lasti and each.opname in ("LOAD_METHOD", "LOAD_ATTR")
     ]
     return loaded[-1:] == ["wait"]
+
+
+def _is_operator(frame: FrameType) -> bool:
+    """Whether a frame is torch's on the way to an operator."""
+    return _file(frame) == _OPERATORS_FILE
 
 
 def _waiting(frame: FrameType | None, own: set[str]) -> tuple[bool, str]:
@@ -451,7 +557,7 @@ def _describe(frame: FrameType | None) -> tuple[str, str]:
             collective = frame
         callee, frame = frame, frame.f_back
     if callee is None:
-        return "Python", ABOUT_COLLECTIVES
+        return _PYTHON, ABOUT_COLLECTIVES
     inside = "" if within is None or within is callee else _name(within)
     if collective is not None:
         inside = f"torch.distributed.{_name(collective)}"

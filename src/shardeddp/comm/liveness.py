@@ -82,6 +82,10 @@ class LivenessProbe:
                 {"question": _LAST_QUESTION, "where": "the end of its program", "reports": {}}
             )
 
+    def is_over(self) -> bool:
+        """Whether its process group has ended, so that nobody can ask any more."""
+        return self._client.is_over()
+
     def begin_run(self) -> None:
         """From here on the thread that calls this is the one that trains."""
         self._trains = threading.get_ident()
@@ -204,7 +208,7 @@ def lightning_calls() -> bool:
 def _answer_probes(alive: weakref.ref[LivenessProbe], over: SimpleQueue[None]) -> None:
     while not _ends_within(PERIOD_S, over):
         liveness_probe = alive()
-        if liveness_probe is None:
+        if liveness_probe is None or liveness_probe.is_over():
             return
         try:
             liveness_probe.poll()

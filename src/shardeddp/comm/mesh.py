@@ -43,11 +43,12 @@ from shardeddp.comm.desync import (
     CallFingerprints,
     DesyncCheck,
     Progress,
+    Watched,
     counted_by_torch,
 )
 from shardeddp.comm.host_group import Channel, HostGroup, grid_of
 from shardeddp.comm.liveness import LivenessProbe, place_of
-from shardeddp.comm.propagation import ErrorPropagation, drain_threads_at_exit
+from shardeddp.comm.propagation import drain_threads_at_exit
 from shardeddp.comm.step_clock import StepClock, during
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
@@ -355,11 +356,11 @@ class Mesh:
         """What has gone on with what it expects of other ranks; see :meth:`settle`."""
         self.incomplete: set[int] = set()
         """Identities of reducers whose last backward has left gradients for a later one to complete."""
-        self.liveness_probe = LivenessProbe(self.rank)
+        self.desync = DesyncCheck.of_group()
+        """Ends waits that cannot be over."""
+        self.liveness_probe = self.desync.liveness_probe
         """Says where ranks are that others wait for."""
-        self.error_propagation = ErrorPropagation(
-            self.rank, topology.world_size, self.liveness_probe
-        )
+        self.error_propagation = self.desync.error_propagation
         """Where errors are left for the other ranks."""
         self.gather_stream: CommStream = make_stream(device)
         self.reduce_stream: CommStream = make_stream(device)
@@ -394,15 +395,12 @@ class Mesh:
             for place in [list(ranks).index(self.rank)]
             for step in (-1, 1)
         }
-        self.desync = DesyncCheck(
-            self.rank,
-            sorted(neighbours),
-            self._progress(),
-            self._groups.names(),
-            self.liveness_probe,
-            self.error_propagation,
+        self._watched = Watched(
+            neighbours=neighbours - {self.rank},
+            progress=self._progress(),
+            own=self._groups.names(),
         )
-        """Ends waits that cannot be over."""
+        self.desync.watch(self._watched)
         self.clock: StepClock | None = None
         """Measures steps; None: nobody does."""
         self.is_inherited = False
@@ -468,8 +466,7 @@ class Mesh:
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
         refuse_inherited(self.world_control, "a run of a Trainer")
-        self.liveness_probe.begin_run()
-        self.error_propagation.begin_run()
+        self.desync.begin_run()
         self._let_read(threading.get_ident())
 
     def end_run(self) -> None:

@@ -75,6 +75,10 @@ class StoreClient:
 
         self._store: dist.Store = dist.PrefixStore(str(made), store)
 
+    def is_over(self) -> bool:
+        """Whether the process group has ended whose store it is; there may be another."""
+        return not dist.is_initialized() or _DESKS.get(default_store()) is not self._desk
+
     def write(self, name: str, text: str) -> None:
         """Leave a text, over what was there."""
         self._ask(lambda: self._store.set(name, text))
