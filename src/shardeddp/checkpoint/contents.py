@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 
+from shardeddp.checkpoint.durable import Location
 from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
 from shardeddp.checkpoint.kept_shards import KEY, KeptShards
@@ -70,7 +71,7 @@ class Contents:
 
 
 def read_contents(
-    path: Path,
+    path: Location,
     keys: Collection[str] | None = None,
     *,
     trust_pickle: bool = False,
@@ -292,7 +293,7 @@ def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(
-    path: Path,
+    path: Location,
     weights_only: bool | None,
     codecs: Sequence[Codec] = (),
     part: tuple[int, int] = (0, 1),
