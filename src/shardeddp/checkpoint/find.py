@@ -189,9 +189,7 @@ def _opened(path: StrPath | RemotePath) -> Generator[tuple[Source, Item]]:
         with disk_errors("reading", place), open_source(real) as (descriptor, nbytes):
             yield descriptor, Item(file=real.name, offset=0, nbytes=nbytes)
     except CheckpointError as error:
-        raise (
-            error if str(path) in str(error) else type(error)(f"{path}: {error}")
-        ) from error
+        raise (error if str(path) in str(error) else type(error)(f"{path}: {error}")) from error
 
 
 # -- Whole checkpoints in a directory, ordered by step
@@ -457,7 +455,11 @@ def _identity(path: str) -> str:
 
 
 def _candidate(path: str, called_last: bool = True) -> _Candidate:
-    if is_remote(path) or os.path.isdir(path) or carries_index(path):
+    place = location(path)
+    remote = isinstance(place, RemotePath)
+    if remote and not (carries_manifest(place) or carries_index(place)) and place.is_file():
+        return _Candidate(True, -1, called_last, path)  # of others, so its step is unknown
+    if remote or os.path.isdir(path) or carries_index(path):
         manifest = read_manifest(path)
         trained = any(
             str(entry.path[0]).startswith("optimizer_") for entry in manifest.objects.values()

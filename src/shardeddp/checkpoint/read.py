@@ -197,7 +197,13 @@ class CheckpointReader:
             yield descriptor
 
     def _read_checked(
-        self, descriptor: Source, file: str, name: str, where: Interval, out: memoryview, expected: str
+        self,
+        descriptor: Source,
+        file: str,
+        name: str,
+        where: Interval,
+        out: memoryview,
+        expected: str,
     ) -> None:
         """Fill ``out`` with some bytes of a file and compare their checksum."""
         done = read_into(descriptor, out, where.start)

@@ -196,6 +196,27 @@ class RemotePath:
             upload.discard()
             raise
 
+    def put_file(self, file: str) -> None:
+        """Make the object from a file of this machine; it appears when all of it is there.
+
+        Raises:
+            OSError: The store does not answer, or refuses.
+        """
+
+        def put(fs: Any, path: str) -> None:
+            _make_folder(fs, path)
+            fs.put_file(file, path)
+
+        self._try(put)
+
+    def get_file(self, file: str) -> None:
+        """Copy the object to a file of this machine.
+
+        Raises:
+            OSError: The store does not answer, or the file cannot be written.
+        """
+        self._try(lambda fs, path: fs.get_file(path, file))
+
     def delete(self) -> None:
         """Delete the object, if there is one.
 

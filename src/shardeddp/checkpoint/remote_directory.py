@@ -61,17 +61,21 @@ def stage(target: RemotePath) -> RemoteStaging:
         CheckpointError: Something else is at the target, or the store does not answer.
     """
     with disk_errors("looking for a checkpoint at", target):
-        names = target.list()
-        plain = target.suffix == PLAIN_SUFFIX or not target.is_file()
+        require_replaceable(target)
+    return RemoteStaging(target)
+
+
+def require_replaceable(target: RemotePath) -> None:
+    """Refuse to replace what may not be a checkpoint."""
+    plain = target.suffix == PLAIN_SUFFIX or not target.is_file()
     if not plain or not (
-        carries_manifest(target) or all(FOLDER.fullmatch(name) for name in names)
+        carries_manifest(target) or all(FOLDER.fullmatch(name) for name in target.list())
     ):
         raise CheckpointError(
             f"{target} is no checkpoint of this package, expected nothing there, a sharded "
             f"checkpoint (names with {MANIFEST}), or an object named *{PLAIN_SUFFIX}. Move it, or "
             f"save elsewhere."
         )
-    return RemoteStaging(target)
 
 
 def commit(staging: RemoteStaging, sizes: Mapping[str, int], manifest: bytes) -> tuple[str, ...]:
@@ -146,20 +150,30 @@ def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> st
     if not written and not any(target.parent.is_relative_to(root) for root in roots):
         return f"it lies outside of {' and '.join(map(str, roots)) or 'all directories'}."
     with disk_errors("deleting", target):
-        names = target.list()
-        if not names and target.is_file():
-            if target.suffix != PLAIN_SUFFIX:
-                return f"it is no object named *{PLAIN_SUFFIX}."
-            target.delete()
-            return None
-        if not carries_manifest(target):
-            return f"there is no {MANIFEST} of this package in it." if names else None
-        parts = list[RemotePath]()
-        with contextlib.suppress(CheckpointError):  # its files are left for a sweep
-            stored = read_remote_manifest(target)
-            parts = [target / stored.folder / name for name in stored.files]
-        (target / MANIFEST).delete()
-    return next(iter(_delete(parts)), None)
+        if carries_manifest(target):
+            return next(iter(remove_directory(target)), None)
+        if not target.is_file():
+            return f"there is no {MANIFEST} of this package in it." if target.list() else None
+        if target.suffix != PLAIN_SUFFIX:
+            return f"it is no object named *{PLAIN_SUFFIX}."
+        target.delete()
+    return None
+
+
+def remove_directory(target: RemotePath) -> tuple[str, ...]:
+    """Delete a sharded checkpoint, the manifest first; what is left, in sentences.
+
+    Raises:
+        OSError: The store does not answer.
+    """
+    if not carries_manifest(target):
+        return ()
+    parts = list[RemotePath]()
+    with contextlib.suppress(CheckpointError):  # its files are left for a sweep
+        stored = read_remote_manifest(target)
+        parts = [target / stored.folder / name for name in stored.files]
+    (target / MANIFEST).delete()
+    return _delete(parts)
 
 
 def sweep(folder: RemotePath) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -214,5 +228,7 @@ def _delete(objects: Sequence[RemotePath]) -> tuple[str, ...]:
             folder.delete_folder()
             folder.parent.delete_folder()
     except OSError as error:
-        return (f"{error.filename or objects[0]} could not be deleted ({error.strerror or error}).",)
+        return (
+            f"{error.filename or objects[0]} could not be deleted ({error.strerror or error}).",
+        )
     return ()

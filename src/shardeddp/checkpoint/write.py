@@ -372,7 +372,9 @@ class Saver:
         """Whether a save is under way in the thread."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup) -> None:
+    def save(
+        self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup
+    ) -> None:
         """Save, or begin to; a collective of all ranks.
 
         Raises:
@@ -419,7 +421,9 @@ class Saver:
         else:
             self._deletions.append(delete)
 
-    def _write(self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup) -> None:
+    def _write(
+        self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup
+    ) -> None:
         try:
             write_checkpoint(snapshot, target, run, group, self._options)
         except BaseException as error:  # noqa: BLE001 - raised where the training is
