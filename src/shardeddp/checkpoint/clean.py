@@ -121,7 +121,10 @@ def sweep(directory: StrPath | RemotePath, durability: Durability = "disk") -> C
     """
     place = location(directory)
     if isinstance(place, RemotePath):
-        removed, left = remote_directory.sweep(place)
+        try:
+            removed, left = remote_directory.sweep(place)
+        except CheckpointError as error:  # it waits, as what it could not delete
+            return CleanReport(left=(str(error),))
         return CleanReport(removed=removed, left=left)
     with disk_errors("cleaning up", place):
         return _sweep(place, durability) if exists(place) else CleanReport()

@@ -201,11 +201,11 @@ def new_part(
     Raises:
         CheckpointError: There is such a file, or the file system refuses.
     """
-    path = folder / name
     if isinstance(folder, RemotePath):
-        with disk_errors("writing", path), (folder / name).upload(nbytes) as upload:
+        with disk_errors("writing", folder / name), (folder / name).upload(nbytes) as upload:
             yield upload
         return
+    path = folder / name
     descriptor = create_file(folder, name, permissions)
     try:
         with disk_errors("writing", path, nbytes):

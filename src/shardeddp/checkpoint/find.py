@@ -258,9 +258,9 @@ def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) ->
     place = location(path)
     if isinstance(place, RemotePath):
         return _read_remote(place, part)
-    if os.path.isfile(path):
-        return read_index(path)
-    with disk_errors("reading the checkpoint", path), opened_directory(path) as directory:
+    if place.is_file():
+        return read_index(place)
+    with disk_errors("reading the checkpoint", place), opened_directory(place) as directory:
         try:
             manifest = manifest_from_bytes(_read(directory))
             for name, file in list(manifest.files.items())[part[0] :: part[1]]:

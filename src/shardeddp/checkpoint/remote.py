@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import io
 import posixpath
 import random
@@ -290,10 +291,10 @@ class RemotePath:
 
     def _client(self) -> tuple[Any, str]:
         """The client of fsspec, which keeps one for each process, and the name as that has it."""
-        from fsspec.core import url_to_fs  # takes a while, and few need it
+        fsspec: Any = importlib.import_module("fsspec.core")  # takes a while, and few need it
 
         try:
-            return url_to_fs(str(self))
+            return fsspec.url_to_fs(str(self))
         except (ImportError, ValueError) as error:
             raise ConfigurationError(f"{self} cannot be opened: {error}") from error
 

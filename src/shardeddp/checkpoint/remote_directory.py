@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from shardeddp.checkpoint.durable import disk_errors
 from shardeddp.checkpoint.find import PLAIN_SUFFIX, carries_manifest, read_remote_manifest
 from shardeddp.checkpoint.manifest import FOLDER, MANIFEST, is_part
-from shardeddp.checkpoint.remote import RemotePath
+from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 
@@ -186,6 +186,8 @@ def sweep(folder: RemotePath) -> tuple[tuple[str, ...], tuple[str, ...]]:
         CheckpointError: The store does not answer.
     """
     removed, left = list[str](), list[str]()
+    if folder.protocol in READ_ONLY:
+        return (), ()
     with disk_errors("cleaning up", folder):
         for name, nbytes in folder.list().items():
             if nbytes is None and name.endswith(PLAIN_SUFFIX):

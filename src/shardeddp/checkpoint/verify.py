@@ -143,7 +143,7 @@ def total(rows: Iterable[Row]) -> Row:
     return _merged("total", list(rows))
 
 
-def as_json(path: Path, manifest: Manifest, rows: Iterable[Row]) -> dict[str, Any]:
+def as_json(path: Location, manifest: Manifest, rows: Iterable[Row]) -> dict[str, Any]:
     """What there is to know, for other programs."""
     tensors: list[Mapping[str, Any]] = [
         {
