@@ -210,7 +210,6 @@ def s3_server() -> Iterator[str]:
 def use_s3(address: str) -> None:
     """Let clients of S3 in this process use a server."""
     os.environ |= {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests"}
-    fsspec.config.conf["s3"] = {
-        "endpoint_url": address,
-        "client_kwargs": {"region_name": "us-east-1"},
-    }
+    # Everybody may read, so that the server's addresses will do for http.
+    public = {"ACL": "public-read"}
+    fsspec.config.conf["s3"] = {"endpoint_url": address, "s3_additional_kwargs": public}

@@ -242,11 +242,13 @@ def _former(target: Path) -> set[str]:
 
 
 def _open(source: Location, selection: Selection, keys: Sequence[str] | None) -> Contents:
-    if selection.foreign:
-        return read_foreign_contents(source, selection.trust_pickle)
     if isinstance(source, RemotePath):
-        if not carries_manifest(source):
-            raise CheckpointError(f"{source} is one file: copy it here, to read what is in it")
+        if selection.foreign or not carries_manifest(source):
+            raise CheckpointError(
+                f"{source} is no sharded checkpoint of this package: copy it here, to read it"
+            )
+    elif selection.foreign:
+        return read_foreign_contents(source, selection.trust_pickle)
     elif source.is_file():
         return _open_file(source, selection, keys)
     return read_contents(source, keys, trust_pickle=selection.trust_pickle)

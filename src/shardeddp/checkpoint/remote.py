@@ -155,7 +155,12 @@ class RemotePath:
         Raises:
             OSError: The store does not answer.
         """
-        return self._try(lambda fs, path: fs.cat_file(path, start=start, end=stop))
+        if start >= stop:
+            return b""
+        data = self._try(lambda fs, path: fs.cat_file(path, start=start, end=stop))
+        if len(data) > stop - start:
+            raise OSError(errno.ENOTSUP, "the server gives whole files, not parts", str(self))
+        return data
 
     def put(self, data: bytes) -> None:
         """Make the object with this content, or put it in the place of the one that is there.

@@ -153,7 +153,8 @@ def remove(target: RemotePath, roots: Sequence[RemotePath], written: bool) -> st
         if carries_manifest(target):
             return next(iter(remove_directory(target)), None)
         if not target.is_file():
-            return f"there is no {MANIFEST} of this package in it." if target.list() else None
+            ours = all(FOLDER.fullmatch(name) for name in target.list())
+            return None if ours else f"there is no {MANIFEST} of this package in it."
         if target.suffix != PLAIN_SUFFIX:
             return f"it is no object named *{PLAIN_SUFFIX}."
         target.delete()
