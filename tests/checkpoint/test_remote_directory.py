@@ -119,7 +119,7 @@ def test_what_is_not_as_it_was_written_is_named(folder: RemotePath, kind: str) -
         held.delete()
     else:
         held.put(content[:-1] if kind == "short" else content.replace(b"\x3f", b"\x3e"))
-    with pytest.raises(CheckpointError, match="__0_0.distcp") as caught:
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp") as caught:
         step_in(folder / "last.ckpt")
     assert isinstance(caught.value, DamagedCheckpointError) == (kind == "changed")
     assert [each.file for each in verify(folder / "last.ckpt")] != []
@@ -223,7 +223,7 @@ def test_a_store_that_loses_an_upload_gets_no_manifest(
         return {name: size for name, size in whole(self).items() if name != "__0_0.distcp"}
 
     monkeypatch.setattr(RemotePath, "list", without)
-    with pytest.raises(CheckpointError, match="was not committed: the store has __0_0.distcp not"):
+    with pytest.raises(CheckpointError, match=r"was not committed: the store has __0_0\.distcp not"):
         save(folder / "last.ckpt", 2)
     monkeypatch.undo()
     use_shelf()
@@ -299,28 +299,34 @@ def test_a_process_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_
     assert seen == {True, False}
 
 
-def save_all_the_time(address: str, target: str, first: int) -> None:
+def save_all_the_time(address: str, target: str, first: int, ready: Any) -> None:
     use_s3(address)
+    location(target).list()  # the client is made
+    ready.send(None)
     for step in range(first, first + 1000):
         save(target, step, rows=400)
 
 
 @pytest.mark.torture
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_hundred_kills_at_any_time_leave_whole_checkpoints_in_a_server_of_s3() -> None:
-    chance, forks, held = random.Random(1), multiprocessing.get_context("fork"), 0
+    chance, held, saves = random.Random(1), 0, 0
+    forks = multiprocessing.get_context("forkserver")  # a client of S3 does not survive a fork
+    forks.set_forkserver_preload([__name__])
     with s3_server() as address:
         for kill in range(100):
-            arguments = (address, "s3://bucket/run/last.ckpt", held + 1)
+            here, there = forks.Pipe()
+            arguments = (address, "s3://bucket/run/last.ckpt", held + 1, there)
             process = forks.Process(target=save_all_the_time, args=arguments)
             process.start()
-            time.sleep(chance.uniform(0.3, 1.5))
+            here.recv()
+            time.sleep(chance.uniform(0.0, 2.0))
             process.kill()
             process.join()
             found = step_in("s3://bucket/run/last.ckpt", rows=400) or 0
             assert found >= held, kill
-            held = found
-    assert held > 100
+            held, saves = found, saves + (found > held)
+    assert saves > 20
 
 
 # -- a server of S3

@@ -30,7 +30,7 @@ Fault = Callable[[str, str], str]
 
 
 class Shelf(AbstractFileSystem):
-    """Object store in a directory: ``shelf:///tmp/folder/name``; objects appear whole, and there is no rename.
+    """Object store in a directory: ``shelf:///folder/name``; objects appear whole, and there is no rename.
 
     All processes of the machine see the same. What is uploaded in parts lies elsewhere until it is whole.
     """
@@ -45,12 +45,14 @@ class Shelf(AbstractFileSystem):
         return os.path.normpath(path.removeprefix("shelf://"))
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
         with operation("info", path):
             found = os.stat(path)
             kind = "directory" if os.path.isdir(path) else "file"
             return {"name": path, "type": kind, "size": found.st_size, "mtime": found.st_mtime}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        path = self._strip_protocol(path)
         with operation("ls", path):
             entries = [os.path.join(path, name) for name in sorted(os.listdir(path))]
         # A store has no empty folders.
@@ -116,7 +118,7 @@ class ShelfFile(AbstractBufferedFile):
         return True
 
     def discard(self) -> None:
-        Path(vars(self).get("place", "/nowhere")).unlink(missing_ok=True)
+        Path(vars(self).get("place", "nothing")).unlink(missing_ok=True)
 
 
 def _part(path: str) -> str:

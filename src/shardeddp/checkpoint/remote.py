@@ -127,7 +127,10 @@ class RemotePath:
             OSError: The store does not answer.
         """
         # A client that has listed the names before may answer from that list.
-        info = self._try(lambda fs, path: _fresh(fs).info(path))
+        try:
+            info = self._try(lambda fs, path: _fresh(fs).info(path))
+        except NotADirectoryError:  # another object has the beginning of the name
+            info = {}
         if info.get("type") == "directory" or info.get("size") is None:
             raise FileNotFoundError(errno.ENOENT, "no object has this name", str(self))
         return int(info["size"])

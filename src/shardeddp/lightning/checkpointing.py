@@ -78,15 +78,15 @@ class Checkpoints:
 
         It is a collective of all ranks.
         """
-        mesh = self._group.mesh
-        folders = [folder for folder in checkpoint_folders(trainer) if is_remote(folder)]
-
-        def check() -> None:
-            for folder in folders if mesh.rank == 0 else ():
-                require_writable(RemotePath(folder), mesh.topology.world_size)
-
-        if agree_on_any([bool(folders)], mesh.world_control)[0]:
-            run_on_all_ranks("looking for the stores of checkpoints", check, mesh.world_control)
+        refusal = ""
+        if self._group.is_rank_zero:
+            try:
+                for folder in filter(is_remote, checkpoint_folders(trainer)):
+                    require_writable(RemotePath(folder), trainer.world_size)
+            except ConfigurationError as error:
+                refusal = str(error)
+        if refusal := self._group.broadcast(refusal):
+            raise ConfigurationError(refusal)
 
     def save(
         self,
