@@ -85,7 +85,7 @@ def _add_verify(commands: Any) -> None:
         "a checkpoint: a directory of shardeddp or torch.distributed.checkpoint, a plain file, or a "
         "directory of those"
     )
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=where)
+    parser.add_argument("directories", nargs="+", type=_checkpoint, metavar="DIR", help=where)
     parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
 
 
@@ -93,7 +93,7 @@ def _add_inspect(commands: Any) -> None:
     parser = _add_command(
         commands, "inspect", "show what is in a checkpoint, without reading its tensors"
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    parser.add_argument("directory", type=_checkpoint, metavar="DIR", help="the checkpoint")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--tensors",
@@ -112,7 +112,7 @@ def _add_consolidate(commands: Any) -> None:
     parser = _add_command(
         commands, "consolidate", "make a safetensors or a .ckpt file of a checkpoint"
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    parser.add_argument("directory", type=_checkpoint, metavar="DIR", help="the checkpoint")
     kinds = "NAME.safetensors: the weights; NAME.ckpt: all, as Lightning writes it without sharding"
     parser.add_argument("-o", "--output", required=True, type=_output, metavar="FILE", help=kinds)
     parser.add_argument(
@@ -150,7 +150,7 @@ def _add_consolidate(commands: Any) -> None:
 def _add_metadata(commands: Any) -> None:
     text = "let torch.distributed.checkpoint read a checkpoint of so many pieces that it was saved without .metadata"
     parser = _add_command(commands, "metadata", text)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the checkpoint")
+    parser.add_argument("directory", type=_checkpoint, metavar="DIR", help="the checkpoint")
     parser.add_argument("--force", action="store_true", help="replace one that was made before")
 
 
@@ -160,7 +160,7 @@ def _add_diff(commands: Any) -> None:
     )
     for name in ("first", "second"):
         where = "a checkpoint: a directory of shardeddp, or a plain file"
-        parser.add_argument(name, type=Path, metavar=name.upper(), help=where)
+        parser.add_argument(name, type=_checkpoint, metavar=name.upper(), help=where)
     parser.add_argument(
         "--weights-only", action="store_true", help="the model's tensors, nothing of optimizers"
     )
@@ -273,6 +273,11 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
     return int(text)
+
+
+def _checkpoint(text: str) -> Path | str:
+    """A path, or an address in a store, of which a path would drop a slash."""
+    return text if "://" in text else Path(text)
 
 
 def _output(text: str) -> Path:

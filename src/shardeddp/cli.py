@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,12 +22,14 @@ from shardeddp.checkpoint.contents import (
     read_contents,
     read_file_contents,
 )
+from shardeddp.checkpoint.durable import Location, exists, is_directory, location
 from shardeddp.checkpoint.export import Selection, to_ckpt, to_safetensors
-from shardeddp.checkpoint.find import carries_index, read_manifest
+from shardeddp.checkpoint.find import carries_index, carries_manifest, read_manifest
 from shardeddp.checkpoint.interop import write_metadata
 from shardeddp.checkpoint.kept_shards import KEY
 from shardeddp.checkpoint.manifest import DCP_METADATA, MANIFEST
 from shardeddp.checkpoint.read import LazyTensor
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.state_codec import tensors_in
 from shardeddp.checkpoint.verify import (
     Row,
@@ -91,9 +92,9 @@ def run(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     """Check every byte of checkpoints."""
     results: list[tuple[Verification, float]] = []
-    for given in options.directories:
-        one = not given.is_dir() or any(
-            os.path.lexists(given / name) for name in (MANIFEST, DCP_METADATA)
+    for given in map(location, options.directories):
+        one = not is_directory(given) or any(
+            exists(given / name) for name in (MANIFEST, DCP_METADATA)
         )
         paths = [given] if one else checkpoints_in(given)
         if not paths:
@@ -116,7 +117,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def inspect(options: argparse.Namespace) -> int:
     """Show the contents of a checkpoint."""
-    path = _require_checkpoint(options.directory, foreign=False)
+    path = _require_checkpoint(location(options.directory), foreign=False)
     if options.state:
         print("\n".join(_state(_contents(path, options).checkpoint)))
         return 0
@@ -141,7 +142,7 @@ def inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _inspect_file(path: Path, options: argparse.Namespace) -> int:
+def _inspect_file(path: Location, options: argparse.Namespace) -> int:
     """Show the tensors of a plain file of another strategy or tool; it is mapped, not read."""
     if options.json:
         raise _UsageError(f"--json describes checkpoints of shardeddp, and {path} is none")
@@ -193,7 +194,7 @@ def consolidate(options: argparse.Namespace) -> int:
     """Make one file, or few, of a checkpoint directory."""
     if options.output.suffix == ".ckpt":
         _check_ckpt_options(options)
-    path = _require_checkpoint(options.directory, options.foreign)
+    path = _require_checkpoint(location(options.directory), options.foreign)
     selection = Selection(
         foreign=options.foreign,
         trust_pickle=options.trust_pickle,
@@ -221,7 +222,9 @@ def consolidate(options: argparse.Namespace) -> int:
 
 def metadata(options: argparse.Namespace) -> int:
     """Write the index of torch.distributed.checkpoint into a checkpoint saved without."""
-    path = _require_checkpoint(options.directory, foreign=False)
+    path = _require_checkpoint(location(options.directory), foreign=False)
+    if isinstance(path, RemotePath):
+        raise CheckpointError(f"{path}: the index is written into a directory of a file system")
     if path.is_file():
         raise CheckpointError(f"{path} is one plain file, expected a directory")
     count = write_metadata(path, options.force)
@@ -310,7 +313,7 @@ _SHOWN = 20
 def diff(options: argparse.Namespace) -> int:
     """Compare the tensors of two checkpoints, one after the other."""
     first, second = (
-        _named_tensors(_contents(path, options), options.weights_only)
+        _named_tensors(_contents(location(path), options), options.weights_only)
         for path in (options.first, options.second)
     )
     found = [(name, f"only in {options.first}") for name in first if name not in second]
@@ -336,10 +339,13 @@ def diff(options: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _contents(path: Path, options: argparse.Namespace) -> Contents:
+def _contents(path: Location, options: argparse.Namespace) -> Contents:
     path = _require_checkpoint(path, foreign=False)
     keys = (WEIGHTS,) if vars(options).get("weights_only") else None
-    if path.is_file():
+    if isinstance(path, RemotePath):
+        if not carries_manifest(path):
+            raise CheckpointError(f"{path} is one file: copy it here, to read what is in it")
+    elif path.is_file():
         return read_file_contents(path, options.trust_pickle)
     return read_contents(path, keys, trust_pickle=options.trust_pickle)
 
@@ -400,8 +406,10 @@ def _check_ckpt_options(options: argparse.Namespace) -> None:
         )
 
 
-def _require_checkpoint(path: Path, foreign: bool) -> Path:
+def _require_checkpoint(path: Location, foreign: bool) -> Location:
     """The path, if it may be a checkpoint of the wanted kind; its reader checks the rest."""
+    if isinstance(path, RemotePath):
+        return _require_remote(path, foreign)
     if path.is_file() and not foreign:
         return path
     if not path.is_dir():
@@ -419,6 +427,19 @@ def _require_checkpoint(path: Path, foreign: bool) -> Path:
             f"{path} is not a checkpoint of shardeddp: there is no {MANIFEST} in it. Another tool "
             f"wrote it, or its manifest was lost: `shardeddp verify` checks it, `shardeddp "
             f"consolidate --foreign` reads it"
+        )
+    return path
+
+
+def _require_remote(path: RemotePath, foreign: bool) -> RemotePath:
+    if foreign:
+        raise CheckpointError(f"{path}: checkpoints of other tools are read from file systems")
+    if not (carries_manifest(path) or path.is_file()):
+        inside = checkpoints_in(path)
+        hint = f"; {inside[0]} is one" if inside else ""
+        raise CheckpointError(
+            f"{path} is no checkpoint: there is neither a {MANIFEST} in it, nor an object of this "
+            f"name{hint}"
         )
     return path
 

@@ -9,10 +9,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 import torch
 
+from shardeddp.checkpoint.durable import Location
 from shardeddp.checkpoint.manifest import CRC, Manifest
 from shardeddp.checkpoint.verify import Row, Verification, total
 from shardeddp.engine.runtime import Runtime
@@ -347,7 +347,7 @@ _NARROW = 100
 
 
 def inspection_view(
-    path: Path, manifest: Manifest, rows: Sequence[Row], width: int, folded: bool
+    path: Location, manifest: Manifest, rows: Sequence[Row], width: int, folded: bool
 ) -> list[str]:
     """A checkpoint as lines: facts, and a table of tensors."""
     hint = "one row per module; --all lists every tensor, --tensors PATTERN some"
@@ -374,7 +374,7 @@ def verification_view(found: Verification, seconds: float) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def _facts(path: Path, manifest: Manifest, width: int) -> list[str]:
+def _facts(path: Location, manifest: Manifest, width: int) -> list[str]:
     run = manifest.run
     ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
     files = "one file" if manifest.algorithm == CRC else f"{len(manifest.files) + 1:,} files"

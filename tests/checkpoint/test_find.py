@@ -160,7 +160,7 @@ def test_a_manifest_that_is_no_file_is_none_of_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
-@pytest.mark.parametrize("call", ["open", "pread"])
+@pytest.mark.parametrize("call", ["open", "preadv"])
 def test_what_cannot_be_read_at_the_moment_is_neither_called_ours_nor_foreign(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:

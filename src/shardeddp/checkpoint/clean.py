@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardeddp.checkpoint import remote_directory
 from shardeddp.checkpoint.directory import STAGED, delete, delete_atomically, left_text
 from shardeddp.checkpoint.durable import (
     Durability,
@@ -17,8 +18,10 @@ from shardeddp.checkpoint.durable import (
     disk_errors,
     exists,
     held,
+    is_remote,
     kernel,
     kind_of,
+    location,
     lock,
     opened_directory,
     resolve,
@@ -26,6 +29,7 @@ from shardeddp.checkpoint.durable import (
 )
 from shardeddp.checkpoint.find import WORKING_NAME, carries_index, carries_manifest
 from shardeddp.checkpoint.manifest import MANIFEST
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError
 
 SILENT_S = 900.0
@@ -45,7 +49,7 @@ def remove(
     else wrote.
 
     Args:
-        target: The checkpoint; nothing happens if it does not exist.
+        target: The checkpoint, also in a store; nothing happens if it does not exist.
         roots: It has to lie in one of these directories, links resolved, and to be a checkpoint of
             this package by what is in it.
         durability: ``process`` flushes nothing.
@@ -54,6 +58,9 @@ def remove(
     Returns:
         Whether this call has taken all of it away.
     """
+    place = location(target)
+    if isinstance(place, RemotePath):
+        return _remove_remote(place, roots, written)
     try:
         parent, name = resolve(target)
         path = parent / name
@@ -73,6 +80,17 @@ def remove(
     return kept is None
 
 
+def _remove_remote(target: RemotePath, roots: Sequence[StrPath], written: bool) -> bool:
+    stores = [place for root in roots if isinstance(place := location(root), RemotePath)]
+    try:
+        kept = remote_directory.remove(target, stores, written)
+    except CheckpointError as error:
+        kept = str(error)
+    if kept is not None:
+        warnings.warn(f"The checkpoint '{target}' was not deleted: {kept}", stacklevel=3)
+    return kept is None
+
+
 @dataclass(frozen=True, kw_only=True)
 class CleanReport:
     """What a sweep has done."""
@@ -87,8 +105,10 @@ class CleanReport:
     """Sentences about what could not be done; what other processes are writing is not mentioned."""
 
 
-def sweep(directory: StrPath, durability: Durability = "disk") -> CleanReport:
+def sweep(directory: StrPath | RemotePath, durability: Durability = "disk") -> CleanReport:
     """Remove leftovers of killed processes from a directory; what a living one writes stays.
+
+    In a store, those of a day ago and earlier.
 
     Only one process sweeps a directory at a time, the others return at once.
 
@@ -99,8 +119,15 @@ def sweep(directory: StrPath, durability: Durability = "disk") -> CleanReport:
     Raises:
         CheckpointError: The directory cannot be read.
     """
-    with disk_errors("cleaning up", directory):
-        return _sweep(Path(directory), durability) if exists(directory) else CleanReport()
+    place = location(directory)
+    if isinstance(place, RemotePath):
+        try:
+            removed, left = remote_directory.sweep(place)
+        except CheckpointError as error:  # it waits, as what it could not delete
+            return CleanReport(left=(str(error),))
+        return CleanReport(removed=removed, left=left)
+    with disk_errors("cleaning up", place):
+        return _sweep(place, durability) if exists(place) else CleanReport()
 
 
 def _sweep(directory: Path, durability: Durability) -> CleanReport:
@@ -194,7 +221,7 @@ def _why_kept(path: Path, name: str, mode: int, roots: Sequence[StrPath] | None)
     if not name:
         return "the path does not end in a name."
     if roots is not None and not any(
-        path.parent.is_relative_to(os.path.realpath(root)) for root in roots
+        path.parent.is_relative_to(os.path.realpath(root)) for root in roots if not is_remote(root)
     ):
         return f"it lies outside of {' and '.join(str(Path(root)) for root in roots) or 'all directories'}."
     if stat.S_ISDIR(mode) and not carries_manifest(path):

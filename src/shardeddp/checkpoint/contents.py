@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import tempfile
 import warnings
 import zipfile
 from argparse import Namespace
@@ -16,12 +18,14 @@ from typing import Any, cast
 
 import torch
 
+from shardeddp.checkpoint.durable import Location, disk_errors, preflight
 from shardeddp.checkpoint.find import require_intact
 from shardeddp.checkpoint.import_foreign import MODEL, ForeignCheckpoint
 from shardeddp.checkpoint.kept_shards import KEY, KeptShards
 from shardeddp.checkpoint.manifest import LIGHTNING_META, PLAIN_EXTRA, SHARDED_EXTRA, name_of
 from shardeddp.checkpoint.random_state import STATES
 from shardeddp.checkpoint.read import CheckpointReader, LazyTensor
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import (
     Codec,
@@ -70,7 +74,7 @@ class Contents:
 
 
 def read_contents(
-    path: Path,
+    path: Location,
     keys: Collection[str] | None = None,
     *,
     trust_pickle: bool = False,
@@ -292,7 +296,7 @@ def _by_index(path: Path, optimizer: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(
-    path: Path,
+    path: Location,
     weights_only: bool | None,
     codecs: Sequence[Codec] = (),
     part: tuple[int, int] = (0, 1),
@@ -359,6 +363,25 @@ def open_file(path: str, weights_only: bool | None, part: tuple[int, int]) -> di
             f"{path} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     return check_fields(checkpoint, path)
+
+
+def open_remote_file(
+    path: RemotePath, weights_only: bool | None, part: tuple[int, int]
+) -> dict[str, Any]:
+    """Read a plain checkpoint of a store from a copy, which is gone when the process ends.
+
+    Raises:
+        As :func:`open_file`; CheckpointError as well where there is no room for the copy.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
+        copy = os.path.join(folder, path.name)
+        with disk_errors("copying", path):
+            preflight(folder, path.nbytes())
+            path.get_file(copy)
+        try:
+            return open_file(copy, weights_only, part)  # what is mapped stays readable
+        except CheckpointError as error:
+            raise type(error)(str(error).replace(copy, str(path))) from error
 
 
 class _SmallTensors:

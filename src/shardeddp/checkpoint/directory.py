@@ -48,6 +48,7 @@ from shardeddp.checkpoint.manifest import (
     STATE,
     is_part,
 )
+from shardeddp.checkpoint.remote import RemotePath, Upload
 from shardeddp.errors import CheckpointError
 from shardeddp.wrap.tree import first_three
 
@@ -178,6 +179,41 @@ def create_file(folder: StrPath, name: str, permissions: Permissions = "private"
     path = os.path.join(folder, name)
     with disk_errors("making", path):
         return create_exclusively(path, permissions)
+
+
+@contextlib.contextmanager
+def new_part(
+    folder: Path | RemotePath,
+    name: str,
+    nbytes: int,
+    permissions: Permissions = "private",
+    durability: Durability = "disk",
+) -> Generator[int | Upload]:
+    """Make a file of a checkpoint from what is written while the block runs; any rank may.
+
+    Args:
+        folder: The staging directory, or the folder in a store.
+        name: One that a checkpoint has; no file has it yet.
+        nbytes: About how much is going to be written.
+        permissions: Of the file; a store has its own.
+        durability: ``process`` flushes nothing; what is in a store is there.
+
+    Raises:
+        CheckpointError: There is such a file, or the file system refuses.
+    """
+    if isinstance(folder, RemotePath):
+        with disk_errors("writing", folder / name), (folder / name).upload(nbytes) as upload:
+            yield upload
+        return
+    path = folder / name
+    descriptor = create_file(folder, name, permissions)
+    try:
+        with disk_errors("writing", path, nbytes):
+            yield descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finish(descriptor, path, durability)
 
 
 def finish(descriptor: int, path: StrPath, durability: Durability = "disk") -> None:

@@ -17,10 +17,11 @@ import socket
 import stat
 import sys
 import uuid
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from shardeddp.checkpoint.remote import RemotePath, StoreFile, Upload
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Interval
 
@@ -43,9 +44,20 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
 
 
-# -- Crash-safe file operations
-
 StrPath: TypeAlias = "str | os.PathLike[str]"
+
+Location: TypeAlias = "Path | RemotePath"
+"""Place of a checkpoint, or of a file of it."""
+
+
+def location(path: StrPath | RemotePath) -> Location:
+    """A path of the system or an address in a store, by how it is written."""
+    if isinstance(path, RemotePath):
+        return path
+    return RemotePath(local_path(path)) if is_remote(path) else Path(local_path(path))
+
+
+# -- Crash-safe file operations
 
 Durability: TypeAlias = Literal["disk", "process"]
 """What a finished write survives: ``disk`` a loss of power, ``process`` the end of the process.
@@ -74,7 +86,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @contextlib.contextmanager
 def disk_errors(
-    doing: str, path: StrPath, nbytes: int | None = None
+    doing: str, path: StrPath | RemotePath, nbytes: int | None = None
 ) -> Generator[None, None, None]:
     """Turn system errors inside into a :class:`CheckpointError` with the path and what to do.
 
@@ -89,8 +101,11 @@ def disk_errors(
     try:
         yield
     except OSError as error:
-        text = f"{doing} {os.fspath(path)} failed: {error.strerror or error}"
-        if error.errno in _FULL:
+        text = f"{doing} {path} failed: {error.strerror or error}"
+        if isinstance(path, RemotePath):
+            if isinstance(error, PermissionError):
+                text += ". Credentials come from the environment, as the store's client says"
+        elif error.errno in _FULL:
             needed = "" if nbytes is None else f"{nbytes:,} bytes were needed, "
             text += f"; {needed}{_free_text(path)}. Make room there, or save to another file system"
         elif error.errno == errno.ENAMETOOLONG:
@@ -161,18 +176,22 @@ def create_exclusively(path: StrPath, permissions: Permissions) -> int:
     return os.open(path, flags, 0o600 if permissions == "private" else 0o666)
 
 
-def read_text(descriptor: int, interval: Interval, name: str) -> bytearray:
+Source: TypeAlias = "int | StoreFile"
+"""File open for reading at any place: a descriptor, whose position is left alone, or an object."""
+
+
+def read_text(source: Source, interval: Interval, name: str) -> bytearray:
     """Text of a file, which has no zero bytes; see :func:`read_dense`."""
-    return read_dense(descriptor, interval, name, 1)
+    return read_dense(source, interval, name, 1)
 
 
-def read_dense(descriptor: int, interval: Interval, name: str, zeros: int) -> bytearray:
+def read_dense(source: Source, interval: Interval, name: str, zeros: int) -> bytearray:
     """Bytes of a file; memory is taken as content comes.
 
     A file may have any size and no content: holes, which read as zero bytes.
 
     Args:
-        descriptor: Open for reading; its position is left alone.
+        source: The file.
         interval: Bytes of the file.
         name: Of what is read, for errors.
         zeros: So many zero bytes in a row are a hole.
@@ -184,7 +203,8 @@ def read_dense(descriptor: int, interval: Interval, name: str, zeros: int) -> by
     data = bytearray()
     while len(data) < interval.numel:
         start = interval.start + len(data)
-        part = os.pread(descriptor, min(_READ_NBYTES, interval.stop - start), start)
+        part = bytearray(min(_READ_NBYTES, interval.stop - start))
+        del part[read_into(source, memoryview(part), start) :]
         if not part or bytes(zeros) in part:
             kind, hole = ("text", "a zero byte") if zeros == 1 else ("content", "a hole")
             raise DamagedCheckpointError(
@@ -196,16 +216,29 @@ def read_dense(descriptor: int, interval: Interval, name: str, zeros: int) -> by
     return data
 
 
-def read_into(descriptor: int, view: memoryview, offset: int) -> int:
+def read_into(source: Source, view: memoryview, offset: int) -> int:
     """Fill a buffer from a byte of a file on; how many bytes there were.
 
     Raises:
         OSError: Reading failed.
     """
+    if isinstance(source, StoreFile):
+        return source.read_into(view, offset)
     done = 0
-    while done < len(view) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
+    while done < len(view) and (count := os.preadv(source, [view[done:]], offset + done)):
         done += count
     return done
+
+
+@contextlib.contextmanager
+def open_source(path: StrPath | RemotePath) -> Generator[tuple[Source, int]]:
+    """Open a file for reading, of the system or of a store; see :func:`open_regular`."""
+    if isinstance(path, RemotePath):
+        file = path.open()
+        yield file, file.nbytes
+    else:
+        with open_regular(path) as opened:
+            yield opened
 
 
 @contextlib.contextmanager
@@ -245,11 +278,39 @@ def open_regular(path: StrPath, directory: int | None = None) -> Generator[tuple
         os.close(descriptor)
 
 
+def is_directory(path: Location) -> bool:
+    """Whether a path is a directory, or the beginning of names in a store."""
+    return bool(path.list()) if isinstance(path, RemotePath) else path.is_dir()
+
+
 def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
     """Write all of the data; the system may take it in parts."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def write_buffers(file: int | Upload, buffers: Sequence[bytes | memoryview]) -> int:
+    """Append buffers to a file, in one call where the system takes them so; how many bytes.
+
+    Raises:
+        OSError: Writing failed.
+    """
+    left = [memoryview(buffer) for buffer in buffers if len(buffer) > 0]
+    nbytes = sum(map(len, left))
+    if isinstance(file, Upload):
+        for view in left:
+            file.write(view)
+        return nbytes
+    while left:
+        count = os.writev(file, left)
+        if count == 0:
+            raise OSError(errno.EIO, "nothing was written")
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+    return nbytes
 
 
 def sync_file(descriptor: int, durability: Durability) -> None:
@@ -423,8 +484,10 @@ def resolve(target: StrPath) -> tuple[Path, str]:
     ) else name
 
 
-def exists(path: StrPath) -> bool:
+def exists(path: StrPath | RemotePath) -> bool:
     """Whether a name is taken, also by a dangling link; raises where the system does not tell."""
+    if isinstance(path, RemotePath):
+        return path.is_file() or bool(path.list())
     try:
         os.lstat(path)
     except FileNotFoundError:

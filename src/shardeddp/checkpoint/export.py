@@ -23,9 +23,11 @@ from shardeddp.checkpoint.contents import (
     read_foreign_contents,
 )
 from shardeddp.checkpoint.directory import new_files
-from shardeddp.checkpoint.find import is_checkpoint
+from shardeddp.checkpoint.durable import Location
+from shardeddp.checkpoint.find import carries_manifest, is_checkpoint
 from shardeddp.checkpoint.full import TorchFile
 from shardeddp.checkpoint.read import Progress, silent
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.safetensors import (
     Entry,
     file_paths,
@@ -96,7 +98,7 @@ class Exported:
 
 
 def to_safetensors(
-    source: Path,
+    source: Location,
     target: Path,
     selection: Selection = Selection(),
     *,
@@ -163,7 +165,7 @@ def to_safetensors(
 
 
 def to_ckpt(
-    source: Path,
+    source: Location,
     target: Path,
     selection: Selection = Selection(),
     *,
@@ -239,10 +241,15 @@ def _former(target: Path) -> set[str]:
     return found | {index.name} | {name for name in names if pattern.fullmatch(name)}
 
 
-def _open(source: Path, selection: Selection, keys: Sequence[str] | None) -> Contents:
-    if selection.foreign:
+def _open(source: Location, selection: Selection, keys: Sequence[str] | None) -> Contents:
+    if isinstance(source, RemotePath):
+        if selection.foreign or not carries_manifest(source):
+            raise CheckpointError(
+                f"{source} is no sharded checkpoint of this package: copy it here, to read it"
+            )
+    elif selection.foreign:
         return read_foreign_contents(source, selection.trust_pickle)
-    if source.is_file():
+    elif source.is_file():
         return _open_file(source, selection, keys)
     return read_contents(source, keys, trust_pickle=selection.trust_pickle)
 

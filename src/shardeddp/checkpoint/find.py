@@ -17,11 +17,17 @@ from pathlib import Path
 import torch
 
 from shardeddp.checkpoint.durable import (
+    Location,
+    Source,
     StrPath,
     disk_errors,
+    is_remote,
     kind_of,
+    location,
     open_regular,
+    open_source,
     opened_directory,
+    read_into,
     read_text,
 )
 from shardeddp.checkpoint.items import Record, crc_of, read_record, records_of
@@ -35,6 +41,7 @@ from shardeddp.checkpoint.manifest import (
     index_from_bytes,
     manifest_from_bytes,
 )
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.schema import check_fields
 from shardeddp.errors import CheckpointError, DamagedCheckpointError, printable
 from shardeddp.plan.layout import Interval
@@ -68,7 +75,7 @@ class Damage:
         return f"{self.file}{where}{of}: expected {self.expected}, found {self.found}".lstrip(": ")
 
 
-def read_index(path: StrPath) -> Manifest:
+def read_index(path: StrPath | RemotePath) -> Manifest:
     """What this package says of a plain checkpoint that it has written; elements are not read.
 
     Raises:
@@ -78,7 +85,7 @@ def read_index(path: StrPath) -> Manifest:
         return _index(descriptor, item, records_of(descriptor, item))[0]
 
 
-def carries_index(path: StrPath) -> bool:
+def carries_index(path: StrPath | RemotePath) -> bool:
     """Whether a file is a plain checkpoint that this package has written."""
     try:
         with _opened(path) as (descriptor, item):
@@ -88,7 +95,7 @@ def carries_index(path: StrPath) -> bool:
 
 
 def damaged_records(
-    path: StrPath,
+    path: StrPath | RemotePath,
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Damage]:
@@ -116,7 +123,7 @@ def damaged_records(
             if found != record.crc:
                 damaged.append(
                     Damage(
-                        file=os.path.basename(path),
+                        file=location(path).name,
                         tensor=names.get(record.offset, record.name),
                         where=Interval(record.offset, record.offset + record.nbytes),
                         expected=f"{record.crc:08x}",
@@ -137,11 +144,11 @@ def require_intact(path: StrPath, part: tuple[int, int] = (0, 1)) -> None:
     damaged = damaged_records(path, part)
     if damaged:
         raise DamagedCheckpointError(
-            f"{os.fspath(path)} is damaged (CRCs of records): {first_three(map(str, damaged))}"
+            f"{path} is damaged (CRCs of records): {first_three(map(str, damaged))}"
         )
 
 
-def _names(descriptor: int, item: Item, records: list[Record]) -> dict[int, str]:
+def _names(descriptor: Source, item: Item, records: list[Record]) -> dict[int, str]:
     """Names of tensors by where their elements are, if this package has written the file."""
     try:
         manifest, elements = _index(descriptor, item, records)
@@ -152,7 +159,7 @@ def _names(descriptor: int, item: Item, records: list[Record]) -> dict[int, str]
 
 
 def _index(
-    descriptor: int, item: Item, records: list[Record]
+    descriptor: Source, item: Item, records: list[Record]
 ) -> tuple[Manifest, dict[int, Interval]]:
     """What the package says of a file, and the bytes of each numbered record."""
     record = next(filter(_is_index, records), None)
@@ -175,15 +182,14 @@ def _is_index(record: Record) -> bool:
 
 
 @contextmanager
-def _opened(path: StrPath) -> Generator[tuple[int, Item]]:
-    real = os.path.realpath(path)
+def _opened(path: StrPath | RemotePath) -> Generator[tuple[Source, Item]]:
+    place = location(path)
+    real = place if isinstance(place, RemotePath) else Path(os.path.realpath(place))
     try:
-        with disk_errors("reading", path), open_regular(real) as (descriptor, nbytes):
-            yield descriptor, Item(file=os.path.basename(real), offset=0, nbytes=nbytes)
+        with disk_errors("reading", place), open_source(real) as (descriptor, nbytes):
+            yield descriptor, Item(file=real.name, offset=0, nbytes=nbytes)
     except CheckpointError as error:
-        raise (
-            error if str(path) in str(error) else type(error)(f"{os.fspath(path)}: {error}")
-        ) from error
+        raise (error if str(path) in str(error) else type(error)(f"{path}: {error}")) from error
 
 
 # -- Whole checkpoints in a directory, ordered by step
@@ -202,15 +208,18 @@ _BEGINNING = re.compile(
 _VERSION = re.compile(r"-v(\d{1,9})(?=\.|$)")
 
 
-def is_checkpoint(directory: StrPath) -> bool:
+def is_checkpoint(directory: StrPath | RemotePath) -> bool:
     """Whether a directory is a checkpoint of this package, or of another tool."""
-    return carries_manifest(directory) or os.path.lexists(os.path.join(directory, DCP_METADATA))
+    place = location(directory)
+    return carries_manifest(place) or (
+        not isinstance(place, RemotePath) and os.path.lexists(place / DCP_METADATA)
+    )
 
 
 _NO_MANIFEST = {errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
 
 
-def carries_manifest(path: StrPath) -> bool:
+def carries_manifest(path: StrPath | RemotePath) -> bool:
     """Whether a directory is a checkpoint of this package, even a damaged one.
 
     That is so if its manifest begins as those of this package do.
@@ -219,11 +228,12 @@ def carries_manifest(path: StrPath) -> bool:
         CheckpointError: Permissions, the disk, or the number of open files do not let it be read:
             that says nothing about what is in there.
     """
-    file = os.path.join(path, MANIFEST)
+    file, beginning = location(path) / MANIFEST, bytearray(256)
     with disk_errors("reading", file):
         try:
-            with open_regular(file) as (descriptor, _):
-                return _BEGINNING.match(os.pread(descriptor, 256, 0)) is not None
+            with open_source(file) as (source, _):
+                read_into(source, memoryview(beginning), 0)
+            return _BEGINNING.match(beginning) is not None
         except CheckpointError:
             return False
         except OSError as error:
@@ -232,7 +242,7 @@ def carries_manifest(path: StrPath) -> bool:
             raise
 
 
-def read_manifest(path: StrPath, part: tuple[int, int] = (0, 1)) -> Manifest:
+def read_manifest(path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> Manifest:
     """Read the manifest of a checkpoint; check that its files are there, ordinary, of their size.
 
     What is in them is not read. Of a plain file it is the index that stands in it.
@@ -245,17 +255,55 @@ def read_manifest(path: StrPath, part: tuple[int, int] = (0, 1)) -> Manifest:
     Raises:
         CheckpointError: It is not a whole checkpoint; says which file is wrong, and how.
     """
-    if os.path.isfile(path):
-        return read_index(path)
-    with disk_errors("reading the checkpoint", path), opened_directory(path) as directory:
+    place = location(path)
+    if isinstance(place, RemotePath):
+        return _read_remote(place, part)
+    if place.is_file():
+        return read_index(place)
+    with disk_errors("reading the checkpoint", place), opened_directory(place) as directory:
         try:
             manifest = manifest_from_bytes(_read(directory))
             for name, file in list(manifest.files.items())[part[0] :: part[1]]:
-                _check_file(directory, name, file.nbytes)
+                _check_file(directory, os.path.join(manifest.folder, name), file.nbytes)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{os.fspath(path)} is not a whole checkpoint: {error}"
-            ) from error
+            raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+    return manifest
+
+
+def read_remote_manifest(path: RemotePath) -> Manifest:
+    """The manifest of a checkpoint in a store; its files are not looked for.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+        OSError: The store does not answer.
+    """
+    try:
+        file = (path / MANIFEST).open()
+        return manifest_from_bytes(read_text(file, Interval(0, file.nbytes), MANIFEST))
+    except FileNotFoundError:
+        raise CheckpointError(_NO_MANIFEST_TEXT) from None
+
+
+def _read_remote(path: RemotePath, part: tuple[int, int]) -> Manifest:
+    """The same of a checkpoint in a store."""
+    with disk_errors("reading the checkpoint", path):
+        try:
+            manifest = read_remote_manifest(path)
+            wanted = dict(list(manifest.files.items())[part[0] :: part[1]])
+            found = (path / manifest.folder).sizes(wanted)
+            for name, file in wanted.items():
+                if found[name] is None:
+                    raise CheckpointError(
+                        f"{name} is missing, expected an object of {file.nbytes:,} bytes"
+                    )
+                if found[name] != file.nbytes:
+                    raise CheckpointError(
+                        f"{name} has {found[name]:,} bytes, expected {file.nbytes:,}"
+                    )
+        except CheckpointError as error:
+            if path.is_file():
+                return read_index(path)
+            raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
     return manifest
 
 
@@ -272,7 +320,7 @@ class Candidate:
     epoch: int
     version: int
     name: str
-    path: Path = field(compare=False)
+    path: Location = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,20 +334,25 @@ class Found:
     """Why entries that look like checkpoints are none, by name."""
 
 
-def find_checkpoints(directory: StrPath) -> Found:
+def find_checkpoints(directory: StrPath | RemotePath) -> Found:
     """Checkpoints of this package directly in a directory, by the step at which they were saved.
+
+    In a store, names without a manifest or an index are no checkpoints: what a save that was cut
+    short has left is not mentioned.
 
     Raises:
         CheckpointError: The directory cannot be read.
     """
     candidates: list[Candidate] = []
     skipped: dict[str, str] = {}
-    if not os.path.lexists(directory):
+    folder = location(directory)
+    if not isinstance(folder, RemotePath) and not os.path.lexists(folder):
         return Found(checkpoints=(), skipped=skipped)
-    with disk_errors("looking for checkpoints in", directory):
-        names = sorted(os.listdir(directory))
+    with disk_errors("looking for checkpoints in", folder):
+        remote = isinstance(folder, RemotePath)
+        names = list(folder.list()) if remote else sorted(os.listdir(folder))
     for name in names:
-        path = Path(directory) / name
+        path = folder / name
         if WORKING_NAME.fullmatch(name) or not _looks_like_one(path):
             continue
         try:
@@ -314,7 +367,9 @@ def find_checkpoints(directory: StrPath) -> Found:
     return Found(checkpoints=tuple(sorted(candidates)), skipped=skipped)
 
 
-def _looks_like_one(path: Path) -> bool:
+def _looks_like_one(path: Location) -> bool:
+    if isinstance(path, RemotePath):
+        return carries_manifest(path) or (path.suffix == PLAIN_SUFFIX and carries_index(path))
     if path.is_dir():
         return path.name.endswith(PLAIN_SUFFIX) or os.path.lexists(path / MANIFEST)
     if path.is_file():
@@ -322,15 +377,18 @@ def _looks_like_one(path: Path) -> bool:
     return path.is_symlink() and path.name.endswith(PLAIN_SUFFIX) and not path.exists()
 
 
+_NO_MANIFEST_TEXT = (
+    f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load it as a "
+    f"foreign one)"
+)
+
+
 def _read(directory: int) -> bytearray:
     try:
         with open_regular(MANIFEST, directory) as (descriptor, nbytes):
             return read_text(descriptor, Interval(0, nbytes), MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"it has no {MANIFEST}: either its save was cut short, or another tool wrote it (load "
-            f"it as a foreign one)"
-        ) from None
+        raise CheckpointError(_NO_MANIFEST_TEXT) from None
 
 
 def _check_file(directory: int, name: str, nbytes: int) -> None:
@@ -357,7 +415,7 @@ class _Candidate:
     path: str
 
 
-def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]:
+def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Location]:
     """Checkpoints to resume from, the best first; one warning names those that cannot be used.
 
     Args:
@@ -372,15 +430,15 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]
     skipped: dict[str, str] = {}
     for path in named:
         try:
-            candidates[os.path.realpath(path)] = _candidate(path)
+            candidates[_identity(path)] = _candidate(path)
         except Exception as error:  # noqa: BLE001 - pickles raise anything
             skipped[path] = str(error) if str(path) in str(error) else f"{path}: {error}"
     for folder in folders:
         found = find_checkpoints(folder)
-        skipped |= {os.path.join(folder, name): why for name, why in found.skipped.items()}
+        skipped |= {str(location(folder) / name): why for name, why in found.skipped.items()}
         for checkpoint in found.checkpoints:
             path = str(checkpoint.path)
-            candidates.setdefault(os.path.realpath(path), _candidate(path, called_last=False))
+            candidates.setdefault(_identity(path), _candidate(path, called_last=False))
     if skipped:
         left = printable("; ".join(skipped.values()))
         warnings.warn(f"not whole, left aside: {left}", stacklevel=2)
@@ -389,11 +447,19 @@ def last_checkpoints(named: Iterable[str], folders: Iterable[str]) -> list[Path]
             f"no checkpoint is whole among {', '.join(skipped)}. Leave ckpt_path out to train from "
             f"the beginning"
         )
-    return [Path(candidate.path) for candidate in sorted(candidates.values(), reverse=True)]
+    return [location(candidate.path) for candidate in sorted(candidates.values(), reverse=True)]
+
+
+def _identity(path: str) -> str:
+    return str(location(path)) if is_remote(path) else os.path.realpath(path)
 
 
 def _candidate(path: str, called_last: bool = True) -> _Candidate:
-    if os.path.isdir(path) or carries_index(path):
+    place = location(path)
+    remote = isinstance(place, RemotePath)
+    if remote and not (carries_manifest(place) or carries_index(place)) and place.is_file():
+        return _Candidate(True, -1, called_last, path)  # of others, so its step is unknown
+    if remote or os.path.isdir(path) or carries_index(path):
         manifest = read_manifest(path)
         trained = any(
             str(entry.path[0]).startswith("optimizer_") for entry in manifest.objects.values()

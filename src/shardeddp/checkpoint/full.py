@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import struct
 import sys
+import tempfile
 import zipfile
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
 
+from shardeddp.checkpoint import remote_directory
 from shardeddp.checkpoint.directory import new_files
-from shardeddp.checkpoint.durable import make_directories, preflight
+from shardeddp.checkpoint.durable import Location, disk_errors, make_directories, preflight
 from shardeddp.checkpoint.manifest import INDEX, TrainingRun, index_to_bytes
 from shardeddp.checkpoint.read import LazyTensor, Progress, chunks, silent
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.snapshot import (
     ParameterNames,
     Share,
@@ -93,7 +98,7 @@ def save_full(state: Any, name: str, write: Callable[[Any], None], mesh: Mesh | 
 
 def stream_full(
     checkpoint: Mapping[str, Any],
-    path: Path,
+    path: Location,
     mesh: Mesh,
     names: ParameterNames,
     run: TrainingRun,
@@ -103,6 +108,8 @@ def stream_full(
 
     One tensor is whole at a time, on the device and in rank 0's host memory. The file appears under
     its name when all of it is on the disk.
+
+    For a store rank 0 writes it to its temporary directory first, and sends it from there.
 
     Args:
         checkpoint: Nested dicts, lists and tuples; the same sharded tensors in the same order on
@@ -141,18 +148,38 @@ def stream_full(
         return chunks(tensor if isinstance(tensor, LazyTensor) else tensor.cpu())
 
     def write() -> None:
-        permissions = options.permissions or "umask"
         try:
             if mesh.rank == 0:
-                make_directories(path.parent, permissions, options.durability)
-                preflight(path.parent, sum(tensor.nbytes for tensor in file.tensors))
-                with new_files([path], True, permissions, options.durability) as (opened,):
+                nbytes = sum(tensor.nbytes for tensor in file.tensors)
+                with _new_file(path, nbytes, options) as opened:
                     file.write(opened, read, more={INDEX: index})
         finally:
             # The other ranks gather everything, even if the file has failed.
             deque(gathered, maxlen=0)
 
     run_on_all_ranks(f"writing {path}", write, mesh.saving)
+
+
+@contextmanager
+def _new_file(path: Location, nbytes: int, options: CheckpointOptions) -> Generator[BinaryIO]:
+    """A file that has its name, or is in a store, when the block ends, and is gone if that fails."""
+    permissions = options.permissions or "umask"
+    if not isinstance(path, RemotePath):
+        make_directories(path.parent, permissions, options.durability)
+        preflight(path.parent, nbytes)
+        with new_files([path], True, permissions, options.durability) as (opened,):
+            yield opened
+        return
+    with disk_errors("looking for a checkpoint at", path):
+        remote_directory.require_replaceable(path)
+    with tempfile.TemporaryDirectory(prefix="shardeddp-") as folder:
+        local = Path(folder) / path.name
+        preflight(folder, nbytes)
+        with disk_errors("writing", local, nbytes), open(local, "w+b") as opened:
+            yield opened
+        with disk_errors("writing", path):
+            path.put_file(os.fspath(local))
+            remote_directory.remove_directory(path)
 
 
 def _same_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -90,8 +90,8 @@ def write_metadata(path: Path, force: bool = False) -> int:
     manifest = read_manifest(path)
     if DCP_METADATA in manifest.files:
         raise CheckpointError(f"{path} was saved with {DCP_METADATA}: there is nothing to do")
-    content = to_bytes(dcp_metadata(manifest, Pieces(path, manifest)))
-    with new_files([path / DCP_METADATA], force) as (file,):
+    content = to_bytes(dcp_metadata(manifest, Pieces(path / manifest.folder, manifest)))
+    with new_files([path / manifest.folder / DCP_METADATA], force) as (file,):
         file.write(content)
     return sum(file.pieces for file in manifest.files.values())
 

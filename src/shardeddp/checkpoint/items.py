@@ -1,6 +1,5 @@
 """Items of a data file in torch's own format, their checksums, and their CRCs without torch."""
 
-import errno
 import io
 import math
 import os
@@ -20,8 +19,9 @@ import numpy as np
 import torch
 import xxhash
 
-from shardeddp.checkpoint.durable import read_into, read_text
+from shardeddp.checkpoint.durable import Source, read_into, read_text, write_buffers
 from shardeddp.checkpoint.manifest import BLOCK_NBYTES, PIECE, Item, StoredFile
+from shardeddp.checkpoint.remote import Upload
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.torch_private import rebuild_tensor
@@ -86,15 +86,15 @@ class DataFile:
     After an error it takes no more items: what is on the disk by then is unknown.
 
     Args:
-        fd: A file descriptor, open for writing at the start of an empty file. It stays the
-            caller's: to sync and close.
+        fd: A file descriptor, open for writing at the start of an empty file, or an upload. It
+            stays the caller's: to sync and close.
         name: Of the file in the checkpoint, ``"__0_0.distcp"``.
         crc: Write the CRC of every tensor, with which other tools find damage (the checksums that
             :meth:`put_tensor` returns do not depend on it). False writes zeros, as ``torch.save``
             does when told to.
     """
 
-    def __init__(self, fd: int, name: str, *, crc: bool = True) -> None:
+    def __init__(self, fd: int | Upload, name: str, *, crc: bool = True) -> None:
         self._fd = fd
         self._name = name
         self._crc = crc
@@ -203,17 +203,8 @@ class DataFile:
             )
 
     def _write(self, buffers: Sequence[bytes | memoryview]) -> None:
-        left = [memoryview(buffer) for buffer in buffers if len(buffer) > 0]
         try:
-            while left:
-                count = os.writev(self._fd, left)
-                if count == 0:
-                    raise OSError(errno.EIO, "nothing was written")
-                self._nbytes += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if count:
-                    left[0] = left[0][count:]
+            self._nbytes += write_buffers(self._fd, buffers)
         except OSError as error:
             error.filename = self._name  # a call on a descriptor does not know it
             raise
@@ -405,7 +396,7 @@ class Record:
     crc: int
 
 
-def check_item_crc(fd: int, item: Item) -> bool:
+def check_item_crc(fd: Source, item: Item) -> bool:
     """Check the bytes of an item against the CRCs that ``torch.save`` has put there.
 
     They cover the records of the zip archive and not what lies around these. Nothing is unpickled
@@ -432,7 +423,7 @@ def check_item_crc(fd: int, item: Item) -> bool:
     return True
 
 
-def check_record(fd: int, item: Item, record: Record) -> None:
+def check_record(fd: Source, item: Item, record: Record) -> None:
     """Compare the bytes of a record with its CRC.
 
     Raises:
@@ -448,7 +439,7 @@ def check_record(fd: int, item: Item, record: Record) -> None:
         )
 
 
-def records_of(fd: int, item: Item) -> list[Record]:
+def records_of(fd: Source, item: Item) -> list[Record]:
     """The stored records of an item, in order, from its directory alone.
 
     Args:
@@ -477,7 +468,7 @@ def records_of(fd: int, item: Item) -> list[Record]:
     return records
 
 
-def crc_of(fd: int, item: Item, record: Record) -> int:
+def crc_of(fd: Source, item: Item, record: Record) -> int:
     """The CRC of the bytes that a record has now."""
     window, buffer, crc = _Window(fd, item), bytearray(CHUNK_NBYTES), 0
     for start in range(0, record.nbytes, len(buffer)):
@@ -487,7 +478,7 @@ def crc_of(fd: int, item: Item, record: Record) -> int:
     return crc
 
 
-def read_record(fd: int, item: Item, record: Record) -> bytearray:
+def read_record(fd: Source, item: Item, record: Record) -> bytearray:
     """The text of a record, held against its CRC.
 
     Raises:
@@ -503,7 +494,7 @@ def read_record(fd: int, item: Item, record: Record) -> bytearray:
     return data
 
 
-def read_bytes(fd: int, item: Item, interval: Interval) -> bytearray:
+def read_bytes(fd: Source, item: Item, interval: Interval) -> bytearray:
     """Bytes of an item, all of which lie inside of it.
 
     Args:
@@ -523,7 +514,7 @@ def read_bytes(fd: int, item: Item, interval: Interval) -> bytearray:
 class _Window:
     """An item as a file: what `zipfile` needs of one to read a central directory."""
 
-    def __init__(self, fd: int, item: Item) -> None:
+    def __init__(self, fd: Source, item: Item) -> None:
         self._fd = fd
         self._item = item
         self._position = 0

@@ -40,6 +40,8 @@ from shardeddp.plan.layout import Box, Interval, check_cover, interval_of, whole
 # them is under a checksum of its own, which is in the manifest. Tensors, elements of which are
 # stored once, are a *section*: those of tied parameters have one number, which rows of tables name.
 #
+# In an object store the manifest names a folder beside it, which has the other files.
+#
 # In checkpoints of version 1 (release 0.1.0) the manifest held all pieces. What it said is made
 # into placement and tables when it is read.
 
@@ -62,6 +64,9 @@ BLOCK_NBYTES = 4 * 2**20
 """Payload bytes under one checksum: what has to be read to check a part of a piece."""
 
 DATA_FILE = re.compile(r"__(0|[1-9]\d{0,8})_(0|[1-9]\d{0,8})\.distcp")
+
+FOLDER = re.compile(r"[0-9a-f]{32}")
+"""Names of folders that have the files of a checkpoint in an object store, one for each save."""
 
 _OTHER_FILES = frozenset({PLACEMENT, STATE, DCP_METADATA, LIGHTNING_META})
 
@@ -252,6 +257,9 @@ class Manifest:
     """By name."""
 
     sections: Sequence[Section] = ()
+    folder: str = ""
+    """Folder of the other files, beside the manifest; empty: they lie there themselves."""
+
     inline: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Placement and tables by file, where they are not in the files: in checkpoints of 0.1.0."""
 
@@ -301,6 +309,7 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
             "run": {**vars(manifest.run), "versions": dict(manifest.run.versions)},
             "algorithm": manifest.algorithm,
             "block_nbytes": BLOCK_NBYTES,
+            **({"folder": manifest.folder} if manifest.folder else {}),
             "files": {name: _file_to_json(file) for name, file in manifest.files.items()},
             "objects": [
                 [list(it.path), it.item.file, it.item.offset, it.item.nbytes]
@@ -472,6 +481,7 @@ class _Reader:
             files=self._files,
             tensors={},
             objects={},
+            folder=_folder_name(document.get("folder", "")),
         )
         if document["version"] == 1:
             manifest, tensors = _converted(manifest, document["tensors"])
@@ -673,6 +683,12 @@ def _file_name(name: str) -> str:
         raise ValueError(
             f"expected names like __0_0.distcp, {', '.join(sorted(_OTHER_FILES))}; found {name!r}"
         )
+    return name
+
+
+def _folder_name(name: Any) -> str:
+    if _text(name) and not FOLDER.fullmatch(name):
+        raise ValueError(f"expected the name of a folder of 32 hexadecimal digits, found {name!r}")
     return name
 
 

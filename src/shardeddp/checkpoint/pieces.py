@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardeddp.checkpoint.durable import StrPath, disk_errors, open_regular, read_dense
+from shardeddp.checkpoint.durable import (
+    Location,
+    StrPath,
+    disk_errors,
+    location,
+    open_source,
+    read_dense,
+)
 from shardeddp.checkpoint.items import checksum
 from shardeddp.checkpoint.manifest import (
     BLOCK_NBYTES,
@@ -23,6 +29,7 @@ from shardeddp.checkpoint.manifest import (
     Manifest,
     Section,
 )
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Box, Interval, boxes
 
@@ -161,10 +168,15 @@ class PieceTable:
 
 
 class Pieces:
-    """Finds pieces; reads no more of the placement and no more tables than are asked for."""
+    """Finds pieces; reads no more of the placement and no more tables than are asked for.
 
-    def __init__(self, path: StrPath, manifest: Manifest) -> None:
-        self._path = Path(path)
+    Args:
+        path: Directory of the files.
+        manifest: Of the checkpoint.
+    """
+
+    def __init__(self, path: StrPath | RemotePath, manifest: Manifest) -> None:
+        self._path: Location = location(path)
         self._manifest = manifest
         self._tables: dict[str, PieceTable] = {}
         self._extents: dict[int, tuple[Integers, Integers]] = {}
@@ -278,7 +290,7 @@ class Pieces:
 
     def _read(self, name: str, where: Interval, expected: str, what: str) -> bytearray:
         path = self._path / name
-        with disk_errors("reading", path), open_regular(path) as (descriptor, _):
+        with disk_errors("reading", path), open_source(path) as (descriptor, _):
             data = read_dense(descriptor, where, str(path), _HOLE_NBYTES)
         if data and checksum(data) != expected:
             raise DamagedCheckpointError(

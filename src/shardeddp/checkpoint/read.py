@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from shardeddp.checkpoint.durable import disk_errors, open_regular, read_into, read_text
+from shardeddp.checkpoint.durable import (
+    Location,
+    Source,
+    StrPath,
+    disk_errors,
+    location,
+    open_source,
+    read_into,
+    read_text,
+)
 from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.items import ALGORITHM, checksum, memory_of
 from shardeddp.checkpoint.manifest import (
@@ -28,6 +35,7 @@ from shardeddp.checkpoint.manifest import (
     name_of,
 )
 from shardeddp.checkpoint.pieces import Piece, Pieces, assemble
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.checkpoint.state_codec import parse_json
 from shardeddp.errors import CheckpointError, DamagedCheckpointError
 from shardeddp.plan.layout import Box, Interval, whole_of
@@ -45,17 +53,21 @@ class CheckpointReader:
     """Reads a sharded checkpoint of this package.
 
     Args:
-        path: Its directory.
+        path: Its directory, or its address in a store.
         part: Which part of its files is looked for here, see :func:`read_manifest`.
 
     Raises:
         CheckpointError: It is not a whole checkpoint.
     """
 
-    def __init__(self, path: str | os.PathLike[str], part: tuple[int, int] = (0, 1)) -> None:
-        self.path = Path(path)
+    def __init__(self, path: StrPath | RemotePath, part: tuple[int, int] = (0, 1)) -> None:
+        self.path: Location = location(path)
         self.manifest: Manifest = read_manifest(self.path, part)
-        self._pieces = Pieces(self.path, self.manifest)
+        folder = self.path / self.manifest.folder
+        self._folder: Location = (
+            folder.reading_ahead() if isinstance(folder, RemotePath) else folder
+        )
+        self._pieces = Pieces(self._folder, self.manifest)
         if self.manifest.algorithm == CRC:
             raise CheckpointError(
                 f"{self.path} is one plain file, expected a directory: torch.load() reads it"
@@ -76,7 +88,7 @@ class CheckpointReader:
         expected = self._listed(STATE)
         whole = Interval(0, expected.nbytes)
         with self._opened(STATE) as descriptor:
-            text = read_text(descriptor, whole, str(self.path / STATE))
+            text = read_text(descriptor, whole, str(self._folder / STATE))
         self._compare(STATE, "", whole, text, expected.checksum)
         return parse_json(text, STATE)
 
@@ -179,19 +191,25 @@ class CheckpointReader:
                     target[:] = data[common.start - block.start : common.stop - block.start]
 
     @contextmanager
-    def _opened(self, file: str) -> Generator[int]:
-        path = self.path / file
-        with disk_errors("reading", path), open_regular(path) as (descriptor, _):
+    def _opened(self, file: str) -> Generator[Source]:
+        path = self._folder / file
+        with disk_errors("reading", path), open_source(path) as (descriptor, _):
             yield descriptor
 
     def _read_checked(
-        self, descriptor: int, file: str, name: str, where: Interval, out: memoryview, expected: str
+        self,
+        descriptor: Source,
+        file: str,
+        name: str,
+        where: Interval,
+        out: memoryview,
+        expected: str,
     ) -> None:
         """Fill ``out`` with some bytes of a file and compare their checksum."""
         done = read_into(descriptor, out, where.start)
         if done < len(out):
             raise DamagedCheckpointError(
-                f"{self.path / file} ends at byte {where.start + done:,}, expected {where.stop:,}"
+                f"{self._folder / file} ends at byte {where.start + done:,}, expected {where.stop:,}"
             )
         self._compare(file, name, where, out, expected)
 
@@ -202,7 +220,7 @@ class CheckpointReader:
         if found != expected:
             of = f" of {name}" if name else ""
             raise DamagedCheckpointError(
-                f"{self.path / file} is damaged: bytes {where.start:,} to {where.stop:,}{of} have "
+                f"{self._folder / file} is damaged: bytes {where.start:,} to {where.stop:,}{of} have "
                 f"checksum {found}, expected {expected}"
             )
 

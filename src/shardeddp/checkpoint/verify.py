@@ -19,10 +19,16 @@ from typing import Any
 import xxhash
 
 from shardeddp.checkpoint.durable import (
+    Location,
+    Source,
     StrPath,
     disk_errors,
+    exists,
+    is_directory,
     kind_of,
+    location,
     open_regular,
+    open_source,
     read_into,
     read_text,
 )
@@ -51,6 +57,7 @@ from shardeddp.checkpoint.manifest import (
 )
 from shardeddp.checkpoint.pieces import Pieces, PieceTable, Rows
 from shardeddp.checkpoint.read import Progress, silent
+from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.errors import CheckpointError
 from shardeddp.plan.layout import Interval
 from shardeddp.wrap.tree import first_three
@@ -136,7 +143,7 @@ def total(rows: Iterable[Row]) -> Row:
     return _merged("total", list(rows))
 
 
-def as_json(path: Path, manifest: Manifest, rows: Iterable[Row]) -> dict[str, Any]:
+def as_json(path: Location, manifest: Manifest, rows: Iterable[Row]) -> dict[str, Any]:
     """What there is to know, for other programs."""
     tensors: list[Mapping[str, Any]] = [
         {
@@ -213,7 +220,7 @@ def _common(words: list[list[str]]) -> int:
 class Verification:
     """What was found out about one checkpoint."""
 
-    path: Path
+    path: Location
     step: int | None
     """Optimizer steps taken; None if nothing says so that can be believed."""
 
@@ -230,7 +237,7 @@ class Verification:
         return not self.damages
 
 
-def verify(path: StrPath, progress: Progress = silent) -> list[Damage]:
+def verify(path: StrPath | RemotePath, progress: Progress = silent) -> list[Damage]:
     """Compare all bytes of a checkpoint with their checksums.
 
     Args:
@@ -247,12 +254,16 @@ def verify(path: StrPath, progress: Progress = silent) -> list[Damage]:
     return examine(path, progress).damages
 
 
-def examine(path: StrPath, progress: Progress = silent, started: Progress = silent) -> Verification:
+def examine(
+    path: StrPath | RemotePath, progress: Progress = silent, started: Progress = silent
+) -> Verification:
     """Do what :func:`verify` does, and tell more of it.
 
     ``started`` is told how many bytes there are to check.
     """
-    path = Path(path)
+    path = location(path)
+    if isinstance(path, RemotePath):
+        return _examine_remote(path, progress, started)
     if path.is_file() and (path.suffix == PLAIN_SUFFIX or zipfile.is_zipfile(path)):
         return _examine_file(path, progress, started)
     if os.path.lexists(path / MANIFEST):
@@ -273,7 +284,9 @@ def examine(path: StrPath, progress: Progress = silent, started: Progress = sile
     )
 
 
-def newest_verified(directory: StrPath, within_s: float | None = None) -> Path | None:
+def newest_verified(
+    directory: StrPath | RemotePath, within_s: float | None = None
+) -> Location | None:
     """The newest checkpoint of a directory all of whose bytes are as they were written.
 
     Args:
@@ -291,7 +304,7 @@ def newest_verified(directory: StrPath, within_s: float | None = None) -> Path |
     def progress(nbytes: int) -> None:
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(
-                f"not all checkpoints in {os.fspath(directory)} could be verified in {within_s} s"
+                f"not all checkpoints in {directory} could be verified in {within_s} s"
             )
 
     for candidate in reversed(find_checkpoints(directory).checkpoints):
@@ -301,16 +314,14 @@ def newest_verified(directory: StrPath, within_s: float | None = None) -> Path |
     return None
 
 
-def checkpoints_in(directory: StrPath) -> list[Path]:
+def checkpoints_in(directory: StrPath | RemotePath) -> list[Location]:
     """The checkpoints in a directory, newest first; those that are not whole, or not ours, last."""
-    found = find_checkpoints(directory)
+    found, folder = find_checkpoints(directory), location(directory)
     whole = [candidate.path for candidate in reversed(found.checkpoints)]
-    with disk_errors("looking for checkpoints in", directory):
-        rest = [
-            Path(directory) / name
-            for name in sorted(os.listdir(directory))
-            if not name.startswith(".")
-        ]
+    if isinstance(folder, RemotePath):
+        return whole + [folder / name for name in found.skipped]
+    with disk_errors("looking for checkpoints in", folder):
+        rest = [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
     seen = {path.name for path in whole}
     return whole + [
         path
@@ -320,8 +331,21 @@ def checkpoints_in(directory: StrPath) -> list[Path]:
     ]
 
 
-def _examine_file(path: Path, progress: Progress, started: Progress) -> Verification:
-    nbytes = path.stat().st_size
+def _examine_remote(path: RemotePath, progress: Progress, started: Progress) -> Verification:
+    with disk_errors("reading", path):
+        if exists(path / MANIFEST):
+            return _examine_own(path, progress, started)
+        if path.is_file():
+            return _examine_file(path.reading_ahead(), progress, started)
+        what = "names without it" if is_directory(path) else "nothing"
+    raise CheckpointError(
+        f"{path} is no checkpoint: expected a {MANIFEST} in it, or an object, found {what}"
+    )
+
+
+def _examine_file(path: Location, progress: Progress, started: Progress) -> Verification:
+    with open_source(path) as (_, nbytes):
+        pass
     started(nbytes)
     if carries_index(path):
         damages = damaged_records(path, progress=progress)
@@ -331,7 +355,7 @@ def _examine_file(path: Path, progress: Progress, started: Progress) -> Verifica
     unchecked, damages = list[str](), list[Damage]()
     item = Item(file=path.name, offset=0, nbytes=nbytes)
     try:
-        with open_regular(path) as (descriptor, _):
+        with open_source(path) as (descriptor, _):
             unchecked += [] if check_item_crc(descriptor, item) else [path.name]
     except (CheckpointError, OSError) as error:
         intact = "an archive whose CRCs are those of its bytes"
@@ -340,9 +364,9 @@ def _examine_file(path: Path, progress: Progress, started: Progress) -> Verifica
     return Verification(path=path, step=None, nbytes=nbytes, damages=damages, unchecked=unchecked)
 
 
-def _examine_own(path: Path, progress: Progress, started: Progress) -> Verification:
+def _examine_own(path: Location, progress: Progress, started: Progress) -> Verification:
     try:
-        with open_regular(path / MANIFEST) as (descriptor, nbytes):
+        with open_source(path / MANIFEST) as (descriptor, nbytes):
             manifest = manifest_from_bytes(read_text(descriptor, Interval(0, nbytes), MANIFEST))
         if manifest.algorithm != ALGORITHM:
             raise CheckpointError(
@@ -352,7 +376,8 @@ def _examine_own(path: Path, progress: Progress, started: Progress) -> Verificat
         damage = Damage(file=MANIFEST, expected="a manifest that can be read", found=str(error))
         return Verification(path=path, step=None, nbytes=0, damages=[damage])
     started(manifest.nbytes)
-    check = _Check(path, manifest, progress)
+    folder = path / manifest.folder
+    check = _Check(folder, manifest, progress)
     # Reading and hashing let other threads run.
     with ThreadPoolExecutor(_THREADS) as threads:
         try:
@@ -362,7 +387,9 @@ def _examine_own(path: Path, progress: Progress, started: Progress) -> Verificat
         finally:
             check.stop(_StoppedError())  # an interrupt of this thread ends the others, too
     damages = [damage for each in found for damage in each] or check.placement()
-    extra = _extra(path, {MANIFEST, *manifest.files})
+    # Beside a manifest that names a folder there may be those of saves that were cut short.
+    known = {*manifest.files} if manifest.folder else {MANIFEST, *manifest.files}
+    extra = _extra(folder, known)
     # The index of torch.distributed.checkpoint may be made later: it has no checksum in the manifest then.
     later = [it for it in extra if it.file == DCP_METADATA and it.found == kind_of(stat.S_IFREG)]
     damages += [damage for damage in extra if damage not in later]
@@ -383,12 +410,12 @@ class _Check:
     """One checkpoint, each of whose files is read once.
 
     Args:
-        path: The checkpoint.
+        path: Where its files are.
         manifest: What it should be.
         progress: Told how many more bytes have been checked, by one thread at a time.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, progress: Progress) -> None:
+    def __init__(self, path: Location, manifest: Manifest, progress: Progress) -> None:
         self.error: BaseException | None = None
         """Reason for which the check was given up."""
 
@@ -403,8 +430,10 @@ class _Check:
     def file(self, name: str) -> list[Damage]:
         """Check a file; called by several threads."""
         buffer, expected = self._buffers.pop(), self._manifest.files[name].nbytes
+        path = self._path / name
+        path = path.reading_ahead() if isinstance(path, RemotePath) else path
         try:
-            with open_regular(self._path / name) as (descriptor, nbytes):
+            with open_source(path) as (descriptor, nbytes):
                 return list(self._file(name, descriptor, nbytes, buffer))
         except FileNotFoundError:
             found = "no such file"
@@ -424,7 +453,7 @@ class _Check:
         return []
 
     def _file(
-        self, name: str, descriptor: int, nbytes: int, buffer: memoryview
+        self, name: str, descriptor: Source, nbytes: int, buffer: memoryview
     ) -> Iterator[Damage]:
         expected = self._manifest.files[name].nbytes
         if nbytes != expected:
@@ -484,7 +513,7 @@ class _FileCheck:
         name: Of the file.
         manifest: What it should be.
         table: Of its pieces; None for one that has none.
-        descriptor: Of the file.
+        descriptor: The file, open.
         buffer: Of ``BLOCK_NBYTES``.
         progress: Told how many more bytes have been checked.
     """
@@ -494,7 +523,7 @@ class _FileCheck:
         name: str,
         manifest: Manifest,
         table: PieceTable | None,
-        descriptor: int,
+        descriptor: Source,
         buffer: memoryview,
         progress: Progress,
     ) -> None:
@@ -539,7 +568,7 @@ class _FileCheck:
     def _read_frames(self, start: int, stop: int) -> None:
         while start < stop:
             view = self._buffer[: min(stop - start, len(self._buffer))]
-            count = os.preadv(self._descriptor, [view], start)
+            count = read_into(self._descriptor, view, start)
             if not count:
                 return
             self._frames.update(view[:count])
@@ -554,8 +583,15 @@ class _FileCheck:
         return xxhash.xxh3_128_hexdigest(view)
 
 
-def _extra(path: Path, known: set[str]) -> list[Damage]:
+def _extra(path: Location, known: set[str]) -> list[Damage]:
     """What lies in a checkpoint but is not part of it: hidden damage, or something put there."""
+    if isinstance(path, RemotePath):
+        names = [] if path.protocol in READ_ONLY else list(path.list())
+        return [
+            Damage(file=name, expected="no such file", found=kind_of(stat.S_IFREG))
+            for name in names
+            if name not in known
+        ]
     return [
         Damage(file=name, expected="no such file", found=kind_of(os.lstat(path / name).st_mode))
         for name in sorted(os.listdir(path))

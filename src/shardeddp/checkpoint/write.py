@@ -10,13 +10,19 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from shardeddp.checkpoint import directory
+from shardeddp.checkpoint import directory, remote_directory
 from shardeddp.checkpoint.directory import Staging
-from shardeddp.checkpoint.durable import Permissions, disk_errors, make_directories, preflight
+from shardeddp.checkpoint.durable import (
+    Location,
+    Permissions,
+    disk_errors,
+    location,
+    make_directories,
+    preflight,
+)
 from shardeddp.checkpoint.interop import dcp_metadata, to_bytes
 from shardeddp.checkpoint.items import ALGORITHM, DataFile, block_digests, checksum
 from shardeddp.checkpoint.manifest import (
@@ -37,6 +43,8 @@ from shardeddp.checkpoint.manifest import (
     stored_tensors,
 )
 from shardeddp.checkpoint.pieces import RUN, Pieces, Rows, placement_of, runs_of
+from shardeddp.checkpoint.remote import RemotePath, repeated
+from shardeddp.checkpoint.remote_directory import RemoteStaging
 from shardeddp.checkpoint.snapshot import (
     HostMemory,
     Share,
@@ -103,7 +111,7 @@ class Written:
 
 
 def write_data_file(
-    snapshot: Snapshot, folder: Path, rank: int, options: CheckpointOptions
+    snapshot: Snapshot, folder: Location, rank: int, options: CheckpointOptions
 ) -> Written:
     """Write what a rank has of a checkpoint.
 
@@ -112,31 +120,26 @@ def write_data_file(
     """
     name, permissions = f"__{rank}_0.distcp", options.permissions or "private"
     rows, blocks, held = list[tuple[int, ...]](), list[bytes](), list[tuple[Share, bytes]]()
-    descriptor = directory.create_file(folder, name, permissions)
-    try:
-        with disk_errors("writing", folder / name, snapshot.nbytes):
-            file = DataFile(descriptor, name, crc=options.zip_crc)
-            for share in snapshot.shares:
-                elements, digests = plain_elements(share.elements), list[bytes]()
-                for box, part in _boxes(share.interval, snapshot.sections[share.section].shape):
-                    own = elements[part.start - share.interval.start :][: part.numel]
-                    if not share.written:
-                        digests += block_digests(own)
-                        continue
-                    item, payload, found = file.put_tensor(own.view(box.sizes))
-                    place = item.offset, item.nbytes, payload
-                    rows.append((share.section, part.start, part.stop, *place))
-                    digests += found
-                blocks += digests if share.written else []
-                if snapshot.part is not None and share.section < snapshot.num_sharded:
-                    held.append((share, digest_of(digests)))
-            values = snapshot.objects if rank == 0 else []
-            objects = [file.put_object(value) for _, value in values]
-            stored = file.close(rows, blocks)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    directory.finish(descriptor, folder / name, options.durability)
+    made = directory.new_part(folder, name, snapshot.nbytes, permissions, options.durability)
+    with made as opened:
+        file = DataFile(opened, name, crc=options.zip_crc)
+        for share in snapshot.shares:
+            elements, digests = plain_elements(share.elements), list[bytes]()
+            for box, part in _boxes(share.interval, snapshot.sections[share.section].shape):
+                own = elements[part.start - share.interval.start :][: part.numel]
+                if not share.written:
+                    digests += block_digests(own)
+                    continue
+                item, payload, found = file.put_tensor(own.view(box.sizes))
+                place = item.offset, item.nbytes, payload
+                rows.append((share.section, part.start, part.stop, *place))
+                digests += found
+            blocks += digests if share.written else []
+            if snapshot.part is not None and share.section < snapshot.num_sharded:
+                held.append((share, digest_of(digests)))
+        values = snapshot.objects if rank == 0 else []
+        objects = [file.put_object(value) for _, value in values]
+        stored = file.close(rows, blocks)
     table = np.array(rows, dtype=PIECE)
     runs = runs_of(*(table[column] for column in ("section", "start", "stop")))
     return Written(Report(stored, snapshot.layout.hex(), runs), held, objects)
@@ -197,7 +200,7 @@ def index(
 
 def write_checkpoint(
     snapshot: Snapshot,
-    target: Path,
+    target: Location,
     run: TrainingRun,
     group: HostGroup | None,
     options: CheckpointOptions,
@@ -206,8 +209,8 @@ def write_checkpoint(
 
     Args:
         snapshot: What this rank has of it.
-        target: The directory that it becomes; what is there is replaced when the new one is whole
-            and on the disk.
+        target: The directory that it becomes, also in a store; what is there is replaced when the
+            new one is whole and on the disk.
         run: What to say of the training.
         group: Host group of all ranks that nothing else uses meanwhile; None for a process that
             saves alone.
@@ -226,7 +229,7 @@ class _Writing:
     def __init__(
         self,
         snapshot: Snapshot,
-        target: Path,
+        target: Location,
         run: TrainingRun,
         group: HostGroup | None,
         options: CheckpointOptions,
@@ -238,8 +241,8 @@ class _Writing:
         self._options = options
         self._permissions: Permissions = options.permissions or "private"
         self._rank = 0 if group is None else group.rank
-        self._staging: Staging | None = None  # rank 0's
-        self._folder = target  # of the staging, when rank 0 has said where that is
+        self._staging: Staging | RemoteStaging | None = None  # rank 0's
+        self._folder: Location = target  # of the staging, when rank 0 has said where that is
         self._own: Written | None = None  # when it is
 
     def run(self) -> None:
@@ -250,12 +253,14 @@ class _Writing:
         try:
             needed = sum(map(int, sizes))
             folders = self._gather("preparing the checkpoint", lambda: self._prepare(needed))
-            self._folder = Path(os.fsdecode(folders[0]))
+            self._folder = location(os.fsdecode(folders[0]))
             reports = self._gather_to_first(f"writing {self._target}", self._write)
             self._compare_replicas()
             self._gather(f"committing {self._target}", lambda: self._commit(reports))
         except Exception:
-            if self._staging is not None:
+            if isinstance(self._staging, RemoteStaging):
+                remote_directory.discard(self._staging)
+            elif self._staging is not None:
                 directory.discard(self._staging)
             raise
 
@@ -276,14 +281,23 @@ class _Writing:
         """Rank 0 alone: the directory to write in."""
         if self._rank:
             return b""
-        options = self._options
-        preflight(self._target.parent, needed)
-        self._staging = directory.stage(self._target, self._permissions, options.durability)
-        return os.fsencode(self._staging.path)
+        options, target = self._options, self._target
+        if isinstance(target, RemotePath):
+            self._staging = remote_directory.stage(target)
+        else:
+            preflight(target.parent, needed)
+            self._staging = directory.stage(target, self._permissions, options.durability)
+        return os.fsencode(str(self._staging.path))
 
     def _write(self) -> bytes:
         """This rank's data file."""
-        self._own = write_data_file(self._snapshot, self._folder, self._rank, self._options)
+
+        def write() -> Written:
+            return write_data_file(self._snapshot, self._folder, self._rank, self._options)
+
+        # An upload that has failed begins again.
+        remote = isinstance(self._folder, RemotePath)
+        self._own = repeated(write, (CheckpointError,)) if remote else write()
         return self._own.report.to_bytes()
 
     def _commit(self, reports: Sequence[bytes]) -> bytes:
@@ -312,15 +326,26 @@ class _Writing:
             content = to_bytes(dcp_metadata(manifest, Pieces(self._folder, manifest)))
             self._put(DCP_METADATA, content)
             files[DCP_METADATA] = StoredFile(nbytes=len(content), checksum=checksum(content))
-        self._put(MANIFEST, manifest_to_bytes(replace(manifest, files=files)))
-        for note in directory.commit(self._staging):
+        manifest = replace(manifest, files=files)
+        if isinstance(self._staging, RemoteStaging):
+            sizes = {name: file.nbytes for name, file in files.items()}
+            placed = manifest_to_bytes(replace(manifest, folder=self._folder.name))
+            notes = remote_directory.commit(self._staging, sizes, placed)
+        else:
+            self._put(MANIFEST, manifest_to_bytes(manifest))
+            notes = directory.commit(self._staging)
+        for note in notes:
             log.warning(note)  # no warning that a filter makes an error of: it is committed
         return b""
 
     def _put(self, name: str, content: bytes | memoryview) -> None:
-        directory.write_file(
-            self._folder, name, content, self._permissions, self._options.durability
-        )
+        if isinstance(self._folder, RemotePath):
+            with disk_errors("writing", self._folder / name):
+                (self._folder / name).put(bytes(content))
+        else:
+            directory.write_file(
+                self._folder, name, content, self._permissions, self._options.durability
+            )
 
 
 # -- Saver: one save after the other, in the caller's thread or in its own
@@ -347,7 +372,9 @@ class Saver:
         """Whether a save is under way in the thread."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, snapshot: Snapshot, target: Path, run: TrainingRun, group: HostGroup) -> None:
+    def save(
+        self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup
+    ) -> None:
         """Save, or begin to; a collective of all ranks.
 
         Raises:
@@ -359,7 +386,7 @@ class Saver:
             return
 
         def copied() -> Snapshot:
-            if group.rank == 0:
+            if group.rank == 0 and not isinstance(target, RemotePath):
                 # Callbacks may look there, or link to what is going to be there, before the thread
                 # comes to it.
                 make_directories(target.parent, self._permissions, self._options.durability)
@@ -394,7 +421,9 @@ class Saver:
         else:
             self._deletions.append(delete)
 
-    def _write(self, snapshot: Snapshot, target: Path, run: TrainingRun, group: HostGroup) -> None:
+    def _write(
+        self, snapshot: Snapshot, target: Location, run: TrainingRun, group: HostGroup
+    ) -> None:
         try:
             write_checkpoint(snapshot, target, run, group, self._options)
         except BaseException as error:  # noqa: BLE001 - raised where the training is

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from shardeddp.checkpoint import clean
-from shardeddp.checkpoint.durable import is_remote, local_path, resolve
+from shardeddp.checkpoint.durable import is_remote, local_path, location, resolve
 from shardeddp.checkpoint.find import last_checkpoints
 from shardeddp.checkpoint.full import save_full, stream_full
 from shardeddp.checkpoint.manifest import TrainingRun
+from shardeddp.checkpoint.remote import RemotePath, require_writable
 from shardeddp.checkpoint.snapshot import ParameterNames, nbytes_of, take_snapshot
 from shardeddp.checkpoint.write import Saver
 from shardeddp.comm import Mesh, agree_on_any, run_on_all_ranks
@@ -72,6 +73,21 @@ class Checkpoints:
                 f"without it"
             )
 
+    def check_stores(self, trainer: Trainer) -> None:
+        """Refuse, before anything is trained, a store in which nothing could be saved.
+
+        It is a collective of all ranks.
+        """
+        refusal = ""
+        if self._group.is_rank_zero:
+            try:
+                for folder in filter(is_remote, checkpoint_folders(trainer)):
+                    require_writable(RemotePath(folder), trainer.world_size)
+            except ConfigurationError as error:
+                refusal = str(error)
+        if refusal := self._group.broadcast(refusal):
+            raise ConfigurationError(refusal)
+
     def save(
         self,
         checkpoint: dict[str, Any],
@@ -99,18 +115,15 @@ class Checkpoints:
             _write_by_plugin(checkpoint, filepath, storage_options, io, None)
             return
         # Rank 0 decides for all: others may have other callbacks, and paths of their own.
-        why = (
-            self._why_directory(checkpoint, filepath, storage_options, io)
-            if mesh.rank == 0
-            else None
-        )
+        why = self._why_directory(checkpoint, storage_options, io) if mesh.rank == 0 else None
         path, why = self._group.broadcast((os.path.expanduser(local_path(filepath)), why))
+        place = location(path)
         if why is None:
             self.wait()
-            if _streams(path, storage_options, io):
+            if _streams(storage_options, io):
                 stream_full(
                     checkpoint,
-                    Path(path),
+                    place,
                     mesh,
                     names(),
                     self._describe(checkpoint, mesh),
@@ -119,7 +132,11 @@ class Checkpoints:
             else:
                 _write_by_plugin(checkpoint, filepath, storage_options, io, mesh)
             return
-        _check_directory(path, storage_options)
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options are for one file: use state_dict_type='full', or leave them out "
+                "of save_checkpoint()"
+            )
         if why and not self._told:
             self._told = True
             rank_zero_info(f"ShardedDP: checkpoints are directories, because {why}. {_HOW_TO_READ}")
@@ -128,12 +145,11 @@ class Checkpoints:
             partial(take_snapshot, checkpoint, names(), mesh, CODECS),
             mesh.world_control,
         )
-        self._saver.save(snapshot, Path(path), self._describe(checkpoint, mesh), mesh.saving)
+        self._saver.save(snapshot, place, self._describe(checkpoint, mesh), mesh.saving)
 
     def _why_directory(
         self,
         checkpoint: Mapping[str, Any],
-        path: str | Path,
         storage_options: Any,
         io: CheckpointIO,
     ) -> str | None:
@@ -149,7 +165,7 @@ class Checkpoints:
         if not options.zip_crc:
             return "CheckpointOptions(zip_crc=False) is for directories"
         nbytes = nbytes_of(checkpoint)
-        if nbytes <= options.max_file_gb * 1e9 or not _streams(path, storage_options, io):
+        if nbytes <= options.max_file_gb * 1e9 or not _streams(storage_options, io):
             return None
         return f"one has {nbytes / 1e9:.1f} GB and CheckpointOptions(max_file_gb={options.max_file_gb:g}) is less"
 
@@ -199,10 +215,10 @@ class Checkpoints:
                 "ShardedDP knows where its checkpoints are only while a Trainer runs"
             )
         written = _place_of(path) in self._written
-        if _streams(path, None, io):
+        if _streams(None, io):
             roots = checkpoint_folders(trainer)
             self._saver.then(partial(clean.remove, path, roots, written=written))
-        elif written or any(_lies_in(path, folder) for folder in _folders(trainer)):
+        elif written or any(_lies_in(path, folder) for folder in checkpoint_folders(trainer)):
             io.remove_checkpoint(path)
         else:
             warnings.warn(
@@ -300,12 +316,7 @@ def _rebased(
 
 
 def checkpoint_folders(trainer: Trainer) -> list[str]:
-    """The local directories in which callbacks keep checkpoints."""
-    return [folder for folder in _folders(trainer) if not is_remote(folder)]
-
-
-def _folders(trainer: Trainer) -> list[str]:
-    """All of them, remote ones as well."""
+    """The directories in which callbacks keep checkpoints, those in stores as well."""
     callbacks = trainer.checkpoint_callbacks
     folders = (local_path(getattr(callback, "dirpath", None) or "") for callback in callbacks)
     return [folder for folder in folders if folder]
@@ -324,12 +335,12 @@ def _lies_in(path: str, folder: str) -> bool:
     return PurePosixPath(_place_of(path)).parent.is_relative_to(inside)
 
 
-def _streams(filepath: str | Path, storage_options: Any, io: CheckpointIO) -> bool:
+def _streams(storage_options: Any, io: CheckpointIO) -> bool:
     """Whether one file can be written as its tensors are gathered.
 
     It cannot where the user decides how it is written.
     """
-    return type(io) is TorchCheckpointIO and storage_options is None and not is_remote(filepath)
+    return type(io) is TorchCheckpointIO and storage_options is None
 
 
 def _write_by_plugin(
@@ -345,16 +356,3 @@ def _write_by_plugin(
         io.save_checkpoint(full, path, storage_options=storage_options)
 
     save_full(checkpoint, str(path), write, mesh)
-
-
-def _check_directory(path: str, storage_options: Any) -> None:
-    if storage_options is not None:
-        raise TypeError(
-            "storage_options are for one file: use state_dict_type='full', or leave them out of "
-            "save_checkpoint()"
-        )
-    if is_remote(path):
-        raise NotImplementedError(
-            f"sharded checkpoints need a file system, found {path}: save to a local or mounted "
-            f"path, or use state_dict_type='full'"
-        )

@@ -78,14 +78,14 @@ def _agree(trainer: Trainer, path: Any) -> Any:
     return trainer.strategy.broadcast(path)
 
 
-def _look_up(trainer: Trainer, parsed: Any, ckpt_path: Any) -> Any:
+def _look_up(trainer: Trainer, parse: Callable[[Any], Any], ckpt_path: Any) -> Any:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     on_exception = [each for each in callbacks if isinstance(each, OnExceptionCheckpoint)]
     asked = ckpt_path == "last" or (
         ckpt_path is None and on_exception and trainer.state.fn == TrainerFn.FITTING
     )
     if not asked:
-        return parsed
+        return parse(ckpt_path)
     callbacks = [
         callback
         for callback in trainer.checkpoint_callbacks
@@ -101,8 +101,12 @@ def _look_up(trainer: Trainer, parsed: Any, ckpt_path: Any) -> Any:
         for callback in callbacks
         if (folder := getattr(callback, "dirpath", None))
     ]
-    remote = any(is_remote(path) for path in (*given, *folders))
-    if remote or not any(os.path.lexists(path) for path in given):  # a link may lead nowhere yet
+    remote = any(map(is_remote, given))
+    # In a store, Lightning looks for files alone, and warns where it finds none.
+    parsed = None if remote else parse(ckpt_path)
+    if not remote and not any(
+        os.path.lexists(path) for path in given
+    ):  # a link may lead nowhere yet
         return parsed
     strategy: FindsLast = trainer.strategy  # type: ignore[assignment]
     found = strategy.find_last(sorted(given), folders)

@@ -10,13 +10,13 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
 from shardeddp.checkpoint.contents import OPTIMIZERS, WEIGHTS
-from shardeddp.checkpoint.durable import local_path
+from shardeddp.checkpoint.durable import is_remote, local_path, location
+from shardeddp.checkpoint.find import carries_manifest
 from shardeddp.checkpoint.read import LazyTensor
 from shardeddp.checkpoint.schema import check_fields
 from shardeddp.checkpoint.state_codec import are_leaves
@@ -59,7 +59,7 @@ def load_from_checkpoint(
         CheckpointError: It is damaged, or does not fit.
     """
     path = local_path(checkpoint_path)
-    if not os.path.isdir(path):
+    if not _is_directory(path):
         return module_class.load_from_checkpoint(
             path, map_location, strict=strict, weights_only=weights_only, **hyper_parameters
         )
@@ -98,11 +98,15 @@ def _with_directories(read: Any) -> Any:
     @wraps(read)
     def reading(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         local = local_path(path) if isinstance(path, (str, os.PathLike)) else ""
-        if os.path.isdir(local):
+        if _is_directory(local):
             return _read_directory(local, map_location, weights_only)
         return read(path, map_location=map_location, weights_only=weights_only)
 
     return reading
+
+
+def _is_directory(path: str) -> bool:
+    return carries_manifest(path) if is_remote(path) else os.path.isdir(path)
 
 
 def _read_directory(
@@ -112,7 +116,7 @@ def _read_directory(
 
     Tensors that stay on the host are read when they are loaded, optimizers never.
     """
-    checkpoint = open_any(Path(path), weights_only, foreign=foreign)
+    checkpoint = open_any(location(path), weights_only, foreign=foreign)
     check_fields(checkpoint, path, loads=True)
     device = _device_of(map_location)
     return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import os
 import signal
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from shardeddp.checkpoint.durable import is_remote
+from shardeddp.checkpoint.remote import RemotePath
 from shardeddp.errors import ConfigurationError
 from shardeddp.lightning.api import NAMESPACE, changed_release, named
 from shardeddp.torch_private import changed_parameters
@@ -231,8 +234,8 @@ def _nothing() -> None:
 
 # -- Checkpoints
 
-Lookup = Callable[[Any, Any], Any]
-"""From Lightning's answer and the user's ``ckpt_path`` to the path of a checkpoint, or None."""
+Lookup = Callable[[Callable[[Any], Any], Any], Any]
+"""From Lightning's own search and the user's ``ckpt_path`` to the path of a checkpoint, or None."""
 
 
 def replace_checkpoint_lookup(trainer: Any, look_up: Lookup, agree: Callable[[Any], Any]) -> None:
@@ -257,10 +260,13 @@ def _parse(
     model_connected: bool,
 ) -> Any:
     connector = trainer._checkpoint_connector
-    found = type(connector)._parse_ckpt_path(
-        connector, state_fn, ckpt_path, model_provided, model_connected
-    )
-    return look_up(found, ckpt_path)
+
+    def parse(path: Any) -> Any:
+        return type(connector)._parse_ckpt_path(
+            connector, state_fn, path, model_provided, model_connected
+        )
+
+    return look_up(parse, ckpt_path)
 
 
 def _resume_start(
@@ -279,8 +285,15 @@ def requeue_checkpoint(trainer: Any) -> str | None:
 
 
 def find_last_checkpoints(callback: Any, trainer: Any) -> set[str]:
-    """Checkpoints of a ``ModelCheckpoint`` that are called "last"."""
-    return callback._find_last_checkpoints(trainer)
+    """Checkpoints of a ``ModelCheckpoint`` that are called "last".
+
+    Lightning leaves the protocol of a store out.
+    """
+    found = callback._find_last_checkpoints(trainer)
+    folder = str(callback.dirpath or "")
+    if not is_remote(folder):
+        return found
+    return {str(RemotePath(folder) / os.path.basename(path)) for path in found}
 
 
 def save_last_checkpoint(callback: Any, trainer: Any) -> None:

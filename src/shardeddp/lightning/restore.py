@@ -21,12 +21,14 @@ from shardeddp.checkpoint.contents import (
     WEIGHTS,
     open_checkpoint,
     open_file,
+    open_remote_file,
     read_foreign_contents,
 )
-from shardeddp.checkpoint.durable import local_path
+from shardeddp.checkpoint.durable import Location, disk_errors, location
 from shardeddp.checkpoint.find import carries_manifest, is_checkpoint
 from shardeddp.checkpoint.kept_shards import KEY, NAMES
 from shardeddp.checkpoint.manifest import DCP_METADATA
+from shardeddp.checkpoint.remote import READ_ONLY, RemotePath
 from shardeddp.checkpoint.restore import (
     Replaced,
     load_model,
@@ -71,7 +73,7 @@ class Restore:
     def __init__(self, group: ProcessGroup, options: CheckpointOptions) -> None:
         self._group = group
         self._options = options
-        self._path = Path()  # of the checkpoint that was read last
+        self._path: Location = Path()  # of the checkpoint that was read last
         self._saved_names: Sequence[Sequence[str]] = ()  # of each optimizer's parameters in it
         self._is_start = False  # what was read last are the weights of a model, and no run
         # Set from the reading of a checkpoint until the model is sharded.
@@ -102,8 +104,8 @@ class Restore:
     def _open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO
     ) -> dict[str, Any]:
-        path = os.path.expanduser(local_path(path))
-        self._path = Path(path)
+        self._path = place = location(os.path.expanduser(path))
+        path = str(place)
         self._is_start = False
         kind = self._kind_of(path)
         if kind == "missing":
@@ -120,10 +122,14 @@ class Restore:
         elif kind == "directory":
             foreign, trust = self._options.foreign, self._options.trust_pickle
             reading = partial(
-                open_any, self._path, weights_only, foreign=foreign, trust_pickle=trust, part=part
+                open_any, place, weights_only, foreign=foreign, trust_pickle=trust, part=part
             )
         elif type(io) is TorchCheckpointIO and kind == "archive":
-            reading = partial(open_file, path, weights_only, part)
+            reading = (
+                partial(open_remote_file, place, weights_only, part)
+                if isinstance(place, RemotePath)
+                else partial(open_file, path, weights_only, part)
+            )
         else:
             torch.cuda.empty_cache()  # as Lightning does here
             try:
@@ -144,7 +150,11 @@ class Restore:
         """Kind of what every rank sees there: directory, missing, safetensors, archive or file."""
         mesh = self._group.current
 
+        place = location(path)
+
         def look() -> bytes:
+            if isinstance(place, RemotePath):
+                return _kind_in_store(place)
             if safetensors_in(path) and not is_checkpoint(path):
                 return b"safetensors"
             if os.path.isdir(path):
@@ -163,7 +173,7 @@ class Restore:
             found = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
             raise CheckpointError(
                 f"the ranks do not see the same at {path} ({found}). Checkpoints have to lie on a "
-                f"file system that all ranks share"
+                f"file system or in a store that all ranks share"
             )
         return kinds[0]
 
@@ -303,8 +313,19 @@ class Restore:
         return type(error)(f"{error}. {self._group.broadcast(advice)}")
 
 
+def _kind_in_store(path: RemotePath) -> bytes:
+    with disk_errors("looking for the checkpoint", path):
+        if carries_manifest(path):
+            return b"directory"
+        if not path.is_file():
+            return b"directory" if path.protocol not in READ_ONLY and path.list() else b"missing"
+        if path.suffix == ".safetensors":
+            raise CheckpointError(f"{path}: safetensors are read from a file system; copy it there")
+        return b"archive" if path.nbytes() > 4 and path.get(0, 4) == b"PK\3\4" else b"file"
+
+
 def open_any(
-    path: Path,
+    path: Location,
     weights_only: bool | None,
     *,
     foreign: bool,
@@ -323,7 +344,8 @@ def open_any(
     Raises:
         CheckpointError: It is damaged, or not to be read without saying so.
     """
-    if carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
+    remote = isinstance(path, RemotePath)
+    if remote or carries_manifest(path) or not os.path.lexists(path / DCP_METADATA):
         return open_checkpoint(path, weights_only, CODECS, part)
     if not foreign:
         raise CheckpointError(
@@ -349,7 +371,7 @@ def _start_from(path: str) -> dict[str, Any]:
     }
 
 
-def clear_away(folders: Iterable[str | Path]) -> None:
+def clear_away(folders: Iterable[str | Location]) -> None:
     """Delete what killed runs have left in directories of checkpoints; for one rank."""
     for note in (note for folder in folders for note in clean.sweep(folder).left):
         warnings.warn(note, stacklevel=2)

@@ -645,6 +645,8 @@ class ShardedDP(ParallelStrategy):
             refuse_untried_in(trainer, module, self.options.tensor_parallel_plan)
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
+        if self._fitting:
+            self._checkpoints.check_stores(trainer)
         if self.is_global_zero:
             clear_away([*checkpoint_folders(trainer), trainer.default_root_dir])
         self._guards.begin_run(trainer, partial(self._resume.begin_streams, trainer))

@@ -1,0 +1,140 @@
+"""Object stores under a Trainer: what is saved there, what a run goes on from, and what is refused before training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from shardeddp import CheckpointOptions, ConfigurationError, ShardedDP, load_from_checkpoint
+from shardeddp.checkpoint.find import find_checkpoints
+from shardeddp.checkpoint.remote import RemotePath, require_writable
+from shardeddp.checkpoint.verify import verify
+from shardeddp_cli import main
+from support.resuming import fit, losses_and_weights
+from support.stores import s3_server, use_s3, use_shelf
+from support.tasks import Block, TinyGpt
+from world import Worlds
+
+pytestmark = pytest.mark.timeout(90)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "sharded": {"state_dict_type": "sharded"},
+    "full": {"state_dict_type": "full"},
+    "too large for a file": {"checkpoint_options": CheckpointOptions(max_file_gb=0)},
+    "asynchronous": {"checkpoint_options": CheckpointOptions(asynchronous=True)},
+}
+
+
+def train(
+    folder: str, kind: str, epochs: int, resumes: str | None = None, address: str = ""
+) -> dict[str, Any]:
+    use_shelf()
+    if address:
+        use_s3(address)
+    strategy = ShardedDP(auto_wrap_policy={Block}, **KINDS[kind])
+    callback = ModelCheckpoint(
+        folder, "{epoch}", monitor="epoch", mode="max", save_top_k=2, save_last=True
+    )
+    options: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True}
+    model = fit(strategy, epochs, resumes, **options)
+    return {
+        **losses_and_weights(model),
+        "best": callback.best_model_path,
+        "from": model.trainer.ckpt_path,
+    }
+
+
+def names(folder: str) -> set[str]:
+    return {it.name for it in find_checkpoints(RemotePath(folder)).checkpoints}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_exactly_from_the_last_checkpoint_of_a_store(
+    world: Worlds, tmp_path: Path, kind: str
+) -> None:
+    use_shelf()
+    folder = f"shelf://{tmp_path}/run"
+    whole = world(2).run(train, str(tmp_path / "local"), kind, 3)[0]
+    world(2).run(train, folder, kind, 2)
+    assert names(folder) == {"epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"}
+    assert all(verify(it.path) == [] for it in find_checkpoints(RemotePath(folder)).checkpoints)
+    resumed = world(2).run(train, folder, kind, 3, "last")[0]
+    assert resumed["from"] == f"{folder}/last.ckpt"
+    assert resumed["losses"] == whole["losses"][-len(resumed["losses"]) :]
+    assert all(resumed["weights"][name].equal(it) for name, it in whole["weights"].items())
+    assert names(folder) == {"epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"}  # one was deleted
+    if kind != "full":
+        module = load_from_checkpoint(TinyGpt, f"{folder}/last.ckpt")
+        assert all(module.state_dict()[name].equal(it) for name, it in whole["weights"].items())
+
+
+def test_a_kind_takes_the_place_of_the_other_in_a_store(world: Worlds, tmp_path: Path) -> None:
+    use_shelf()
+    folder = f"shelf://{tmp_path}/run"
+    for epochs, kind in ((1, "sharded"), (2, "full"), (3, "sharded")):
+        world(2).run(train, folder, kind, epochs, "last" if epochs > 1 else None)
+        last = RemotePath(folder) / "last.ckpt"
+        (found,) = [
+            it for it in find_checkpoints(RemotePath(folder)).checkpoints if it.path == last
+        ]
+        assert found.epoch == epochs - 1
+        assert last.is_file() == (kind == "full")
+
+
+def refusal(folder: str) -> str:
+    use_shelf()
+    try:
+        train(folder, "sharded", 1)
+    except (ConfigurationError, ValueError, ImportError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("memory://run", "checkpoints of 2 processes cannot be saved to memory://run"),
+        ("s4://bucket/run", "Protocol not known: s4"),
+        ("shelf:///proc/self/run", "cannot be saved to shelf:///proc/self/run"),
+    ],
+)
+def test_a_store_that_cannot_be_saved_to_is_refused_before_training(
+    world: Worlds, folder: str, why: str
+) -> None:
+    assert all(why in said for said in world(2).run(refusal, folder))
+
+
+def test_a_web_server_is_refused_as_a_place_to_save_to() -> None:
+    with pytest.raises(ConfigurationError, match=r"https is for reading\. Save to s3://"):
+        require_writable(RemotePath("https://host/run"), 1)
+
+
+def test_commands_read_checkpoints_of_a_store(
+    world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_shelf()
+    folder = f"shelf://{tmp_path}/run"
+    world(2).run(train, folder, "sharded", 1)
+    output = tmp_path / "whole.ckpt"
+    assert main(["verify", folder]) == 0
+    assert f"newest good checkpoint in {folder}: {folder}/last.ckpt" in capsys.readouterr().out
+    assert main(["inspect", f"{folder}/last.ckpt"]) == 0
+    assert "optimizer_0 exp_avg" in capsys.readouterr().out
+    assert main(["consolidate", f"{folder}/last.ckpt", "-o", str(output)]) == 0
+    assert main(["diff", f"{folder}/last.ckpt", str(output)]) == 0
+    assert torch.load(output, weights_only=True)["epoch"] == 0
+    assert main(["inspect", folder]) == 1
+    assert f"{folder}/last.ckpt is one" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_run_goes_on_from_a_server_of_s3(world: Worlds, kind: str) -> None:
+    with s3_server() as address:
+        first = world(2).run(train, "s3://bucket/run", kind, 1, None, address)[0]
+        second = world(2).run(train, "s3://bucket/run", kind, 2, "last", address)[0]
+        assert second["from"] == "s3://bucket/run/last.ckpt"
+        assert len(second["losses"]) == len(first["losses"])
+        assert names("s3://bucket/run") == {"epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"}
