@@ -223,7 +223,9 @@ def test_a_store_that_loses_an_upload_gets_no_manifest(
         return {name: size for name, size in whole(self).items() if name != "__0_0.distcp"}
 
     monkeypatch.setattr(RemotePath, "list", without)
-    with pytest.raises(CheckpointError, match=r"was not committed: the store has __0_0\.distcp not"):
+    with pytest.raises(
+        CheckpointError, match=r"was not committed: the store has __0_0\.distcp not"
+    ):
         save(folder / "last.ckpt", 2)
     monkeypatch.undo()
     use_shelf()

@@ -1,6 +1,7 @@
 """Operations that need all ranks and get only some: they fail with a hint, and soon."""
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -14,7 +15,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from shardeddp.comm import Mesh, barrier, desync
-from shardeddp.comm.desync import note_that_runs_alone
+from shardeddp.comm.desync import DesyncCheck, note_that_runs_alone
+from shardeddp.comm.transfers import TransferThread, wait_for
 from shardeddp.errors import DesyncError
 from shardeddp.plan.topology import Topology
 from support.waiting import until
@@ -227,3 +229,24 @@ def test_a_mesh_that_outlives_its_process_group_has_no_thread_that_looks_at_late
     dist.destroy_process_group()
     assert until(lambda: "shardeddp-liveness" not in [each.name for each in threading.enumerate()])
     assert mesh.liveness_probe
+
+
+@on_ranks(2)
+def test_a_rank_whose_wait_looks_at_its_connections_has_not_gone_on() -> None:
+    mesh = make_mesh()
+    check = DesyncCheck.of_group()
+    mesh.liveness_probe.stop()  # looked at from here
+    thread, arrived = TransferThread(), threading.Event()
+    result = thread.begin(arrived.wait)
+    axis = dist.new_group()
+    waiting = threading.Thread(target=lambda: wait_for(result, [axis]))
+    waiting.start()
+    assert waiting.ident is not None
+    for _ in range(14):
+        time.sleep(0.2)
+        check.on_sample(sys._current_frames()[waiting.ident])
+    report = check.report()
+    arrived.set()
+    waiting.join()
+    thread.end()
+    assert report["waits"] and report["still_s"] > 2.0, report

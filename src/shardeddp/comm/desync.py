@@ -21,13 +21,13 @@ from shardeddp.comm.collectives import in_forked_process
 from shardeddp.comm.host_group import HostGroup
 from shardeddp.comm.liveness import LIGHTNING, LivenessProbe, place_of
 from shardeddp.comm.propagation import ErrorPropagation, break_off, waits_on_device
+from shardeddp.comm.transfers import count_begun, wait_for
 from shardeddp.errors import DesyncError
 from shardeddp.torch_private import (
     COLLECTIVES_FILE,
     current_backward,
     default_store,
     process_groups,
-    sequence_number,
 )
 
 # -- CallFingerprints: check of calls that need all ranks
@@ -299,8 +299,9 @@ class DesyncCheck:
             for name, counts in mesh.progress().items()
         }
         # A rank that tells its user that it waits has not gone on.
-        at = _call(frame) or frame
-        seen = (id(at), 0 if at is None else at.f_lasti, progress)
+        looks = _frame_of(wait_for.__code__, frame)  # again and again, in the same wait
+        at = _call(frame) or looks or frame
+        seen = (id(at), 0 if at is None or at is looks else at.f_lasti, progress)
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         waits, torch_group = _waiting(frame, own)
@@ -454,7 +455,7 @@ def counted_by_torch(own: set[str]) -> Progress:
     return {
         _TORCH + group.group_name: {"operations": begun}
         for group in process_groups()
-        if group.group_name not in own and (begun := sequence_number(group)) is not None
+        if group.group_name not in own and (begun := count_begun(group)) is not None
     }
 
 
@@ -490,7 +491,11 @@ def _needed(frame: FrameType | None) -> list[int]:
 
 def _call(frame: FrameType | None) -> FrameType | None:
     """The call that all ranks have to come to, if a thread is in one."""
-    code = CallFingerprints.call.__code__
+    return _frame_of(CallFingerprints.call.__code__, frame)
+
+
+def _frame_of(code: CodeType, frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of a function in which a thread is."""
     return next((each for each in _callers(frame) if each.f_code is code), None)
 
 

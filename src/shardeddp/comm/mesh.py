@@ -52,9 +52,9 @@ from shardeddp.comm.propagation import drain_threads_at_exit
 from shardeddp.comm.step_clock import StepClock, during
 from shardeddp.comm.store import LostStoreError, StoreClient
 from shardeddp.comm.streams import CommStream, make_stream
-from shardeddp.comm.transfers import count_looks
+from shardeddp.comm.transfers import count_begun
 from shardeddp.plan.topology import Topology
-from shardeddp.torch_private import current_backward, new_group_of_its_ranks, sequence_number
+from shardeddp.torch_private import current_backward, new_group_of_its_ranks
 
 # -- Groups: process groups of torch, reused by later runs
 #
@@ -208,8 +208,7 @@ def _begun_in(group: dist.ProcessGroup) -> str:
     # A rank of a tree sends more messages than another, all of one operation.
     channels = _CHANNELS.get(group)
     if channels is None:
-        begun = sequence_number(group)
-        return str(None if begun is None else begun - count_looks(group))
+        return str(count_begun(group))
     return str({number: channel.begun for number, channel in sorted(channels.items())})
 
 

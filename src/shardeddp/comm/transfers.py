@@ -18,6 +18,9 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
+
+from shardeddp.torch_private import sequence_number
 
 T = TypeVar("T")
 
@@ -125,12 +128,17 @@ def raise_if_closed(axis: Axis) -> None:
             axis.recv([torch.empty(1, device="cpu")], other, NEVER_SENT)
 
 
-def count_looks(axis: Axis) -> int:
-    """How many transfers of an axis were :func:`raise_if_closed`'s: gloo counts them as well."""
-    return _LOOKS.get(axis, 0)
+def count_begun(group: dist.ProcessGroup) -> int | None:
+    """How many operations this rank has begun in a group, not counting :func:`raise_if_closed`'s.
+
+    None: its backend does not count them.
+    """
+    begun = sequence_number(group)
+    return None if begun is None else begun - _LOOKS.get(group, 0)
 
 
-_LOOKS: weakref.WeakKeyDictionary[Axis, int] = weakref.WeakKeyDictionary()
+_LOOKS: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+"""By axis, how many transfers were begun by looking."""
 
 
 @torch.inference_mode()  # what is asked there may lie in tensors that nothing else may write to
