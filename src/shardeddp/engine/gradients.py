@@ -477,7 +477,17 @@ class GroupGradients:
         Args:
             index: Of the parameter.
             gradient: Of the parameter's shape; not averaged.
+
+        Raises:
+            RuntimeError: It is of experts: each rank would count its own batch alone.
         """
+        if self._mesh is not self._mesh.whole:
+            raise RuntimeError(
+                f"{self._layout.slots[index].fqn} belongs to experts that other ranks do not have, "
+                f"and was used outside of its unit while gradients are recorded: its gradient would "
+                f"leave out their batches. Use it in the forward of the module that holds the "
+                f"experts, on each rank's own part, or under torch.no_grad()"
+            )
         self._add_outside(index, gradient)
         if self._on_outside is not None:
             self._on_outside(index)

@@ -387,6 +387,16 @@ def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
         store_gradient(unsharded, former.to(dtype))
 
 
+def divide_gradients(unsharded: nn.Parameter, divisor: int) -> None:
+    """Let autograd divide what it leaves on an unsharded parameter, from now on."""
+    with without_torch_function():
+        trainable = unsharded.requires_grad
+        # A frozen parameter takes no hook, and may be unfrozen later.
+        torch.Tensor.requires_grad_(unsharded, True)
+        torch.Tensor.register_hook(unsharded, lambda gradient: gradient / divisor)
+        torch.Tensor.requires_grad_(unsharded, trainable)
+
+
 def sharded_of(unsharded: nn.Parameter) -> Any:
     """The sharded parameter, a ``ShardTensor``, of an unsharded one."""
     sharded = unsharded.__dict__[OURS[2]]()
