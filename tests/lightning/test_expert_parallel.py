@@ -236,3 +236,18 @@ def test_experts_train_as_in_one_process_under_every_strategy(
         for found, seen in answers:
             assert distance(found, expected) < 1e-5
             assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+
+
+def one(names, size, kind, steps):
+    return [train(name, size, kind, steps=steps) for name in names]
+
+
+def test_dbg(world: Worlds) -> None:
+    for ranks, size, kind in [(2, 2, Stacked), (4, 2, Stacked), (4, 2, Mixture), (4, 4, Mixture)]:
+        expected, losses = reference(kind, steps=4)
+        for answers in world(ranks).run(one, STRATEGIES[1:2], size, kind, 4):
+            for name, (found, seen) in zip(STRATEGIES[1:2], answers):
+                d = {k: float((found[k] - expected[k]).abs().max()) for k in expected}
+                print(ranks, size, kind.__name__, name, max(d.values()))
+                print({k: v for k, v in d.items() if v > 1e-6})
+                print([f"{a - b:.1e}" for a, b in zip(seen, losses, strict=True)])

@@ -465,6 +465,14 @@ class Mesh:
         return 1 if self.experts is None else self.experts.tensor.size
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether gradients of the model wait to be shared across replicas.
+
+        Those of experts wait with them, even where no other rank has the same.
+        """
+        return self.whole.replicate.size > 1
+
+    @property
     def whole(self) -> Mesh:
         """The mesh of the rest of the model; of that, itself."""
         return self._whole or self
