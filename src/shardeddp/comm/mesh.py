@@ -444,18 +444,14 @@ class Mesh:
         made.gather = made.regather = self._collectives("gather of experts", shard_groups)
         made.owners = made.gather
         made.reduce = self._collectives("reduce of experts", shard_groups)
-        made.replicate = self._collectives(
-            "replicate of experts", made.topology.replicate_groups()
-        )
+        made.replicate = self._collectives("replicate of experts", made.topology.replicate_groups())
         made.tensor = self._axis("experts", made.topology.tensor_groups())
         made.activations = self._collectives(
             "tokens", made.topology.tensor_groups(), self.activation_traffic
         )
         holder_groups = made.topology.holder_groups()
         made.holders = self._axis("holders of experts", holder_groups)
-        made.fingerprints = made._fingerprints(
-            "owners of experts", holder_groups, self._timeout
-        )
+        made.fingerprints = made._fingerprints("owners of experts", holder_groups, self._timeout)
         _MESHES.add(made)
         return made
 

@@ -44,8 +44,8 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     rank_zero_warn,
 )
-from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.lightning.expert_parallel import EXPERT_PARALLEL, make_expert_mesh
+from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.lightning.tensor_parallel import make_device_mesh
 from shardeddp.plan.topology import RankInfo
 
