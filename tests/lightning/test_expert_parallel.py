@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shardeddp import ShardedDP, ShardTensor, TokenDispatch
-from shardeddp.checkpoint.manifest import read_manifest
+from shardeddp.checkpoint.find import read_manifest
 from shardeddp.checkpoint.verify import tensor_rows, verify
 from shardeddp.errors import ConfigurationError
 from support.trainers import make_trainer
