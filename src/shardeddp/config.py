@@ -688,12 +688,12 @@ def _resolve_experts(value: PolicyLike) -> Policy | None:
     """The policy that chooses modules of experts; strings with a period or a star are names."""
     if value is None or (isinstance(value, str) and value.lower() == AUTO):
         return None
-    given = [value] if isinstance(value, (str, type)) else value
+    given = [value] if isinstance(value, str) else value
+    several = [*given] if isinstance(given, (list, tuple, set, frozenset)) else []
+    names = [it for it in several if isinstance(it, str) and "*" in it]
     try:
-        if isinstance(given, (list, tuple, set, frozenset)) and all(
-            isinstance(it, str) and "*" in it for it in given
-        ):
-            return NamePolicy([*given])
+        if names and len(names) == len(several):
+            return NamePolicy(names)
         return resolve_policy(value)
     except ConfigurationError as error:
         raise ConfigurationError(
