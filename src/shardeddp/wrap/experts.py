@@ -181,7 +181,7 @@ def _check(root: nn.Module, experts: Experts, size: int) -> None:
             )
     own = {id(it): it_name for it_name, it in module.named_parameters()}
     places: dict[int, int] = {}
-    for other in root.modules():
+    for _, other in root.named_modules(remove_duplicate=False):
         for it in other._parameters.values():
             if it is not None and id(it) in own:
                 places[id(it)] = places.get(id(it), 0) + 1
