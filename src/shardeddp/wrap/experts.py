@@ -80,18 +80,19 @@ def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Expe
         names: Collection[str] = [
             name
             for name, it in modules.items()
-            if _has_forward_of_transformers(it) and _stacked(it)
+            if _has_forward_of_transformers(it) and _stacked(it, listed=True)
         ]
     else:
         names = policy.select(root)
     found: dict[str, Experts] = {}
     for name in names:
-        if count := _stacked(modules[name]):
-            found[name] = Experts(name=name, module=modules[name], count=count, stacked=True)
-            continue
         parent = name.rpartition(".")[0]
         around = modules[parent]
-        if not isinstance(around, nn.ModuleList):
+        is_listed = isinstance(around, nn.ModuleList)
+        if count := _stacked(modules[name], is_listed):
+            found[name] = Experts(name=name, module=modules[name], count=count, stacked=True)
+            continue
+        if not is_listed:
             raise ConfigurationError(
                 f"experts: expected modules of stacked experts, whose parameters all have as many "
                 f"rows (dim 0) and one has 3 dims, or members of an nn.ModuleList, found {name!r}"
@@ -147,12 +148,17 @@ def _has_forward_of_transformers(module: nn.Module) -> bool:
     )
 
 
-def _stacked(module: nn.Module) -> int:
-    """How many experts a module stacks; 0: it is no such module."""
+def _stacked(module: nn.Module, listed: bool) -> int:
+    """How many experts a module stacks; 0: it is no such module.
+
+    A convolution has such parameters, too: a member of a list says itself how many experts it has.
+    """
     shapes = [it.shape for it in module.parameters()]
     counts = {shape[0] if shape else 0 for shape in shapes}
-    is_one = len(counts) == 1 and max(map(len, shapes)) > 2
-    return counts.pop() if is_one else 0
+    if len(counts) != 1 or max(map(len, shapes)) < 3:
+        return 0
+    (count,) = counts
+    return count if not listed or getattr(module, "num_experts", None) == count else 0
 
 
 def _number_in(experts: Experts, parameter: str) -> int:
