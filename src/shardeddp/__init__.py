@@ -13,6 +13,7 @@ from shardeddp.lightning.reshard_schedule import ReshardSchedule
 from shardeddp.lightning.step_monitor import StepMonitor
 from shardeddp.lightning.strategy import ShardedDP
 from shardeddp.optim.clip import clip_grad_norm_, clip_grad_value_
+from shardeddp.tensor.expert_dispatch import TokenDispatch
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.wrap import AutoPolicy, ClassPolicy, NamePolicy, Policy, PredicatePolicy, SizePolicy
 
@@ -38,6 +39,7 @@ __all__ = [
     "ShardedDP",
     "SizePolicy",
     "StepMonitor",
+    "TokenDispatch",
     "clip_grad_norm_",
     "clip_grad_value_",
     "load_from_checkpoint",

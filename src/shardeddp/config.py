@@ -22,7 +22,7 @@ from shardeddp.plan.sharding_strategy import (
     choose_sharding,
 )
 from shardeddp.translate import options_of, prefetch_of, sharding_of
-from shardeddp.wrap import Policy, PolicyLike, resolve_policy
+from shardeddp.wrap import NamePolicy, Policy, PolicyLike, resolve_policy
 from shardeddp.wrap.kept_operations import check_save_ops
 from shardeddp.wrap.tensor_plan import TensorPlan, check_plan
 from shardeddp.wrap.tree import imported, nearest
@@ -517,6 +517,8 @@ class Options:
     optimizer_scope: Mapping[str, Scope] = field(default_factory=dict[str, Scope], compare=False)
     tensor_parallel_size: int = 1
     tensor_parallel_plan: TensorPlan | None = field(default=None, compare=False)
+    expert_parallel_size: int = 1
+    experts: PolicyLike = field(default=None, compare=False)
     forward_prefetch: int = field(default=1, compare=False)
     backward_prefetch: int = field(default=1, compare=False)
     reduce_every_backward: bool | None = field(default=None, compare=False)
@@ -537,6 +539,7 @@ class Options:
     candidates: Mapping[str, ShardingStrategy] = field(init=False, compare=False, repr=False)
     """Those that ``auto`` chooses from, by name; else the one that is set."""
     policy: Policy = field(init=False)
+    experts_policy: Policy | None = field(init=False)
     prefetch: Prefetch = field(init=False)
     offload: CPUOffload = field(init=False)
     described_plan: str = field(init=False, repr=False)
@@ -586,6 +589,24 @@ class Options:
                 "plan_only": self.plan_only is not False,
             },
         )
+        _check_expert_size(
+            self.expert_parallel_size,
+            {
+                "tensor_parallel_size": self.tensor_parallel_size > 1,
+                "cpu_offload": offload.params or offload.optimizer,
+                "optimizer_shard='world'": sharding.split_replicas,
+                "reshard_after_forward=<number>": sharding.regather_size is not None,
+                "uneven_batches": self.uneven_batches != "error",
+                "uneven_units": self.uneven_units,
+                "sharding_strategy='auto'": name == AUTO,
+                "shard_size='auto'": self.shard_size == AUTO,
+                "plan_only": self.plan_only is not False,
+            },
+        )
+        if self.experts is not None and self.expert_parallel_size == 1:
+            raise ConfigurationError(
+                "experts needs expert_parallel_size=2 or more: one rank has all of them"
+            )
         resolved = {
             "sharding_strategy": name,
             "reshard_after_forward": reshard,
@@ -600,6 +621,7 @@ class Options:
             "sharding": sharding,
             "candidates": shardings,
             "policy": resolve_policy(self.auto_wrap_policy),
+            "experts_policy": _resolve_experts(self.experts),
             "prefetch": Prefetch(
                 forward=1 if self.forward_prefetch is True else self.forward_prefetch,
                 backward=self.backward_prefetch if backward is None else backward,
@@ -646,3 +668,35 @@ def _check_tensor_size(size: int, untried: Mapping[str, bool]) -> None:
             f"tensor_parallel_size={size} does not work together with {', '.join(found)} yet: "
             f"leave out one of the two"
         )
+
+
+def _check_expert_size(size: int, untried: Mapping[str, bool]) -> None:
+    """Refuse options that have not been tried with expert parallelism, and sizes that are none."""
+    if type(size) is not int or size < 1:
+        raise ConfigurationError(
+            f"expected expert_parallel_size to be a whole number of at least 1, found {size!r}"
+        )
+    found = [name for name, is_set in untried.items() if is_set]
+    if size > 1 and found:
+        raise ConfigurationError(
+            f"expert_parallel_size={size} does not work together with {', '.join(found)} yet: "
+            f"leave out one of the two"
+        )
+
+
+def _resolve_experts(value: PolicyLike) -> Policy | None:
+    """The policy that chooses modules of experts; strings with a period or a star are names."""
+    if value is None or (isinstance(value, str) and value.lower() == AUTO):
+        return None
+    given = [value] if isinstance(value, str) else value
+    several = [*given] if isinstance(given, (list, tuple, set, frozenset)) else []
+    names = [it for it in several if isinstance(it, str) and "*" in it]
+    try:
+        if names and len(names) == len(several):
+            return NamePolicy(names)
+        return resolve_policy(value)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"experts: expected classes of modules with experts, or patterns of their names "
+            f"('layers.*.experts'). {error}"
+        ) from error

@@ -100,10 +100,11 @@ class ShardedDP(DDPStrategy):
                 "which knows the model when a run is set up; ShardedDP.plan(model) says which "
                 "strategy to write here"
             )
-        if options.get("tensor_parallel_size", 1) != 1:
-            raise ConfigurationError(
-                "tensor_parallel_size goes with the Trainer, where it has been tried: leave it out"
-            )
+        for size in ("tensor_parallel_size", "expert_parallel_size"):
+            if options.get(size, 1) != 1:
+                raise ConfigurationError(
+                    f"{size} goes with the Trainer, where it has been tried: leave it out"
+                )
         super().__init__(**lightning, start_method=start_method)
         self._kind = check_choice("state_dict_type", state_dict_type, ("sharded", "full"))
         self._parts, self._group = parts, parts.group

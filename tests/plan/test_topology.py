@@ -121,6 +121,15 @@ def test_ranks_that_split_layers_are_neighbours_in_the_order_of_nodes() -> None:
     assert topology.shard_groups() == [[0, 1], [2, 3]]
 
 
+def test_experts_are_shared_by_as_many_ranks_as_the_rest_or_by_all_that_have_the_same() -> None:
+    whole = Topology(world_size=8, shard_size=4)
+    of_pairs, of_all = whole.over_experts(2), whole.over_experts(8)
+    assert of_pairs.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert of_pairs.shard_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert (of_all.shard_size, of_all.replicate_size) == (1, 1)
+    assert Topology(world_size=8, shard_size=2).over_experts(2).replicate_size == 2
+
+
 def test_a_tensor_size_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide the 4 ranks"):
         Topology(world_size=4, shard_size=1, tensor_size=3)

@@ -175,10 +175,14 @@ def compare_shares(shares: Sequence[Share], names: Sequence[str], mesh: Mesh) ->
 
 def part_of(mesh: Ranks) -> int | None:
     """Which elements of sharded tensors this rank holds; None: no other rank holds the same."""
-    topology = mesh.topology
-    alone = topology.num_slices == topology.data_size
-    place = topology.tensor_rank(mesh.rank) * topology.num_slices
-    return None if alone else place + topology.slice_rank(mesh.rank)
+    axes = [mesh.topology, *([mesh.experts.topology] if mesh.experts is not None else ())]
+    if all(it.num_slices == it.data_size for it in axes):
+        return None
+    part = 0
+    for it in axes:  # ranks hold the same if they do on both
+        part = part * it.tensor_size + it.tensor_rank(mesh.rank)
+        part = part * it.num_slices + it.slice_rank(mesh.rank)
+    return part
 
 
 def digest_of(digests: Iterable[bytes]) -> bytes:
@@ -234,6 +238,11 @@ class Ranks(Protocol):
     @property
     def topology(self) -> Topology:
         """All of them."""
+        ...
+
+    @property
+    def experts(self) -> Ranks | None:
+        """The same as parameters of experts see them."""
         ...
 
 
@@ -477,16 +486,12 @@ class _Collector:
         self._shares: dict[bool, list[Share]] = {True: [], False: []}
         self._stored: dict[tuple[Any, ...], tuple[bool, range]] = {}  # by memory
         self._extras = {SHARDED_EXTRA: 0, PLAIN_EXTRA: 0}
-        topology = mesh.topology
-        own = topology.slice_rank(mesh.rank)
-        holders = [rank for rank in range(topology.world_size) if topology.slice_rank(rank) == own]
         # Heaps: bytes that each rank writes which holds the same elements as this one, or the same
         # of another box, and the rank.
-        self._turns = [(0, rank) for rank in holders]
-        self._turns_by_box = [
-            [(0, rank) for rank in holders if topology.tensor_rank(rank) == place]
-            for place in range(topology.tensor_size)
-        ]
+        self._turns = _turns(mesh)
+        self._turns_by_box = {mesh.topology: _turns_by_box(mesh)}
+        if mesh.experts is not None:
+            self._turns_by_box[mesh.experts.topology] = _turns_by_box(mesh.experts)
 
     def put(self, tensor: torch.Tensor) -> str:
         """Name a tensor that has been met; the value that stands for it in the tree."""
@@ -554,7 +559,8 @@ class _Collector:
         interval = tensor.spec.interval
         # Replicas take turns by the bytes that each has been given so far.
         writers: list[int] = []
-        for turns in self._turns_by_box if tensor.spec.boxes else [self._turns]:
+        of_boxes = self._turns_by_box[tensor.spec.mesh.topology] if tensor.spec.boxes else ()
+        for turns in of_boxes or [self._turns]:
             load, writer = turns[0]
             heapreplace(turns, (load + interval.numel * tensor.element_size(), writer))
             writers.append(writer)
@@ -567,6 +573,22 @@ class _Collector:
                 number = number if box is None else numbers[box]
                 self._shares[True].append(Share(number, part, elements, written))
                 start += part.numel
+
+
+_Turns = list[tuple[int, int]]
+
+
+def _turns(mesh: Ranks) -> _Turns:
+    topology, own = mesh.topology, mesh.topology.slice_rank(mesh.rank)
+    return [(0, rank) for rank in range(topology.world_size) if topology.slice_rank(rank) == own]
+
+
+def _turns_by_box(mesh: Ranks) -> list[_Turns]:
+    topology = mesh.topology
+    return [
+        [(load, rank) for load, rank in _turns(mesh) if topology.tensor_rank(rank) == place]
+        for place in range(topology.tensor_size)
+    ]
 
 
 def memory_of_shards(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ string, as compiled graphs, deep copies and pickles of modules keep it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from weakref import WeakValueDictionary
 
@@ -17,9 +18,9 @@ _NUMBERS = count(1)
 _GROUPS: WeakValueDictionary[str, Collectives] = WeakValueDictionary()
 
 
-def name_group(group: Collectives) -> str:
-    """Let operations find a group by the name that this returns."""
-    name = f"tensor ranks {[*group.ranks]} of run {next(_NUMBERS)}"
+def name_group(group: Collectives, name: str = "") -> str:
+    """Let operations find a group by the name that this returns, or by one that it has already."""
+    name = name or f"tensor ranks {[*group.ranks]} of run {next(_NUMBERS)}"
     _GROUPS[name] = group
     return name
 
@@ -60,6 +61,29 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, size: int, group: str) -> tor
     return total.mul_(size)  # groups average
 
 
+@torch.library.custom_op("shardeddp::all_to_all", mutates_args=())
+def all_to_all(
+    rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int], group: str
+) -> torch.Tensor:
+    """Rows of all ranks for this one, (sum of arriving, ...).
+
+    Args:
+        rows: (sum of leaving, ...); rank by rank, what each is sent.
+        leaving: Number of rows for each rank of the group.
+        arriving: Number of rows from each.
+        group: Its name.
+    """
+    ranks = _group(group)
+    rows = rows.contiguous()
+    arrived = rows.new_empty(sum(arriving), *rows.shape[1:])
+    sent, received = rows.split([*leaving]), arrived.split([*arriving])
+    ranks.all_to_all(
+        [each.view(-1) for each in received], [each.reshape(-1) for each in sent]
+    ).wait()
+    received[ranks.rank].copy_(sent[ranks.rank])
+    return arrived
+
+
 @all_reduce.register_fake
 def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -77,3 +101,10 @@ def _(tensor: torch.Tensor, dim: int, size: int, group: str) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] //= size
     return tensor.new_empty(shape)
+
+
+@all_to_all.register_fake
+def _(
+    rows: torch.Tensor, leaving: Sequence[int], arriving: Sequence[int], group: str
+) -> torch.Tensor:
+    return rows.new_empty(sum(arriving), *rows.shape[1:])

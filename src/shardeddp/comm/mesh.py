@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import pickle
@@ -213,7 +214,11 @@ def _begun_in(group: dist.ProcessGroup) -> str:
 
 
 def count_connections(
-    topology: Topology, rank: int, device: torch.device, regather_size: int | None
+    topology: Topology,
+    rank: int,
+    device: torch.device,
+    regather_size: int | None,
+    expert_size: int = 1,
 ) -> int:
     """Connections that a rank holds open for its groups on the host, of which gloo makes all.
 
@@ -222,6 +227,7 @@ def count_connections(
         rank: This one; the first may host the store.
         device: Where this rank computes; on the host, its collectives are gloo's, too.
         regather_size: As of :class:`Mesh`.
+        expert_size: As of :class:`Mesh`.
     """
     world, shard, replicas = topology.world_size, topology.shard_size, topology.replicate_size
     split = topology.split_replicas
@@ -233,6 +239,13 @@ def count_connections(
         sizes += [world, replicas] if split else []
         if (tensor := topology.tensor_size) > 1:
             sizes += [world // tensor, tensor, tensor, shard * tensor]
+    if expert_size > 1:
+        of_experts = topology.over_experts(expert_size)
+        held = of_experts.shard_size * expert_size
+        sizes += grid_of(held) if held < world else []  # the desync check of their owners
+        if device.type == "cpu":
+            sizes += [of_experts.shard_size] * 2
+            sizes += [of_experts.replicate_size, expert_size, expert_size, held]
     store = 2 if rank else 2 * world  # two connections of each rank
     return sum(size + _OF_GLOO for size in sizes if size > 1) + store
 
@@ -269,6 +282,7 @@ class Mesh:
             of it.
         saving_timeout: The same while checkpoints are saved; None: ``timeout``.
         debug: Whether to compare what users communicate.
+        expert_size: Neighbouring ranks that each have experts of their own.
     """
 
     def __init__(
@@ -280,6 +294,7 @@ class Mesh:
         *,
         saving_timeout: timedelta | None = None,
         debug: bool = False,
+        expert_size: int = 1,
     ) -> None:
         if dist.group.WORLD is not None:
             refuse_inherited(dist.group.WORLD, "the setup of a run")
@@ -386,6 +401,18 @@ class Mesh:
             else self._fingerprints("everyone", everyone, timeout)
         )
         """Of the ranks of ``data``."""
+        self.clock: StepClock | None = None
+        """Measures steps; None: nobody does."""
+        self.is_inherited = False
+        """Whether this process was forked from the rank, so that nothing can be communicated."""
+        self._whole: Mesh | None = None
+        self.experts: Mesh | None = None
+        """The same ranks as parameters of experts see them; None: every rank has all experts.
+
+        There, ``tensor`` are the ranks that have different ones.
+        """
+        if expert_size > 1:
+            self.experts = self._over_experts(expert_size)
         neighbours = {
             ranks[(place + step) % len(ranks)]
             for groups in (everyone, shard_groups, replicate_groups)
@@ -400,13 +427,46 @@ class Mesh:
             own=self._groups.names(),
         )
         self.desync.watch(self._watched)
-        self.clock: StepClock | None = None
-        """Measures steps; None: nobody does."""
-        self.is_inherited = False
-        """Whether this process was forked from the rank, so that nothing can be communicated."""
         _MESHES.add(self)
         if topology.world_size > 1 and dist.get_backend() != "fake":
             self.liveness_probe.start()
+
+    def _over_experts(self, size: int) -> Mesh:
+        """This mesh with other axes; streams, counts and what ranks agree on are the same."""
+        made = copy.copy(self)
+        made._whole, made.topology = self, self.topology.over_experts(size)
+        shard_groups = made.topology.shard_groups()
+        made.gather = made.regather = self._collectives("gather of experts", shard_groups)
+        made.owners = made.gather
+        made.reduce = self._collectives("reduce of experts", shard_groups)
+        made.replicate = self._collectives("replicate of experts", made.topology.replicate_groups())
+        made.tensor = self._axis("experts", made.topology.tensor_groups())
+        made.activations = self._collectives(
+            "tokens", made.topology.tensor_groups(), self.activation_traffic
+        )
+        holder_groups = made.topology.holder_groups()
+        made.holders = self._axis("holders of experts", holder_groups)
+        made.fingerprints = made._fingerprints("owners of experts", holder_groups, self._timeout)
+        _MESHES.add(made)
+        return made
+
+    @property
+    def expert_size(self) -> int:
+        """Ranks that have different experts."""
+        return 1 if self.experts is None else self.experts.tensor.size
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether gradients of the model wait to be shared across replicas.
+
+        Those of experts wait with them, even where no other rank has the same.
+        """
+        return self.whole.replicate.size > 1
+
+    @property
+    def whole(self) -> Mesh:
+        """The mesh of the rest of the model; of that, itself."""
+        return self._whole or self
 
     @property
     def shard_rank(self) -> int:
@@ -461,6 +521,8 @@ class Mesh:
         for group in (self.control, self.world_control, *checks):
             if group is not None:
                 group.clock = clock
+        if self.experts is not None:
+            self.experts.measure(clock)
 
     def begin_run(self) -> None:
         """A run of a Trainer begins on the thread that calls this; all ranks call it."""
@@ -474,6 +536,8 @@ class Mesh:
 
     def _let_read(self, thread: int | None) -> None:
         self.fingerprints.thread = self.data_fingerprints.thread = thread
+        if self.experts is not None:
+            self.experts._let_read(thread)
 
     def leave_to_parent(self) -> None:
         """This process was forked from the rank: refuse what the rank does with others."""

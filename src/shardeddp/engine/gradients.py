@@ -425,7 +425,7 @@ class GroupGradients:
                 self._add_outside(index, found.to(self._mesh.device))
             elif not reduces or self._mesh.topology.split_replicas:
                 self._add_outside(index, found.full_tensor())
-            elif self._mesh.replicate.size > 1:
+            elif self._mesh.has_replicas:
                 self._memory.partial_of(index).add_(found.to_local().to(self._mesh.device))
                 self._partly_used[index] = True
             else:
@@ -477,7 +477,17 @@ class GroupGradients:
         Args:
             index: Of the parameter.
             gradient: Of the parameter's shape; not averaged.
+
+        Raises:
+            RuntimeError: It is of experts: each rank would count its own batch alone.
         """
+        if self._mesh is not self._mesh.whole:
+            raise RuntimeError(
+                f"{self._layout.slots[index].fqn} belongs to experts that other ranks do not have, "
+                f"and was used outside of its unit while gradients are recorded: its gradient would "
+                f"leave out their batches. Use it in the forward of the module that holds the "
+                f"experts, on each rank's own part, or under torch.no_grad()"
+            )
         self._add_outside(index, gradient)
         if self._on_outside is not None:
             self._on_outside(index)
@@ -503,7 +513,7 @@ class GroupGradients:
                 this rank's own.
         """
         topology = self._mesh.topology
-        if reduces and topology.replicate_size == 1:
+        if reduces and not self._mesh.has_replicas:
             return  # it has been added to what was left
         self._is_incomplete, self._sums_are_shared = True, reduces
         if topology.split_replicas if reduces else self._layout.shard_size > 1:
@@ -618,7 +628,7 @@ class GroupGradients:
         """Let the next reduction add to what this backward has reduced, or to gradients alone."""
         if not keep:
             self._summed = [False] * len(self._summed)
-        elif self._reduced and self._mesh.replicate.size == 1:
+        elif self._reduced and not self._mesh.has_replicas:
             # To a gradient of other memory the sum so far has been added.
             found = zip(stored_gradients(self._sharded), self._views, strict=True)
             self._summed = [gradient is None or gradient is view for gradient, view in found]
@@ -730,7 +740,7 @@ class GroupGradients:
         return partial
 
     def _arrival(self, across_replicas: bool) -> ReduceTarget:
-        if self._mesh.replicate.size == 1:
+        if not self._mesh.has_replicas:
             return ReduceTarget.IN_SHARD
         return ReduceTarget.SHARED if across_replicas else ReduceTarget.IN_PARTIAL_SUMS
 

@@ -18,7 +18,7 @@ from shardeddp.plan.memory import GroupCost, HeldMemory
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.tensor.gradient_hooks import take_hooks
 from shardeddp.tensor.shard_tensor import ShardSpec, ShardTensor, sharded_class
-from shardeddp.tensor.unsharded import OURS, swap_bodies
+from shardeddp.tensor.unsharded import OURS, divide_gradients, swap_bodies
 from shardeddp.torch_private import without_torch_function
 from shardeddp.wrap.tree import ParameterSpec
 
@@ -74,6 +74,11 @@ class FlatGroup:
         self.buffer = GatheredBuffer(specs, layout, param_dtype, mesh.device, memory)
         """Whole parameters; with memory while the unit is unsharded, or always."""
         self.unsharded = self.buffer.parameters
+        if mesh is not mesh.whole:
+            # Tokens of all expert ranks have come together in an expert's gradient. Divided here,
+            # it is what others' are, this rank's own, wherever it is looked at.
+            for unsharded in self.unsharded:
+                divide_gradients(unsharded, mesh.tensor.size)
         self._part = (
             torch.empty(
                 layout.padded_numel // mesh.gather.size, dtype=param_dtype, device=mesh.device

@@ -245,7 +245,7 @@ class Reducer:
 
     def _keeps_partial(self) -> bool:
         """Whether gradients wait to be shared with replicas, so that nobody is to see them yet."""
-        return not self._across_replicas and self._mesh.replicate.size > 1
+        return not self._across_replicas and self._mesh.has_replicas
 
     def _waiting(self) -> list[UnitProgress]:
         """Units still to be reduced, in order."""

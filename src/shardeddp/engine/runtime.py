@@ -306,7 +306,9 @@ def runtime_of(module: nn.Module) -> Runtime | None:
 def parameters_changed(stepped: Sequence[ShardTensor]) -> None:
     """Let all runtimes take note that an optimizer has stepped, each of its own parameters."""
     for runtime in list(_RUNTIMES.values()):
-        mine = [each for each in stepped if each.is_of_a_unit and each.spec.mesh is runtime.mesh]
+        mine = [
+            each for each in stepped if each.is_of_a_unit and each.spec.mesh.whole is runtime.mesh
+        ]
         if mine:
             runtime.parameters_changed(mine)
 

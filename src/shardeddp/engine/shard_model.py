@@ -228,7 +228,8 @@ def follow_rank_zero(specs: Sequence[UnitSpec], mesh: Mesh) -> None:
         return
     for unit in specs:
         for spec in unit.parameters:
-            if spec.parameter.numel() and not spec.parameter.is_meta:
+            # Experts follow while they are whole.
+            if spec.parameter.numel() and not spec.parameter.is_meta and not spec.is_of_experts:
                 values = spec.parameter.detach().to(
                     mesh.device, memory_format=torch.contiguous_format, copy=True
                 )
@@ -252,8 +253,10 @@ def fingerprint(specs: Sequence[UnitSpec], mesh: Mesh, sharding: ShardingStrateg
 
 def _describe(spec: ParameterSpec) -> str:
     trained = "trainable" if spec.parameter.requires_grad else "frozen"
+    split = spec.distribution
+    shape = split.shape if split is not None and split.of_experts else spec.parameter.shape
     return (
-        f"parameter {spec.fqn}: {spec.dtype}, shape {tuple(spec.parameter.shape)}, {trained}, "
+        f"parameter {spec.fqn}: {spec.dtype}, shape {tuple(shape)}, {trained}, "
         f"registered {len(spec.owners)} times, gathered in {spec.param_dtype}, reduced in "
         f"{spec.reduce_dtype}"
     )

@@ -465,8 +465,10 @@ def _make_groups(
     groups: list[FlatGroup] = []
     owners: dict[int, FlatGroup] = {}  # by memory, the group of the first parameter that has it
     for specs in members:
-        layout, memory = layout_of(specs, mesh.topology.num_slices), specs[0].memory
-        group = FlatGroup(specs, layout, mesh, sharding, owners.get(memory))
+        own = mesh.experts if specs[0].is_of_experts else mesh
+        assert own is not None
+        layout, memory = layout_of(specs, own.topology.num_slices), specs[0].memory
+        group = FlatGroup(specs, layout, own, sharding, owners.get(memory))
         owners.setdefault(memory, group)
         groups.append(group)
     return groups
@@ -474,18 +476,23 @@ def _make_groups(
 
 def costs_of(spec: UnitSpec, topology: Topology) -> list[GroupCost]:
     """The flat buffers that a unit would have on a mesh, without making them."""
-    return [
-        GroupCost(
-            layout=layout_of(specs, topology.num_slices),
-            trainable=any(it.parameter.requires_grad for it in specs),
-            main_itemsize=specs[0].dtype.itemsize,
-            param_itemsize=specs[0].param_dtype.itemsize,
-            reduce_itemsize=specs[0].reduce_dtype.itemsize,
-            split=topology.num_slices // topology.shard_size,
-            replicas=topology.replicate_size,
+    costs: list[GroupCost] = []
+    for specs in by_buffer(spec.parameters):
+        split = specs[0].distribution
+        experts = len(split.boxes) if split is not None and split.of_experts else 0
+        own = topology.over_experts(experts) if experts else topology
+        costs.append(
+            GroupCost(
+                layout=layout_of(specs, own.num_slices),
+                trainable=any(it.parameter.requires_grad for it in specs),
+                main_itemsize=specs[0].dtype.itemsize,
+                param_itemsize=specs[0].param_dtype.itemsize,
+                reduce_itemsize=specs[0].reduce_dtype.itemsize,
+                split=own.num_slices // own.shard_size,
+                replicas=own.replicate_size,
+            )
         )
-        for specs in by_buffer(spec.parameters)
-    ]
+    return costs
 
 
 def _idle_cost(specs: Sequence[ParameterSpec]) -> GroupCost:
@@ -508,7 +515,9 @@ def by_buffer(specs: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     for spec in specs:
         alone = id(spec) if users[spec.memory] > 1 else None
         dtypes = spec.dtype, spec.param_dtype, spec.reduce_dtype
-        groups.setdefault((*dtypes, spec.parameter.requires_grad, alone), []).append(spec)
+        of_experts = spec.is_of_experts  # in a mesh of their own
+        key = (*dtypes, spec.parameter.requires_grad, alone, of_experts)
+        groups.setdefault(key, []).append(spec)
     return list(groups.values())
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shardeddp.comm import agree_on_any, run_on_all_ranks
+from shardeddp.comm import agree_on_any, agree_on_layout, run_on_all_ranks
 from shardeddp.config import Options
 from shardeddp.engine.deferred_init import materialize, record_resets
 from shardeddp.engine.recording import Recording
@@ -20,6 +20,7 @@ from shardeddp.errors import ConfigurationError
 from shardeddp.lightning import private
 from shardeddp.lightning.activation_checkpointing import checkpoint_activations, keep_activations
 from shardeddp.lightning.api import Precision, rank_zero_info
+from shardeddp.lightning.expert_parallel import refuse_module
 from shardeddp.lightning.precision import (
     ShardedPrecision,
     assign_dtypes,
@@ -41,9 +42,11 @@ from shardeddp.optim.attach import suspend
 from shardeddp.plan.sharding_strategy import Reshard, ShardingStrategy
 from shardeddp.report import describe_units
 from shardeddp.tensor.distributed import Distribution, take_apart
+from shardeddp.tensor.expert_dispatch import expert_axis
 from shardeddp.tensor.shard_tensor import ShardTensor
 from shardeddp.torch_private import TracingContext
 from shardeddp.wrap import build_units
+from shardeddp.wrap.experts import ChosenUnits, Experts, find_experts, keep_own
 from shardeddp.wrap.tensor_plan import (
     PlannedLayer,
     find_layers,
@@ -166,6 +169,8 @@ class ModelSharding:
             return runtime
         tensor_size = self.options.tensor_parallel_size
         refuse_sharded(module, tensor_size)
+        if self.options.expert_parallel_size > 1:
+            refuse_module(module)
         if tensor_size > 1:
             refuse_untried(module, self.options.tensor_parallel_plan)
         takeover = self._take_over(module)
@@ -211,8 +216,11 @@ class ModelSharding:
     def _shard(self, module: nn.Module, precision: Precision, takeover: Takeover) -> Runtime:
         mesh = self._group.mesh
         layers = self._find_split_layers(module)
+        experts = self._find_experts(module)
         units = run_on_all_ranks(
-            "finding units", partial(self._plan, module, precision, layers), mesh.world_control
+            "finding units",
+            partial(self._plan, module, precision, layers, experts),
+            mesh.world_control,
         )
         load = self._restore.take_pending()
         is_deferred = any(
@@ -256,18 +264,45 @@ class ModelSharding:
                 parameter.copy_(values)
         return layers
 
+    @torch.no_grad()
+    def _find_experts(self, module: nn.Module) -> list[Experts]:
+        """The experts of which each rank keeps some, with the values of rank 0."""
+        mesh, size = self._group.mesh, self.options.expert_parallel_size
+        if size == 1:
+            return []
+        experts = run_on_all_ranks(
+            "finding experts",
+            lambda: find_experts(module, self.options.experts_policy, size),
+            mesh.world_control,
+        )
+        shapes = [f"experts {it.name}: {it.count}" for it in experts]
+        agree_on_layout(shapes, mesh.world_control)
+        for parameter in (it for each in experts for it in each.module.parameters()):
+            values = parameter.detach().to(mesh.device).contiguous()
+            mesh.data.broadcast_(values, 0).wait()
+            parameter.copy_(values)
+        return experts
+
     def _plan(
-        self, module: nn.Module, precision: Precision, layers: Sequence[PlannedLayer]
+        self,
+        module: nn.Module,
+        precision: Precision,
+        layers: Sequence[PlannedLayer],
+        experts: Sequence[Experts],
     ) -> list[UnitSpec]:
         """The units of a module, root first; boundary casts and recomputation are set up."""
         split: dict[nn.Parameter, Distribution] = {}
-        if self._group.device_mesh is not None:
+        policy = self.options.policy
+        if experts:
+            policy = ChosenUnits(policy, module, experts)
+            split |= keep_own(module, experts, expert_axis(self._group.expert_mesh))
+        elif self._group.device_mesh is not None:
             device_mesh = self._group.device_mesh[TENSOR_PARALLEL]
             count_batches_once(module, self._group.device_mesh)
             parallelize(layers, device_mesh)
             split |= take_apart(module, device_mesh)
             split |= split_layers(module, layers, tensor_axis(self._group.mesh))
-        units = build_units(module, self.options.policy, split)
+        units = build_units(module, policy, split)
         autocast = precision.autocast if isinstance(precision, ShardedPrecision) else None
         dtypes = resolve_dtypes(self.options.mixed_precision, autocast)
         units = assign_dtypes(module, units, dtypes)

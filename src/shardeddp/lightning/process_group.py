@@ -44,6 +44,7 @@ from shardeddp.lightning.api import (
     rank_zero_only,
     rank_zero_warn,
 )
+from shardeddp.lightning.expert_parallel import EXPERT_PARALLEL, make_expert_mesh
 from shardeddp.lightning.private import all_gather_ddp_if_available, init_dist_connection
 from shardeddp.lightning.tensor_parallel import make_device_mesh
 from shardeddp.plan.topology import RankInfo
@@ -235,6 +236,7 @@ class ProcessGroup:
             ConfigurationError: This rank may not open as many files as it has connections.
         """
         options, tensor_size = self.options, self.options.tensor_parallel_size
+        expert_size = options.expert_parallel_size
         # Of a process group that was made before, or of a strategy that was chosen since.
         problem = self._reserve_connections(environment, device, num_nodes, ranks_per_node)
         if problem:
@@ -246,6 +248,7 @@ class ProcessGroup:
             and runtime.sharding == options.sharding
             and runtime.mesh.compares == options.debug
             and runtime.mesh.topology.tensor_size == tensor_size
+            and runtime.mesh.expert_size == expert_size
         ):
             self.current = runtime.mesh
         elif self.current is None:
@@ -257,9 +260,12 @@ class ProcessGroup:
                 options.sharding.regather_size,
                 saving_timeout=options.timeout if saving_s is None else timedelta(seconds=saving_s),
                 debug=options.debug,
+                expert_size=expert_size,
             )
         if tensor_size > 1 and self.device_mesh is None:
             self.device_mesh = make_device_mesh(self.current)
+        if expert_size > 1 and self.device_mesh is None:
+            self.device_mesh = make_expert_mesh(self.current)
         self.current.begin_run()
         self._broken = False
         if environment.world_size() == 1:
@@ -268,6 +274,12 @@ class ProcessGroup:
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The ranks that have different experts."""
+        assert self.device_mesh is not None
+        return self.device_mesh[EXPERT_PARALLEL]
 
     def renew(
         self,
@@ -308,7 +320,15 @@ class ProcessGroup:
         sharding, tensor_size = self.options.sharding, self.options.tensor_parallel_size
         topology = sharding.topology(num_nodes, ranks_per_node, None, tensor_size)
         rank = environment.global_rank()
-        return reserve_open_files(count_connections(topology, rank, device, sharding.regather_size))
+        experts = self.options.expert_parallel_size
+        if topology.world_size % experts:
+            return (
+                f"has expert_parallel_size={experts}, which does not divide the "
+                f"{topology.world_size} ranks of this run"
+            )
+        return reserve_open_files(
+            count_connections(topology, rank, device, sharding.regather_size, experts)
+        )
 
     def _meet(
         self,
@@ -329,7 +349,8 @@ class ProcessGroup:
             ranks_per_node=ranks_per_node,
             # The same on all ranks that may meet.
             run=f"{versions}, {options.sharding_strategy} as {options.sharding}, "
-            f"tensor_parallel_size={options.tensor_parallel_size}, debug={options.debug}",
+            f"tensor_parallel_size={options.tensor_parallel_size}, "
+            f"expert_parallel_size={options.expert_parallel_size}, debug={options.debug}",
             problem=self._reserve_connections(environment, device, num_nodes, ranks_per_node),
             switches=switches_of(os.environ),
             domain=nvlink_domain(device),

@@ -37,7 +37,7 @@ from shardeddp.config import (
 from shardeddp.engine.runtime import Runtime, parameters_changed, runtime_of
 from shardeddp.engine.summon import summon
 from shardeddp.errors import ConfigurationError, RankError
-from shardeddp.lightning import private
+from shardeddp.lightning import expert_parallel, private
 from shardeddp.lightning.api import (
     Accelerator,
     CheckpointIO,
@@ -154,6 +154,12 @@ class ShardedDP(ParallelStrategy):
             (``colwise``), as ``docs/tensor-parallel.md`` lists them. None: those that
             ``configure_model`` splits by ``parallelize_module(self.model,
             self.device_mesh["tensor_parallel"], plan)``.
+        expert_parallel_size: Neighbouring ranks that each have their own part of the experts, and
+            send them the tokens of all. Ranks with the same experts share them as the sharding
+            strategy says.
+        experts: Which modules have the experts: their classes, or patterns of names (a string with
+            ``*``); modules of stacked experts, or the experts themselves where they are members of
+            an ``nn.ModuleList``. None: those of Mixtral-like models of transformers.
         forward_prefetch: Units that are gathered ahead of the one at work in forward; 0 for none.
             Each takes the memory of a unit; more than 1 helps where gathering is slower than
             computing now and then.
@@ -209,6 +215,8 @@ class ShardedDP(ParallelStrategy):
         optimizer_scope: Mapping[str, Scope] | None = None,
         tensor_parallel_size: int = 1,
         tensor_parallel_plan: TensorPlan | None = None,
+        expert_parallel_size: int = 1,
+        experts: PolicyLike = None,
         forward_prefetch: int = 1,
         backward_prefetch: int | str = 1,
         reduce_every_backward: bool | None = None,
@@ -395,9 +403,10 @@ class ShardedDP(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The axes ``data_parallel`` and ``tensor_parallel`` of ranks.
+        """The axes ``data_parallel`` and ``tensor_parallel`` of ranks, or ``expert_parallel``.
 
-        They exist from ``setup_environment`` on, where ``tensor_parallel_size`` is above 1.
+        They exist from ``setup_environment`` on, where ``tensor_parallel_size``, or
+        ``expert_parallel_size``, is above 1.
         """
         if self._group.device_mesh is None:
             raise RuntimeError(
@@ -643,6 +652,8 @@ class ShardedDP(ParallelStrategy):
             )
         if self.options.tensor_parallel_size > 1:
             refuse_untried_in(trainer, module, self.options.tensor_parallel_plan)
+        if self.options.expert_parallel_size > 1:
+            expert_parallel.refuse_trainer(trainer)
         self.accelerator.setup(trainer)
         self._checkpoints.check_io(self.checkpoint_io)
         if self._fitting:
@@ -665,6 +676,8 @@ class ShardedDP(ParallelStrategy):
         scopes = self.options.optimizer_scope
         for optimizer in self.optimizers if self.options.tensor_parallel_size > 1 else ():
             refuse_optimizer(optimizer, scopes)
+        for optimizer in self.optimizers if self.options.expert_parallel_size > 1 else ():
+            expert_parallel.refuse_optimizer(optimizer, scopes)
         follow_optimizers(parameters_changed)
         self._attach_optimizers()
 
@@ -720,11 +733,12 @@ class ShardedDP(ParallelStrategy):
     def _check_reshard(self, options: Options) -> None:
         """Raise on all ranks before anything has changed."""
         split, name = options.tensor_parallel_size, options.sharding_strategy
-        if AUTO in (name, options.shard_size) or split > 1:
+        experts = options.expert_parallel_size
+        if AUTO in (name, options.shard_size) or split > 1 or experts > 1:
             raise ConfigurationError(
-                f"reshard({name!r}, {options.shard_size!r}) with tensor_parallel_size={split}: "
-                f"expected the name of a strategy, a number of ranks or None, and layers that are "
-                f"not split"
+                f"reshard({name!r}, {options.shard_size!r}) with tensor_parallel_size={split} and "
+                f"expert_parallel_size={experts}: expected the name of a strategy, a number of "
+                f"ranks or None, and layers and experts that are not split"
             )
         options.sharding.topology(self.num_nodes, self.num_processes)
         agree_on_layout([f"{name} of {options.shard_size}"], self.mesh.world_control)

@@ -2,8 +2,9 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
 from shardeddp.errors import ConfigurationError
 
@@ -74,6 +75,15 @@ class Topology:
                     f"groups of ascending ranks, found {group}. Let the launcher place ranks node "
                     f"by node (srun --distribution=block)"
                 )
+
+    def over_experts(self, size: int) -> "Topology":
+        """The mesh of parameters of which each of ``size`` neighbouring ranks has its own experts.
+
+        Ranks that have the same experts share them: as many as share the rest of the model, or all
+        of them, if these are fewer.
+        """
+        same = self.world_size // size
+        return replace(self, tensor_size=size, shard_size=gcd(self.shard_size, same))
 
     @property
     def replicate_size(self) -> int:

@@ -91,12 +91,21 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def norms(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
-    """The global vector norm of every tensor, with one reduction for all of them.
+    """The global vector norm of every tensor, with one reduction for all of a mesh.
 
     Norms are 0-dim, in each tensor's dtype.
     """
     if order <= 0:
         return [torch.linalg.vector_norm(gather(tensor), order) for tensor in tensors]
+    found: dict[int, torch.Tensor] = {}
+    for mesh in dict.fromkeys(tensor.spec.mesh for tensor in tensors):
+        places = [i for i, tensor in enumerate(tensors) if tensor.spec.mesh is mesh]
+        norms_of_mesh = _norms_in_one_mesh([tensors[i] for i in places], order)
+        found.update(zip(places, norms_of_mesh, strict=True))
+    return [found[i] for i in range(len(tensors))]
+
+
+def _norms_in_one_mesh(tensors: Sequence[ShardTensor], order: float) -> list[torch.Tensor]:
     locals_ = [
         tensor.to_local() if tensor.spec.counts else tensor.to_local()[:0] for tensor in tensors
     ]
@@ -294,7 +303,8 @@ def _holds_tensors(argument: Any) -> bool:
 
 def _foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
     held = [tensor for tensor in tensors if isinstance(tensor, ShardTensor)]
-    held[0].spec.mesh.fingerprints.call(f"norms of {held[0].spec.fqn} and {len(held) - 1} more")
+    for mesh in dict.fromkeys(tensor.spec.mesh for tensor in held):
+        mesh.fingerprints.call(f"norms of {held[0].spec.fqn} and {len(held) - 1} more")
     sharded = iter(norms(held, order))
     return [
         next(sharded)

@@ -61,6 +61,9 @@ class Distribution:
     part: torch.Size | None = None
     """Shape of what each has; None: that of the whole parameter."""
 
+    of_experts: bool = False
+    """Whether it is split over ranks with experts of their own, which train on other batches."""
+
     def wrap(self, leaf: nn.Parameter) -> torch.Tensor:
         """What a module computes with: differentiable, whatever surrounds the gather."""
         if self.wrapper is None:
@@ -143,7 +146,8 @@ def forget_whole(part: torch.Tensor) -> None:
 
 def flatten_boxes(tensor: torch.Tensor, shared: Sequence[Box]) -> torch.Tensor:
     """The elements of boxes of a tensor, one box behind the other; 1D."""
-    return torch.cat([tensor[box.slices].reshape(-1) for box in shared])
+    parts = [tensor[box.slices].reshape(-1) for box in shared]
+    return torch.cat(parts) if parts else tensor.new_empty(0)
 
 
 def replace_parameters(root: nn.Module, others: Mapping[int, nn.Parameter]) -> None:

@@ -146,7 +146,7 @@ class ShardSpec:
             if inside.numel:
                 pieces.append((box, inside.shift(-start)))
             start += box.numel
-        return tuple(pieces) or ((self.shared[0], Interval(0, 0)),)
+        return tuple(pieces) or ((next(iter(self.shared), None), Interval(0, 0)),)
 
     def read(self, elements: Callable[[Interval, Box | None], torch.Tensor]) -> torch.Tensor:
         """This rank's elements, 1D, from whoever has intervals of boxes of a whole tensor."""

@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -385,6 +385,20 @@ def accumulate_in(unsharded: nn.Parameter, dtype: torch.dtype) -> None:
         unsharded.grad_dtype = dtype
     if former is not None:
         store_gradient(unsharded, former.to(dtype))
+
+
+def divide_gradients(unsharded: nn.Parameter, divisor: int) -> None:
+    """Let autograd divide what it leaves on an unsharded parameter, from now on."""
+    with without_torch_function():
+        trainable = unsharded.requires_grad
+        # A frozen parameter takes no hook, and may be unfrozen later.
+        torch.Tensor.requires_grad_(unsharded, True)
+        torch.Tensor.register_hook(unsharded, partial(_divided, divisor))
+        torch.Tensor.requires_grad_(unsharded, trainable)
+
+
+def _divided(divisor: int, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / divisor
 
 
 def sharded_of(unsharded: nn.Parameter) -> Any:

@@ -101,6 +101,11 @@ class ParameterSpec:
         return self.distribution is not None and self.distribution.wrapper is not None
 
     @property
+    def is_of_experts(self) -> bool:
+        """Whether ranks have different experts' parts of it."""
+        return self.distribution is not None and self.distribution.of_experts
+
+    @property
     def memory(self) -> int:
         """Equal for parameters that have the same memory."""
         return id(self.parameter if self.shares_memory_with is None else self.shares_memory_with)

@@ -1,0 +1,88 @@
+"""Expert parallelism under Lightning: its device mesh, and what is refused with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardeddp.comm import Mesh
+from shardeddp.comm.activations import name_group
+from shardeddp.config import Scope
+from shardeddp.errors import ConfigurationError
+from shardeddp.lightning.api import Trainer
+from shardeddp.optim.scope import scope_of
+from shardeddp.tensor.shard_tensor import ShardTensor
+
+EXPERT_PARALLEL = "expert_parallel"
+"""Name of the axis of ranks that have different experts."""
+
+
+def make_expert_mesh(mesh: Mesh) -> DeviceMesh:
+    """The axes of ranks with equal and with different experts; a collective of all ranks."""
+    assert mesh.experts is not None
+    groups = torch.tensor(mesh.experts.topology.tensor_groups())
+    made = DeviceMesh(
+        mesh.device.type, groups, mesh_dim_names=("expert_data_parallel", EXPERT_PARALLEL)
+    )
+    name_group(mesh.experts.activations, made[EXPERT_PARALLEL].get_group().group_name)
+    return made
+
+
+def refuse_module(module: nn.Module) -> None:
+    """Refuse modules that expert parallelism has not been tried with.
+
+    Raises:
+        ConfigurationError: Another run has sharded it, or it is on the meta device.
+    """
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if any(isinstance(it, ShardTensor) for _, it in tensors):
+        raise ConfigurationError(
+            "expert_parallel_size is for modules that no other run has sharded: build the module "
+            "anew"
+        )
+    deferred = next((name for name, it in tensors if it.is_meta), None)
+    if deferred is not None:
+        raise ConfigurationError(
+            f"expert_parallel_size does not work together with deferred initialization yet, found "
+            f"{deferred!r} on the meta device: build the module on the host"
+        )
+
+
+def refuse_trainer(trainer: Trainer) -> None:
+    """Refuse callbacks and precisions that expert parallelism has not been tried with.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        kinds = {base.__name__ for base in type(callback).__mro__}
+        if kinds & {"StochasticWeightAveraging", "WeightAveraging"}:
+            raise ConfigurationError(
+                f"expert_parallel_size does not work together with {type(callback).__name__} yet, "
+                f"which copies the module: leave the callback out"
+            )
+    tried = ("32-true", "bf16-mixed")
+    if trainer.precision not in tried:
+        raise ConfigurationError(
+            f"expert_parallel_size has been tried with precision={', '.join(tried)} alone, found "
+            f"{trainer.precision!r}"
+        )
+
+
+def refuse_optimizer(optimizer: optim.Optimizer, stated: Mapping[str, Scope] | None) -> None:
+    """Refuse optimizers whose new value of an element depends on others.
+
+    Raises:
+        ConfigurationError: It is one, or one that is not known.
+    """
+    scope = scope_of(type(optimizer), stated)
+    if scope != "element":
+        raise ConfigurationError(
+            f"expert_parallel_size works with element-wise optimizers (AdamW, SGD and the like), "
+            f"found {type(optimizer).__name__}, whose scope is {scope!r}"
+        )

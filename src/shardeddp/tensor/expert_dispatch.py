@@ -1,0 +1,192 @@
+"""Dispatch of tokens to the ranks that hold their experts, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardeddp.comm.activations import all_to_all
+from shardeddp.tensor.parallel_styles import TensorAxis
+
+_Counts = tuple[int, ...]
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows for each rank to rows from each; in backward, the other way.
+
+    ``anchors`` make the result require a gradient on all ranks, whatever rows each of them has: one
+    that left out the exchange in its backward would let the others wait.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        leaving: _Counts,
+        arriving: _Counts,
+        group: str,
+        *anchors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.leaving, ctx.arriving, ctx.group = leaving, arriving, group
+        ctx.shapes = [(it.shape, it.dtype, it.device) for it in anchors]
+        return all_to_all(rows, leaving, arriving, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        back = _Exchange.apply(gradient, ctx.arriving, ctx.leaving, ctx.group)
+        # Of an anchor with elements, what it anchors has its gradient anyway.
+        anchors = [
+            None if shape.numel() else torch.zeros(shape, dtype=dtype, device=device)
+            for shape, dtype, device in ctx.shapes
+        ]
+        return back, None, None, None, *anchors
+
+
+class TokenDispatch:
+    """One layer's tokens on their way to the experts that a router has chosen for them, and back.
+
+    Every rank of the mesh makes one at the same place of its forward, dispatches and combines once::
+
+        routed = TokenDispatch(index, num_experts=8, mesh=self.device_mesh["expert_parallel"])
+        tokens = routed.dispatch(x)
+        parts = tokens.split(routed.counts)
+        y = torch.cat([self.experts[e](part) for e, part in zip(routed.experts, parts)])
+        x = (routed.combine(y) * weights.unsqueeze(-1)).sum(1)
+
+    Args:
+        index: (tokens, k), whole numbers; the experts of each token.
+        num_experts: Of all ranks together.
+        mesh: ``strategy.device_mesh["expert_parallel"]``; None: this rank has all experts.
+
+    Raises:
+        ValueError: An index is none of an expert, or ranks cannot have equal numbers of experts.
+    """
+
+    experts: range
+    """Numbers of the experts that this rank has."""
+
+    counts: list[int]
+    """Rows that have arrived for each of them, in this order."""
+
+    def __init__(
+        self, index: torch.Tensor, num_experts: int, mesh: DeviceMesh | TensorAxis | None = None
+    ) -> None:
+        if isinstance(mesh, DeviceMesh):
+            mesh = expert_axis(mesh)
+        self._axis = mesh
+        size, rank = (1, 0) if mesh is None else (mesh.size, mesh.rank)
+        if index.ndim != 2 or num_experts % size:
+            raise ValueError(
+                f"expected experts of tokens as (tokens, k), and a number of experts that {size} "
+                f"ranks divide, found shape {tuple(index.shape)} and {num_experts} experts"
+            )
+        own = num_experts // size
+        self.experts = range(rank * own, (rank + 1) * own)
+        self._shape = tuple(index.shape)
+        flat = index.reshape(-1)
+        self._order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=num_experts)
+        if counts.numel() > num_experts:
+            raise ValueError(f"expected numbers of {num_experts} experts, found {int(flat.max())}")
+        every = counts  # (ranks * own,); rows from each rank for each of the experts here
+        if mesh is not None:
+            every = all_to_all(counts, [own] * size, [own] * size, mesh.group)
+        self._leaving = tuple(counts.view(size, own).sum(1).tolist())
+        self._arriving = tuple(every.view(size, own).sum(1).tolist())
+        self.counts = every.view(size, own).sum(0).tolist()
+        # Rows arrive rank by rank, and experts want theirs together.
+        numbers = torch.arange(own, device=index.device).repeat(size)
+        self._by_expert = numbers.repeat_interleave(every).argsort(stable=True)
+        self._anchor: torch.Tensor | None = None
+
+    @property
+    def index(self) -> torch.Tensor:
+        """(rows,); of each row that has arrived, its expert's place in :attr:`experts`."""
+        counts = torch.tensor(self.counts, device=self._order.device)
+        return torch.arange(len(self.experts), device=counts.device).repeat_interleave(counts)
+
+    def dispatch(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Send tokens to the ranks of their experts; a collective of them.
+
+        Args:
+            tokens: (tokens, features).
+
+        Returns:
+            (rows, features); what has arrived here, expert by expert, none for some maybe.
+        """
+        rows = tokens[self._order // self._shape[1]]
+        if self._axis is not None:
+            rows = _Exchange.apply(
+                rows, self._leaving, self._arriving, self._axis.group, _trained(rows)
+            )
+        self._anchor = rows
+        return rows[self._by_expert]
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send what experts have made of tokens back; a collective of the same ranks.
+
+        Args:
+            rows: (rows, features); in the order of what :meth:`dispatch` has returned.
+
+        Returns:
+            (tokens, k, features); what each token's experts have made of it.
+        """
+        if self._anchor is None:
+            raise RuntimeError("combine() before dispatch(): nothing is to be sent back")
+        anchor, self._anchor = self._anchor, None
+        home = torch.empty_like(rows).index_copy(0, self._by_expert, rows)
+        if self._axis is not None:
+            home = _Exchange.apply(
+                home, self._arriving, self._leaving, self._axis.group, anchor, _trained(home)
+            )
+        back = torch.empty_like(home).index_copy(0, self._order, home)
+        return back.view(*self._shape, *back.shape[1:])
+
+
+def _trained(rows: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(0).requires_grad_()
+
+
+def expert_axis(mesh: DeviceMesh) -> TensorAxis:
+    """The ranks of a device mesh with one axis."""
+    return TensorAxis(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+
+
+class Routing:
+    """Hooks of a module of stacked experts of transformers, whose forward knows of one rank alone.
+
+    Its forward takes ``hidden_states`` (tokens, features), ``top_k_index`` and ``top_k_weights``
+    (tokens, k), and returns the weighted sum of what experts have made of each token.
+
+    Args:
+        num_experts: Of all ranks.
+        axis: The ranks.
+    """
+
+    ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+
+    def __init__(self, num_experts: int, axis: TensorAxis) -> None:
+        self._num_experts, self._axis = num_experts, axis
+        self._under_way: tuple[TokenDispatch, torch.Tensor] | None = None
+
+    def install(self, module: nn.Module) -> None:
+        """Set the hooks."""
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        tokens, index, weights = (*args, *(kwargs[it] for it in self.ARGUMENTS[len(args) :]))
+        routed = TokenDispatch(index, self._num_experts, self._axis)
+        arrived = routed.dispatch(tokens)
+        self._under_way = routed, weights
+        ones = weights.new_ones(arrived.shape[0], 1)
+        return (arrived, routed.index.to(index.dtype).unsqueeze(1), ones), {}
+
+    def _after(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        assert self._under_way is not None
+        (routed, weights), self._under_way = self._under_way, None
+        each = routed.combine(output)
+        return (each * weights.unsqueeze(-1)).sum(1).to(each.dtype)

@@ -1,0 +1,206 @@
+"""Experts of a model: which modules hold them, and which of them each rank keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardeddp.errors import ConfigurationError
+from shardeddp.plan.layout import whole_of
+from shardeddp.tensor.distributed import (
+    Distribution,
+    boxes_along,
+    local_part,
+    replace_parameters,
+)
+from shardeddp.tensor.expert_dispatch import Routing
+from shardeddp.tensor.parallel_styles import MARK, TensorAxis
+from shardeddp.wrap.policy import Policy
+from shardeddp.wrap.tree import join
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of one layer."""
+
+    name: str
+    module: nn.Module
+    """Holds all of them: stacked, in parameters whose dim 0 they are; or as its children."""
+
+    count: int
+    stacked: bool
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether its forward is that of transformers, which sends no token anywhere."""
+        return self.stacked and _has_forward_of_transformers(self.module)
+
+
+class ChosenUnits(Policy):
+    """Units that another policy has chosen, while modules had all of their parameters.
+
+    Args:
+        policy: The other one.
+        root: The model.
+        experts: Modules in a list of experts are no units: ranks do not run the same ones.
+    """
+
+    def __init__(self, policy: Policy, root: nn.Module, experts: Sequence[Experts]) -> None:
+        inside = tuple(f"{it.name}." for it in experts if not it.stacked)
+        self.names = [name for name in policy.select(root) if not f"{name}.".startswith(inside)]
+
+    def select(self, root: nn.Module) -> list[str]:  # noqa: D102
+        return self.names
+
+
+def find_experts(root: nn.Module, policy: Policy | None, size: int) -> list[Experts]:
+    """The experts of a model, by layer; nothing is changed.
+
+    Args:
+        root: The LightningModule.
+        policy: Chooses modules of stacked experts, or experts that stand in a list; None: modules
+            of stacked experts as transformers has them.
+        size: Ranks that each have their own.
+
+    Raises:
+        ConfigurationError: There are none, or ranks cannot have equal numbers of them.
+    """
+    modules = dict(root.named_modules())
+    split = next((name for name, it in modules.items() if MARK in vars(it)), None)
+    if split is not None:
+        raise ConfigurationError(
+            f"{split!r} was split for an earlier run, which has failed: build the module anew"
+        )
+    if policy is None:
+        names: Collection[str] = [
+            name
+            for name, it in modules.items()
+            if _has_forward_of_transformers(it) and _stacked(it, listed=True)
+        ]
+    else:
+        names = policy.select(root)
+    found: dict[str, Experts] = {}
+    for name in names:
+        parent = name.rpartition(".")[0]
+        around = modules[parent]
+        is_listed = isinstance(around, nn.ModuleList)
+        if count := _stacked(modules[name], is_listed):
+            found[name] = Experts(name=name, module=modules[name], count=count, stacked=True)
+            continue
+        if not is_listed:
+            raise ConfigurationError(
+                f"experts: expected modules of stacked experts, whose parameters all have as many "
+                f"rows (dim 0) and one has 3 dims, or members of an nn.ModuleList, found {name!r}"
+            )
+        found[parent] = Experts(name=parent, module=around, count=len(around), stacked=False)
+    if not found:
+        raise ConfigurationError(
+            "expert_parallel_size is for modules with experts, and none was found that has them as "
+            "transformers does (forward(hidden_states, top_k_index, top_k_weights)): name their "
+            "class or their names, experts='model.layers.*.experts'"
+        )
+    for each in found.values():
+        _check(root, each, size)
+    return list(found.values())
+
+
+def keep_own(
+    root: nn.Module, experts: Sequence[Experts], axis: TensorAxis
+) -> dict[nn.Parameter, Distribution]:
+    """Let a rank hold its own experts, and of the others no element.
+
+    Returns:
+        By new parameter, how the former one was split.
+    """
+    made: dict[int, tuple[nn.Parameter, Distribution]] = {}
+    kept: list[nn.Parameter] = []  # whose identities are keys
+    for each in experts:
+        vars(each.module)[MARK] = True
+        own = each.count // axis.size
+        for name, parameter in each.module.named_parameters():
+            shape = parameter.shape
+            if each.stacked:
+                boxes = boxes_along(0, shape, axis.size)
+                part = torch.Size((own, *shape[1:]))
+            else:
+                holder = _number_in(each, name) // own
+                boxes = tuple((whole_of(shape),) * (it == holder) for it in range(axis.size))
+                part = shape if axis.rank == holder else torch.Size((0,))
+            distribution = Distribution(shape=shape, boxes=boxes, part=part, of_experts=True)
+            kept.append(parameter)
+            made[id(parameter)] = local_part(parameter, distribution, axis.rank), distribution
+        if each.is_routed:
+            Routing(each.count, axis).install(each.module)
+            each.module.num_experts = own  # type: ignore[assignment]
+    replace_parameters(root, {key: local for key, (local, _) in made.items()})
+    return dict(made.values())
+
+
+def _has_forward_of_transformers(module: nn.Module) -> bool:
+    return (
+        type(getattr(module, "num_experts", None)) is int
+        and tuple(signature(module.forward).parameters) == Routing.ARGUMENTS
+    )
+
+
+def _stacked(module: nn.Module, listed: bool) -> int:
+    """How many experts a module stacks; 0: it is no such module.
+
+    A convolution has such parameters, too: a member of a list says itself how many experts it has.
+    """
+    shapes = [it.shape for it in module.parameters()]
+    counts = {shape[0] if shape else 0 for shape in shapes}
+    if len(counts) != 1 or max(map(len, shapes)) < 3:
+        return 0
+    (count,) = counts
+    return count if not listed or getattr(module, "num_experts", None) == count else 0
+
+
+def _number_in(experts: Experts, parameter: str) -> int:
+    return list(experts.module._modules).index(parameter.partition(".")[0])
+
+
+def _check(root: nn.Module, experts: Experts, size: int) -> None:
+    """Refuse experts that ranks cannot divide among them."""
+    name, module = experts.name, experts.module
+    if experts.count % size:
+        raise ConfigurationError(
+            f"{name!r} has {experts.count} experts, which expert_parallel_size={size} does not "
+            f"divide"
+        )
+    if (buffer := next((it for it, _ in module.named_buffers()), None)) is not None:
+        raise ConfigurationError(
+            f"experts with buffers are not supported, found {join(name, buffer)!r}: all ranks get "
+            f"those of rank 0, which has other experts"
+        )
+    if not experts.stacked:
+        forms = {str(_form(child)) for child in module.children()}
+        if len(forms) > 1:
+            raise ConfigurationError(
+                f"experts of {name!r} have different parameters: expected experts that are alike, "
+                f"or other names in experts="
+            )
+    own = {id(it): it_name for it_name, it in module.named_parameters()}
+    places: dict[int, int] = {}
+    for _, other in root.named_modules(remove_duplicate=False):
+        for it in other._parameters.values():
+            if it is not None and id(it) in own:
+                places[id(it)] = places.get(id(it), 0) + 1
+    tied = next((own[key] for key, count in places.items() if count > 1), None)
+    if tied is not None:
+        raise ConfigurationError(
+            f"{join(name, tied)!r} is registered at several places: expected parameters of one "
+            f"expert alone"
+        )
+
+
+def _form(expert: nn.Module) -> list[Any]:
+    return [
+        (name, tuple(it.shape), it.dtype, it.requires_grad)
+        for name, it in expert.named_parameters()
+    ]

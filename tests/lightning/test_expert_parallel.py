@@ -1,0 +1,467 @@
+"""Experts that ranks divide among them train as in one process, under every strategy; the rest is refused."""
+
+import warnings
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from shardeddp import ShardedDP, ShardTensor, TokenDispatch
+from shardeddp.checkpoint.find import read_manifest
+from shardeddp.checkpoint.verify import tensor_rows, verify
+from shardeddp.errors import ConfigurationError
+from support.trainers import make_trainer
+from world import Worlds
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard")
+_REST = pytest.mark.torture
+STEPS, FEWER_STEPS, BATCH, EXPERTS, CHOSEN = 20, 6, 8, 4, 2
+
+
+def data() -> torch.Tensor:
+    """(batches * batch, sequence, features)."""
+    return torch.randn(2 * STEPS * BATCH, 4, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Router(nn.Module):
+    """Experts and weights of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, EXPERTS)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, index = self.gate(x).softmax(-1).topk(CHOSEN)
+        return index, weights
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class ListBlock(nn.Module):
+    """Experts in a list, to which the model sends tokens."""
+
+    mesh: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(8), Router()
+        self.experts = nn.ModuleList([Expert() for _ in range(EXPERTS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.norm(x).flatten(0, -2)
+        index, weights = self.router(flat)
+        routed = TokenDispatch(index, EXPERTS, self.mesh)
+        parts = routed.dispatch(flat).split(routed.counts)
+        rows = torch.cat(
+            [self.experts[it](part) for it, part in zip(routed.experts, parts, strict=True)]
+        )
+        return x + (routed.combine(rows) * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+class StackedExperts(nn.Module):
+    """Experts in one parameter, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, 12, 8) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 8, 12) / 3)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, place = torch.where(top_k_index == expert)
+            if token.numel():
+                row = torch.relu(hidden_states[token] @ self.up[expert].T) @ self.down[expert].T
+                out = out.index_add(0, token, row * top_k_weights[token, place, None])
+        return out
+
+
+class StackedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router, self.experts = nn.LayerNorm(8), Router(), StackedExperts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.norm(x).flatten(0, -2)
+        index, weights = self.router(flat)
+        return x + self.experts(flat, index, weights).view_as(x)
+
+
+class Mixture(LightningModule):
+    block: type[nn.Module] = ListBlock
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(self.block() for _ in range(2)))
+        self.head = nn.Linear(8, 1)
+        self.seen: list[float] = []
+
+    def setup(self, stage: str) -> None:
+        for block in self.blocks:
+            block.mesh = self.trainer.strategy.device_mesh["expert_parallel"]
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.blocks(x)) - x.sum(-1, keepdim=True)).pow(2).mean()
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        loss = self.loss(batch[0])
+        self.log("mean", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["mean"]))
+
+    def train_dataloader(self) -> Any:
+        ranks = self.trainer.strategy.distributed_sampler_kwargs
+        own = DistributedSampler(dataset := TensorDataset(data()), shuffle=False, **ranks)
+        return DataLoader(dataset, batch_size=BATCH // ranks["num_replicas"], sampler=own)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self)
+
+
+class Stacked(Mixture):
+    block = StackedBlock
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    every = list(module.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [it for it in every if it.ndim > 1], "weight_decay": 0.1},
+            {"params": [it for it in every if it.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
+
+
+@cache
+def reference(
+    kind: type[Mixture], clips: str = "norm", steps: int = STEPS
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """What one process trains on the whole batches, and its losses."""
+    module, losses = kind(), list[float]()
+    optimizer = optimizer_of(module)
+    for number, batch in enumerate(data().split(BATCH)[: 2 * steps]):
+        loss = module.loss(batch)
+        losses.append(loss.item())
+        (loss / 2).backward()
+        if number % 2:
+            if clips == "norm":
+                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            else:
+                nn.utils.clip_grad_value_(module.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: it.detach() for name, it in module.named_parameters()}, losses
+
+
+def train(
+    name: str,
+    size: int,
+    kind: type[Mixture] = Mixture,
+    clips: str = "norm",
+    path: str = "",
+    steps: int = STEPS,
+    trainer_options: dict[str, Any] | None = None,
+    **more: Any,
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The parameters that ranks have trained together, and logged means."""
+    if name == "hybrid_shard":
+        more["shard_size"] = max(1, dist.get_world_size() // 2)
+    more = {
+        "experts": None if kind is Stacked else Expert,
+        "auto_wrap_policy": {kind.block},
+        **more,
+    }
+    strategy = ShardedDP(name, expert_parallel_size=size, **more)
+    trainer = make_trainer(
+        strategy,
+        max_steps=steps,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5 if clips == "norm" else 0.05,
+        gradient_clip_algorithm=clips,
+        use_distributed_sampler=False,
+        **trainer_options or {},
+    )
+    warnings.simplefilter("ignore")
+    module = kind()
+    trainer.fit(module)
+    if path:
+        trainer.save_checkpoint(path)
+    assert all(isinstance(it, ShardTensor) for it in module.parameters())
+    # A state dict and a summoned model are whole, and what rank 0 writes to it reaches all ranks.
+    state = {key: value.full_tensor() for key, value in module.state_dict().items()}
+    with strategy.summon_full_params(module):
+        for key, whole in module.named_parameters():
+            assert torch.equal(whole, state[key])
+            if dist.get_rank() == 0:
+                whole.data.add_(1)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value.full_tensor(), state[key] + 1)
+    return state, module.seen
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def train_all(size: int, kind: type[Mixture], names: tuple[str, ...]) -> list[Any]:
+    return [train(it, size, kind) for it in names]
+
+
+@pytest.mark.parametrize("kind", [Mixture, Stacked], ids=["list", "stacked"])
+@pytest.mark.parametrize(
+    ("ranks", "size"), [(4, 2), pytest.param(2, 2, marks=_REST), pytest.param(4, 4, marks=_REST)]
+)
+def test_experts_train_as_in_one_process_under_every_strategy(
+    world: Worlds, ranks: int, size: int, kind: type[Mixture]
+) -> None:
+    expected, losses = reference(kind)
+    for answers in world(ranks).run(train_all, size, kind, STRATEGIES):
+        for found, seen in answers:
+            assert distance(found, expected) < 1e-5
+            assert max(abs(a - b) for a, b in zip(seen, losses, strict=True)) < 1e-5
+
+
+def test_ranks_repeat_a_training_to_the_bit(world: Worlds) -> None:
+    run = partial(train, "hybrid_shard", 2, Mixture, "value", steps=FEWER_STEPS)
+    expected, _ = reference(Mixture, "value", FEWER_STEPS)
+    (first, _), *_ = world(4).run(run)
+    for found, _ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
+        assert all(torch.equal(found[name], first[name]) for name in first)
+
+
+def test_activation_checkpointing_computes_the_same(world: Worlds) -> None:
+    expected, _ = reference(Mixture, steps=FEWER_STEPS)
+    options = {"activation_checkpointing": {ListBlock}}
+    for found, _ in world(2).run(partial(train, "full_shard", 2, steps=FEWER_STEPS, **options)):
+        assert distance(found, expected) < 1e-5
+
+
+class Lazy(Mixture):
+    """Sends every token to the first two experts, so that some ranks' have none at all."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for block in self.blocks:
+                block.router.gate.bias.copy_(torch.tensor([9.0, 8.0, 0.0, 0.0]))
+        return super().loss(x)
+
+
+def test_ranks_whose_experts_get_no_tokens_do_not_hold_up_the_others(world: Worlds) -> None:
+    expected, _ = reference(Lazy, steps=FEWER_STEPS)
+    run = partial(train, "full_shard", 4, Lazy, steps=FEWER_STEPS)
+    for found, _ in world(4).run(run):
+        assert distance(found, expected) < 1e-5
+
+
+def train_rounded() -> dict[str, torch.Tensor]:
+    found, _ = train(
+        "full_shard", 2, steps=FEWER_STEPS, trainer_options={"precision": "bf16-mixed"}
+    )
+    return found
+
+
+def test_bfloat16_trains_close_to_full_precision(world: Worlds) -> None:
+    expected, _ = reference(Mixture, steps=FEWER_STEPS)
+    for found in world(2).run(train_rounded):
+        assert 0 < distance(found, expected) < 0.1  # steps are of 1e-2 in all directions
+
+
+class Counted(Mixture):
+    """Counts what a micro-batch sends."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.trainer.strategy.traffic.reset()
+        self.trainer.strategy.mesh.activation_traffic.reset()
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        strategy = self.trainer.strategy
+        self.sent = dict(strategy.traffic.nbytes), dict(strategy.mesh.activation_traffic.nbytes)
+
+
+def count() -> Any:
+    strategy = ShardedDP("shard_optimizer", expert_parallel_size=2, experts=Expert)
+    trainer = make_trainer(strategy, max_steps=1, use_distributed_sampler=False)
+    module = Counted()
+    trainer.fit(module)
+    groups = [it for each in strategy.runtime.progresses for it in each.unit.groups]
+    experts = sum(it.layout.padded_numel for it in groups if it.sharded[0].spec.boxes)
+    rest = sum(it.layout.padded_numel for it in groups if not it.sharded[0].spec.boxes)
+    return module.sent, experts, rest
+
+
+def test_experts_are_reduced_over_ranks_that_have_the_same(world: Worlds) -> None:
+    tokens = BATCH // 4 * 4 * CHOSEN
+    total = 0
+    for (data, activations), experts, rest in world(4).run(count):
+        # Half of a group of two, three quarters of a group of four, of float32.
+        assert data["reduce_scatter"] == experts * 4 // 2 + rest * 4 * 3 // 4
+        total += activations["all_to_all"]
+    # What each rank tells the other in each block: int64 for each of that one's experts.
+    rows = total - 4 * 2 * (EXPERTS // 2) * 8
+    # Each row of 8 float32 that is not at home goes there and back, and again in backward.
+    assert rows % (4 * 8 * 4) == 0 and 0 < rows // (4 * 8 * 4) < 4 * 2 * tokens
+
+
+def load(path: str, size: int) -> dict[str, torch.Tensor]:
+    """What a run with another number of expert ranks finds in a checkpoint, and goes on from."""
+    more = {} if size == 1 else {"expert_parallel_size": size, "experts": Expert}
+    strategy = ShardedDP("full_shard", auto_wrap_policy={ListBlock}, **more)
+    trainer = make_trainer(
+        strategy, max_steps=FEWER_STEPS, accumulate_grad_batches=2, use_distributed_sampler=False
+    )
+    module = Mixture() if size > 1 else Alone()
+    trainer.fit(module, ckpt_path=path, weights_only=False)
+    (optimizer,) = trainer.optimizers
+    moments = {
+        f"moment of {name}": optimizer.state[parameter]["exp_avg"].full_tensor()
+        for name, parameter in module.named_parameters()
+    }
+    return {key: value.full_tensor() for key, value in module.state_dict().items()} | moments
+
+
+class Alone(Mixture):
+    """Has all experts on every rank."""
+
+    def setup(self, stage: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_checkpoint_is_loaded_with_other_numbers_of_expert_ranks(
+    world: Worlds, tmp_path: Path, kind: str, name: str
+) -> None:
+    path = tmp_path / "a.ckpt"
+    run = partial(train, name, 2, path=str(path), state_dict_type=kind, steps=FEWER_STEPS)
+    (saved, _), *_ = world(4).run(run)
+    loaded = [world(ranks).run(load, str(path), size) for ranks, size in ((4, 4), (4, 2), (2, 1))]
+    for answers in loaded:
+        for found in answers:
+            assert all(torch.equal(found[name], saved[name]) for name in saved)
+            assert all(torch.equal(found[name], loaded[0][0][name]) for name in found)
+    if kind == "full":  # which is what DDP reads
+        content = torch.load(path, weights_only=False)["state_dict"]
+        assert all(torch.equal(content[name], saved[name]) for name in saved)
+        Mixture().load_state_dict(content)
+    else:
+        assert not verify(path)
+        rows = {it.name: it for it in tensor_rows(read_manifest(path))}
+        assert rows["model.blocks.0.experts.3.up.weight"].shape == (12, 8)
+
+
+class WithBuffers(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].experts[1].register_buffer("seen", torch.zeros(1))
+
+
+class Unlike(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].experts[1].up = nn.Linear(8, 12, bias=False)
+
+
+class Odd(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks[0].experts[3]
+
+
+class Tied(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].experts[1].up = self.blocks[0].experts[0].up
+
+
+class Whole(Mixture):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([it for it in self.parameters() if it.ndim > 1])
+
+
+class Averaged(Mixture):
+    def configure_callbacks(self) -> Any:
+        return EMAWeightAveraging()
+
+
+class Regular(Mixture):
+    """Uses experts outside of their unit."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss(x) + self.blocks[0].experts[0].up.weight.sum()
+
+
+def refuse(kind: type[Mixture], what: str, options: dict[str, Any]) -> None:
+    with pytest.raises((ConfigurationError, RuntimeError), match=what):
+        train("full_shard", 2, kind, steps=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "options"),
+    [
+        (WithBuffers, "experts with buffers", {}),
+        (Unlike, "different parameters", {}),
+        (Odd, "has 3 experts", {}),
+        (Tied, "registered at several places", {}),
+        (Whole, "element-wise optimizers", {}),
+        (Regular, "used outside of its unit", {}),
+        (Mixture, "none was found", {"experts": None}),
+        (Mixture, "members of an nn.ModuleList", {"experts": Router}),
+        (Mixture, "precision", {"trainer_options": {"precision": "bf16-true"}}),
+        (Averaged, "EMAWeightAveraging", {}),
+    ],
+)
+def test_models_that_are_not_supported_are_refused(
+    world: Worlds, kind: type[Mixture], what: str, options: dict[str, Any]
+) -> None:
+    world(2).run(refuse, kind, what, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"expert_parallel_size": 0}, "whole number of at least 1"),
+        ({"expert_parallel_size": 2, "tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"expert_parallel_size": 2, "cpu_offload": True}, "cpu_offload"),
+        ({"expert_parallel_size": 2, "uneven_units": True}, "uneven_units"),
+        ({"expert_parallel_size": 2, "uneven_batches": "join"}, "uneven_batches"),
+        ({"expert_parallel_size": 2, "reshard_after_forward": 2}, "reshard_after_forward"),
+        ({"expert_parallel_size": 2, "optimizer_shard": "world"}, "optimizer_shard"),
+        ({"expert_parallel_size": 2, "plan_only": True}, "plan_only"),
+        ({"experts": Expert}, "expert_parallel_size=2 or more"),
+        ({"expert_parallel_size": 2, "experts": 3}, "classes of modules with experts"),
+    ],
+)
+def test_options_that_were_not_tried_with_it_are_refused(
+    options: dict[str, Any], what: str
+) -> None:
+    sharding = "hybrid_shard" if "optimizer_shard" in options else "full_shard"
+    with pytest.raises(ConfigurationError, match=what):
+        ShardedDP(sharding, **options)
