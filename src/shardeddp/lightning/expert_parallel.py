@@ -24,7 +24,7 @@ EXPERT_PARALLEL = "expert_parallel"
 def make_expert_mesh(mesh: Mesh) -> DeviceMesh:
     """The axes of ranks with equal and with different experts; a collective of all ranks."""
     assert mesh.experts is not None
-    groups = torch.tensor(mesh.experts.topology.tensor_groups())
+    groups = torch.tensor(mesh.experts.topology.tensor_groups(), device="cpu")
     made = DeviceMesh(
         mesh.device.type, groups, mesh_dim_names=("expert_data_parallel", EXPERT_PARALLEL)
     )
