@@ -223,7 +223,9 @@ def test_a_store_that_loses_an_upload_gets_no_manifest(
         return {name: size for name, size in whole(self).items() if name != "__0_0.distcp"}
 
     monkeypatch.setattr(RemotePath, "list", without)
-    with pytest.raises(CheckpointError, match=r"was not committed: the store has __0_0\.distcp not"):
+    with pytest.raises(
+        CheckpointError, match=r"was not committed: the store has __0_0\.distcp not"
+    ):
         save(folder / "last.ckpt", 2)
     monkeypatch.undo()
     use_shelf()
@@ -307,11 +309,12 @@ def save_all_the_time(address: str, target: str, first: int, ready: Any) -> None
         save(target, step, rows=400)
 
 
+@pytest.mark.stores
 @pytest.mark.torture
 @pytest.mark.timeout(1500)
 def test_a_hundred_kills_at_any_time_leave_whole_checkpoints_in_a_server_of_s3() -> None:
     chance, held, saves = random.Random(1), 0, 0
-    forks = multiprocessing.get_context("forkserver")  # a client of S3 does not survive a fork
+    forks = multiprocessing.get_context("forkserver")  # without this process's threads
     forks.set_forkserver_preload([__name__])
     with s3_server() as address:
         for kill in range(100):
@@ -332,7 +335,7 @@ def test_a_hundred_kills_at_any_time_leave_whole_checkpoints_in_a_server_of_s3()
 # -- a server of S3
 
 
-@pytest.mark.slow
+@pytest.mark.stores
 def test_checkpoints_live_in_a_server_of_s3() -> None:
     with s3_server() as address:
         target = "s3://bucket/run/last.ckpt"
