@@ -45,10 +45,10 @@ _FINAL = (
 )
 """Errors that come again."""
 
-WINDOW_NBYTES = 8 * 2**20
+WINDOW_NBYTES = 32 * 2**20
 """Read in one request."""
 
-_WINDOWS_AHEAD, _WINDOWS_KEPT = 3, 6
+_WINDOWS_AHEAD, _WINDOWS_KEPT = 1, 3
 
 PART_NBYTES = 50 * 2**20
 """Uploaded in one request, and the memory that an upload takes; more for objects of which stores
